@@ -1,0 +1,90 @@
+"""Fixtures: tiny geometries, KV that is a function of its prefix, stores in fresh directories."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import impress
+
+MIB = 1 << 20
+SMALL = {"segment_bytes": MIB, "write_buffer_bytes": 8 * MIB, "dram_bytes": 4 * MIB}
+
+
+@pytest.fixture
+def geometry() -> impress.Geometry:
+    """Rows of 1 KiB: pieces without padding."""
+    return impress.Geometry(2, 4, 2, 128, "float32")
+
+
+@pytest.fixture
+def padded() -> impress.Geometry:
+    """Rows of 24 and 40 bytes, K and V of different widths: every piece padded."""
+    return impress.Geometry(3, 2, 1, 6, "float32", v_head_dim=10)
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[Callable[..., impress.PrefixStore]]:
+    """open_store(geometry, **config) on one directory; all are closed at the end."""
+    opened: list[impress.PrefixStore] = []
+
+    def opener(
+        geometry: impress.Geometry, mode: str = "rw", namespace: str = "test", **config: Any
+    ) -> impress.PrefixStore:
+        settings = impress.Config(**{**SMALL, **config})
+        store = impress.PrefixStore.open(tmp_path / "store", geometry, namespace, settings, mode)
+        opened.append(store)
+        return store
+
+    yield opener
+    for store in opened:
+        store.close()
+
+
+def kv_of(
+    tokens: np.ndarray, geometry: impress.Geometry, start: int = 0
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Keys and values of a prompt as a model would make them: each row depends on all before it."""
+    mixed = np.cumsum((tokens.astype(np.int64) + 1) * 2654435761 % 1000003)[start:]
+    keys, values = [], []
+    for layer, plane in itertools.product(range(geometry.n_layers), (0, 1)):
+        dim = geometry.v_dim if plane else geometry.head_dim
+        base = np.arange(geometry.n_kv_heads * dim).reshape(geometry.n_kv_heads, 1, dim)
+        rows = np.sin(base + mixed[None, :, None] % 9973 + 31 * layer + 17 * plane)
+        (values if plane else keys).append(rows.astype(_numpy_dtype(geometry)))
+    return keys, values
+
+
+def _numpy_dtype(geometry: impress.Geometry) -> Any:
+    return {"float16": np.float16, "float32": np.float32}[geometry.dtype]
+
+
+def prompt(n: int, seed: int = 0) -> np.ndarray:
+    """n token ids that share no window with another seed's."""
+    return np.random.default_rng(seed).integers(0, 50000, n).astype(np.int32)
+
+
+def put_prompt(store: impress.PrefixStore, tokens: np.ndarray, **named: Any) -> impress.Stored:
+    """Store a whole prompt's KV."""
+    keys, values = kv_of(tokens, store.geometry, named.get("start", 0))
+    return store.store(tokens, keys, values, **named)
+
+
+def assert_serves(store: impress.PrefixStore, tokens: np.ndarray, n_tokens: int, **named: Any) -> None:
+    """A lease gives exactly n_tokens, and every byte is what was stored."""
+    keys, values = kv_of(tokens, store.geometry)
+    with store.lease(tokens, **named) as lease:
+        assert lease.n_tokens == n_tokens, lease.miss_reason
+        if not n_tokens:
+            return
+        with lease.session() as session:
+            for layer in range(store.geometry.n_layers):
+                k, v, pos = session.retrieve(layer, None)
+                assert np.array_equal(k.numpy(), keys[layer][:, :n_tokens])
+                assert np.array_equal(v.numpy(), values[layer][:, :n_tokens])
+                assert pos.tolist() == list(range(n_tokens))

@@ -1,0 +1,135 @@
+"""Space, buffers and I/O threads: the parts every medium is made of."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiers.base import PAGE
+from tiers.iopool import IoPool, Lane
+from tiers.slots import BufferPool
+from tiers.space import LEAST_PART, Space
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 700)), max_size=60))
+def test_space_agrees_with_a_bitmap(steps: list[tuple[bool, int]]) -> None:
+    """Model: one byte per page of three 4 MiB segments."""
+    space, size = Space(), 4 << 20
+    for segment in range(3):
+        space.add(segment, size)
+    taken = np.zeros((3, size // PAGE), dtype=np.int32)
+    owned: list[tuple] = []
+    for give, n in steps:
+        if give and owned:
+            parts = owned.pop(n % len(owned))
+            space.give(parts)
+            change = -1
+        else:
+            parts = space.take(n * PAGE)
+            if parts is None:
+                assert (taken == 0).sum() < n or _largest_run(taken) < n
+                continue
+            assert sum(p.length for p in parts) == n * PAGE
+            assert all(p.length >= LEAST_PART for p in parts[:-1])
+            owned.append(parts)
+            change = 1
+        for segment, off, length in parts:
+            taken[segment, off // PAGE : (off + length) // PAGE] += change
+        assert taken.min() >= 0 and taken.max() <= 1
+        assert space.free_bytes == (taken == 0).sum() * PAGE
+        space.check()
+    again = Space()
+    for segment in range(3):
+        again.add(segment, size)
+    again.claim_all([part for parts in owned for part in parts])
+    again.check()
+    assert again.free_bytes == space.free_bytes
+
+
+def _largest_run(taken: np.ndarray) -> int:
+    runs = [len(run) for row in taken for run in "".join("x" if t else "." for t in row).split("x")]
+    return max(runs)
+
+
+def test_buffers_are_aligned_reused_and_counted() -> None:
+    pool = BufferPool(64 * 1024)
+    a = pool.acquire(10_000)
+    assert a is not None and a.array.ctypes.data % PAGE == 0 and len(a.array) == 10_000
+    a.retain()
+    a.release()
+    assert pool.used_bytes == 12288
+    assert pool.acquire(60_000) is None
+    address = a.array.ctypes.data
+    a.release()
+    b = pool.acquire(9_000)
+    assert b is not None and b.array.ctypes.data == address
+    with pytest.raises(AssertionError):
+        a.release()
+
+
+def test_a_buffer_is_granted_as_soon_as_another_is_released() -> None:
+    pool = BufferPool(PAGE)
+    held = pool.acquire(PAGE)
+    assert held is not None and pool.acquire(PAGE) is None
+    waiting = threading.Thread(target=lambda: granted.append(pool.acquire(PAGE, wait_s=60)))
+    granted: list[object] = []
+    waiting.start()
+    held.release()
+    waiting.join(60)
+    assert granted and granted[0] is not None
+
+
+def test_more_than_the_budget_is_never_granted() -> None:
+    assert BufferPool(PAGE).acquire(2 * PAGE, wait_s=60) is None
+
+
+def test_urgent_lanes_go_first() -> None:
+    pool, gate, order = IoPool(1), threading.Event(), []
+    first = pool.submit(Lane.REPACK, [lambda: gate.wait(60) and None])
+    tickets = [
+        pool.submit(lane, [lambda lane=lane: order.append(lane)])
+        for lane in (Lane.REPACK, Lane.PROMOTE, Lane.STORE, Lane.DEMAND)
+    ]
+    gate.set()
+    assert first.wait(60) and all(ticket.wait(60) for ticket in tickets)
+    assert order == [Lane.DEMAND, Lane.STORE, Lane.PROMOTE, Lane.REPACK]
+    assert pool.close(60)
+
+
+def test_a_failed_task_fails_its_ticket_and_the_rest_of_it_is_skipped() -> None:
+    pool, ran = IoPool(1), []
+
+    def broken() -> None:
+        raise OSError("no")
+
+    ticket = pool.submit(Lane.DEMAND, [broken, lambda: ran.append(1)])
+    with pytest.raises(OSError, match="no"):
+        ticket.wait(60)
+    assert not ran
+    pool.close(60)
+
+
+def test_cancelled_tasks_do_not_run_and_callbacks_come_once() -> None:
+    pool, gate, ran, called = IoPool(1), threading.Event(), [], []
+    blocker = pool.submit(Lane.DEMAND, [lambda: gate.wait(60) and None])
+    ticket = pool.submit(Lane.DEMAND, [lambda: ran.append(1)] * 3)
+    ticket.then(lambda: called.append("ended"))
+    ticket.cancel()
+    assert not ticket.wait(0)
+    gate.set()
+    assert ticket.wait(60) and blocker.wait(60)
+    pool.close(60)
+    ticket.then(lambda: called.append("late"))
+    assert (ran, called) == ([], ["ended", "late"])
+
+
+def test_a_closed_pool_cancels_what_comes() -> None:
+    pool, ran = IoPool(2), []
+    pool.close(60)
+    assert pool.submit(Lane.DEMAND, [lambda: ran.append(1)]).wait(60)
+    assert not ran

@@ -1,0 +1,1 @@
+"""Bytes on media: slots, segments, alignment, threads, checksums. Knows nothing of meaning."""

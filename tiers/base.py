@@ -1,0 +1,117 @@
+"""The one interface every medium serves, and the frozen data it speaks.
+
+A slot is space on a medium, reserved whole and addressed from 0; where it lies (its parts) is the
+medium's business. Bytes are written once per place and read in pieces that carry their checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tiers.errors import ReadFailed
+
+#: Alignment of everything on a medium: O_DIRECT's unit, and a page.
+PAGE: Final = 4096
+
+Bytes = npt.NDArray[np.uint8]
+Sums = npt.NDArray[np.uint64]
+
+
+class Extent(NamedTuple):
+    """Bytes [off, off + length) of one segment; both multiples of PAGE."""
+
+    segment: int
+    off: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Reserved space: the concatenation of its parts, addressed from 0."""
+
+    parts: tuple[Extent, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(part.length for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One contiguous read: slot bytes [off, off + len(dest)) into dest.
+
+    `dest` is contiguous uint8; `sums` holds one xxh3_64 per piece of `piece_bytes` (the last may
+    be shorter), or None for bytes that carry their own check.
+    """
+
+    slot: Slot
+    off: int
+    dest: Bytes
+    sums: Sums | None
+    piece_bytes: int
+
+
+class Usage(NamedTuple):
+    """Bytes of a medium; total == used + free."""
+
+    total: int
+    used: int
+    free: int
+
+
+class Tier(Protocol):
+    """A medium. All methods may be called from any thread; none is held up by another's I/O."""
+
+    name: str
+
+    def reserve(self, n_bytes: int) -> Slot | None:
+        """Take space for n_bytes (> 0), rounded up to pages; None when full, nothing taken."""
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot back whole. Its bytes may be overwritten at once."""
+
+    def write(self, slot: Slot, off: int, data: Bytes) -> None:
+        """Put data at slot bytes [off, off + len(data)). Raises MediumError."""
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Fill every dest and verify every piece. Raises ReadFailed; then no dest may be used."""
+
+    def usage(self) -> Usage:
+        """What is taken and what is not."""
+
+    def check(self) -> None:
+        """Assert that the accounts add up."""
+
+
+def round_up(n: int, unit: int = PAGE) -> int:
+    """The least multiple of `unit` that is >= n."""
+    return -(-n // unit) * unit
+
+
+def sums_of(data: Bytes, piece_bytes: int) -> Sums:
+    """One xxh3_64 per piece. Pure. (xxh3_64: 31.8 GB/s a core, the fastest of those measured.)"""
+    view = memoryview(data)
+    digest = xxhash.xxh3_64_intdigest
+    ends = range(0, len(view), piece_bytes)
+    return np.array([digest(view[at : at + piece_bytes]) for at in ends], dtype=np.uint64)
+
+
+def verify(read: Read, where: str) -> None:
+    """Compare dest with its sums. Raises ReadFailed("checksum") naming the first bad piece."""
+    if read.sums is None:
+        return
+    bad = np.flatnonzero(sums_of(read.dest, read.piece_bytes) != read.sums)
+    if bad.size:
+        off = read.off + int(bad[0]) * read.piece_bytes
+        raise ReadFailed("checksum", f"{where}: {bad.size} bad pieces, first at slot byte {off}")
+
+
+def as_bytes(data: Any) -> Bytes:
+    """A contiguous uint8 view of any buffer; no copy."""
+    return np.frombuffer(data, dtype=np.uint8)

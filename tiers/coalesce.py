@@ -1,0 +1,94 @@
+"""Pure plans for reads: which bytes go in one system call, and which calls to one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tiers.base import Bytes, Extent, Read, Slot
+
+#: One preadv takes at most this much: beyond it nothing is gained, and a slice stays cache-sized.
+RUN_BYTES = 1 << 20
+#: Linux allows 1,024; fewer keep the call's set-up small.
+RUN_VIEWS = 256
+
+
+@dataclass(slots=True)
+class Run:
+    """One system call: contiguous segment bytes from `off` into views, in order."""
+
+    segment: int
+    off: int
+    views: list[Bytes]
+    n_bytes: int
+
+
+def locate(slot: Slot, off: int, n_bytes: int) -> list[Extent]:
+    """Where slot bytes [off, off + n_bytes) lie, in order. Pure."""
+    found = []
+    for part in slot.parts:
+        if off < part.length:
+            take = min(part.length - off, n_bytes)
+            found.append(Extent(part.segment, part.off + off, take))
+            n_bytes -= take
+            off = 0
+            if not n_bytes:
+                return found
+        else:
+            off -= part.length
+    raise AssertionError("range outside its slot")
+
+
+def coalesce(reads: Iterable[Read]) -> list[Run]:
+    """The fewest runs for these reads: neighbours on the medium merge, in medium order. Pure."""
+    places = []
+    for read in reads:
+        at = 0
+        for segment, off, length in locate(read.slot, read.off, len(read.dest)):
+            for start in range(0, length, RUN_BYTES):
+                size = min(RUN_BYTES, length - start)
+                places.append((segment, off + start, read.dest[at + start : at + start + size]))
+            at += length
+    places.sort(key=lambda place: place[:2])
+    runs: list[Run] = []
+    for segment, off, view in places:
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and last.segment == segment
+            and last.off + last.n_bytes == off
+            and last.n_bytes + len(view) <= RUN_BYTES
+            and len(last.views) < RUN_VIEWS
+        ):
+            last.views.append(view)
+            last.n_bytes += len(view)
+        else:
+            runs.append(Run(segment, off, [view], len(view)))
+    return runs
+
+
+def slices(reads: Sequence[Read], slice_bytes: int) -> list[list[Read]]:
+    """Cut reads into thread slices of about slice_bytes, long reads at piece borders. Pure."""
+    cut: list[list[Read]] = [[]]
+    room = slice_bytes
+    for read in reads:
+        at = 0
+        while at < len(read.dest):
+            if room < read.piece_bytes and cut[-1]:
+                cut.append([])
+                room = slice_bytes
+            pieces = max(1, room // read.piece_bytes)
+            part = _part(read, at, pieces)
+            cut[-1].append(part)
+            at += len(part.dest)
+            room -= len(part.dest)
+    return cut if cut[-1] else []
+
+
+def _part(read: Read, at: int, n_pieces: int) -> Read:
+    n_bytes = min(n_pieces * read.piece_bytes, len(read.dest) - at)
+    if n_bytes == len(read.dest):
+        return read
+    first = at // read.piece_bytes
+    sums = None if read.sums is None else read.sums[first : first + n_pieces]
+    return Read(read.slot, read.off + at, read.dest[at : at + n_bytes], sums, read.piece_bytes)

@@ -1,0 +1,18 @@
+"""What a medium can fail with. The text names the medium, the slot and the path."""
+
+from __future__ import annotations
+
+
+class MediumError(Exception):
+    """The environment failed: no permission, an I/O error, a file that is gone."""
+
+
+class ReadFailed(MediumError):
+    """A read that did not give back what was written; nothing of its destination may be used.
+
+    `reason` is one of "checksum", "short", "io".
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason

@@ -1,0 +1,138 @@
+"""All I/O threads start here: a bounded crew that serves four lanes in order of urgency."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from time import monotonic
+
+Task = Callable[[], None]
+
+
+class Lane(IntEnum):
+    """Urgency; a lower lane runs only when every higher one is empty."""
+
+    DEMAND = 0
+    STORE = 1
+    PROMOTE = 2
+    REPACK = 3
+
+
+class Ticket:
+    """A batch of tasks under way. Done when each has run, failed or been cancelled."""
+
+    __slots__ = ("_callbacks", "_cancelled", "_done", "_error", "_left", "_lock")
+
+    def __init__(self, n_tasks: int) -> None:
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._left = n_tasks
+        self._error: BaseException | None = None
+        self._cancelled = False
+        self._callbacks: list[Task] = []
+        if n_tasks == 0:
+            self._done.set()
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """True when done, False when timeout_s passed first. Raises the first task's error."""
+        if not self._done.wait(timeout_s):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def cancel(self) -> None:
+        """Tasks that have not started will not run; one under way goes on to its end."""
+        with self._lock:
+            self._cancelled = True
+
+    def then(self, callback: Task) -> None:
+        """Call back once when done, from whichever thread ends it; at once if it is done."""
+        with self._lock:
+            if self._left:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def run(self, task: Task) -> None:
+        """One task of this ticket, on a pool thread; its error is kept for wait()."""
+        try:
+            if not self._cancelled and self._error is None:
+                task()
+        except BaseException as err:
+            with self._lock:
+                self._error = self._error or err
+        with self._lock:
+            self._left -= 1
+            callbacks = self._callbacks if self._left == 0 else []
+        if self._left == 0:
+            self._done.set()
+        for callback in callbacks:
+            callback()
+
+
+class IoPool:
+    """Threads that run tickets. A task is a slice of work for one thread (≤ a few MiB), so a
+    demand never waits long behind a store."""
+
+    def __init__(self, n_threads: int, name: str = "impress-io") -> None:
+        self.n_threads = n_threads
+        self._lanes: tuple[deque[tuple[Ticket, Task]], ...] = tuple(deque() for _ in Lane)
+        self._wake = threading.Condition()
+        self._open = True
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True)
+            for i in range(n_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, lane: Lane, tasks: Sequence[Task]) -> Ticket:
+        """Queue tasks, first in first out within their lane. After close they are cancelled."""
+        ticket = Ticket(len(tasks))
+        with self._wake:
+            if self._open:
+                self._lanes[lane].extend((ticket, task) for task in tasks)
+                self._wake.notify(len(tasks))
+                return ticket
+        ticket.cancel()
+        for task in tasks:
+            ticket.run(task)
+        return ticket
+
+    def depth(self) -> list[int]:
+        """Queued tasks by lane."""
+        return [len(lane) for lane in self._lanes]
+
+    def close(self, timeout_s: float) -> bool:
+        """Run what is queued, stop the threads; False when one is stuck past timeout_s."""
+        with self._wake:
+            self._open = False
+            self._wake.notify_all()
+        deadline = monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _next(self) -> tuple[Ticket, Task] | None:
+        with self._wake:
+            while True:
+                for lane in self._lanes:
+                    if lane:
+                        return lane.popleft()
+                if not self._open:
+                    return None
+                self._wake.wait()
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            ticket, task = job
+            ticket.run(task)
+            # A waiting worker must not keep the last ticket's buffers alive.
+            del job, ticket, task

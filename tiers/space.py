@@ -1,0 +1,126 @@
+"""Which bytes of which segments are taken. Pure bookkeeping, no I/O, not thread-safe."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+
+from tiers.base import Extent
+
+#: A slot is cut only where it must be, and never into parts smaller than this but the last.
+LEAST_PART = 1 << 20
+
+
+class Space:
+    """Free extents of a set of segments, merged and sorted; everything else is used."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self._free: dict[int, list[tuple[int, int]]] = {}  # segment -> sorted (off, length)
+        self.free_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def add(self, segment: int, n_bytes: int) -> None:
+        """A new segment, all free."""
+        assert segment not in self.sizes
+        self.sizes[segment] = n_bytes
+        self._free[segment] = [(0, n_bytes)]
+        self.free_bytes += n_bytes
+
+    def missing(self, n_bytes: int) -> int:
+        """Bytes short for n_bytes, counting only extents that may be parts; 0 when it fits."""
+        usable = sum(n for free in self._free.values() for _, n in free if n >= LEAST_PART)
+        whole = any(n >= n_bytes for free in self._free.values() for _, n in free)
+        return 0 if whole else max(0, n_bytes - usable)
+
+    def take(self, n_bytes: int) -> tuple[Extent, ...] | None:
+        """One extent where one is large enough (first fit), else several; None when full."""
+        for segment in sorted(self._free):
+            for off, length in self._free[segment]:
+                if length >= n_bytes:
+                    extent = Extent(segment, off, n_bytes)
+                    self.claim([extent])
+                    return (extent,)
+        if self.missing(n_bytes):
+            return None
+        parts: list[Extent] = []
+        for segment in sorted(self._free):
+            for off, length in self._free[segment]:
+                if length >= LEAST_PART and n_bytes:
+                    parts.append(Extent(segment, off, min(length, n_bytes)))
+                    n_bytes -= parts[-1].length
+        self.claim(parts)
+        return tuple(parts)
+
+    def claim(self, extents: Iterable[Extent]) -> None:
+        """Mark extents as used. Raises ValueError when one is not wholly free."""
+        for segment, off, length in extents:
+            free = self._free.get(segment, [])
+            at = bisect.bisect_right(free, (off, 1 << 62)) - 1
+            if at < 0 or free[at][0] + free[at][1] < off + length or length <= 0:
+                raise ValueError(f"segment {segment} bytes {off}+{length} are not free")
+            start, size = free[at]
+            rest = [(start, off - start), (off + length, start + size - off - length)]
+            free[at : at + 1] = [piece for piece in rest if piece[1]]
+            self.free_bytes -= length
+
+    def claim_all(self, extents: Iterable[Extent]) -> None:
+        """Claim many extents of wholly free segments at once, in any order: one sort, one pass.
+
+        Raises ValueError when two overlap or one lies outside its segment.
+        """
+        by_segment: dict[int, list[tuple[int, int]]] = {segment: [] for segment in self.sizes}
+        for segment, off, length in extents:
+            if segment not in by_segment:
+                raise ValueError(f"segment {segment} is missing")
+            by_segment[segment].append((off, length))
+        self.free_bytes = 0
+        for segment, taken in by_segment.items():
+            end, free = 0, []
+            for off, length in [*sorted(taken), (self.sizes[segment], 0)]:
+                if off < end or length < 0:
+                    raise ValueError(f"segment {segment} byte {off} is taken twice or outside")
+                if off > end:
+                    free.append((end, off - end))
+                end = off + length
+            self._free[segment] = free
+            self.free_bytes += sum(n for _, n in free)
+
+    def give(self, extents: Iterable[Extent]) -> None:
+        """Mark used extents as free again and merge neighbours."""
+        for segment, off, length in extents:
+            self.free_bytes += length
+            free = self._free[segment]
+            at = bisect.bisect_left(free, (off, 0))
+            after = at < len(free) and free[at][0] == off + length
+            before = at > 0 and sum(free[at - 1]) == off
+            assert at == len(free) or free[at][0] >= off + length, "freed twice"
+            assert at == 0 or sum(free[at - 1]) <= off, "freed twice"
+            start = free[at - 1][0] if before else off
+            end = sum(free[at]) if after else off + length
+            free[at - before : at + after] = [(start, end - start)]
+
+    def drop(self, segment: int) -> None:
+        """Forget a segment that is wholly free."""
+        assert self._free[segment] == [(0, self.sizes[segment])], "segment in use"
+        self.free_bytes -= self.sizes.pop(segment)
+        del self._free[segment]
+
+    def empty_segments(self) -> list[int]:
+        """Segments with nothing in them."""
+        return [s for s, n in self.sizes.items() if self._free[s] == [(0, n)]]
+
+    def check(self) -> None:
+        """Assert that free extents are sorted, disjoint, merged, inside, and add up."""
+        total = 0
+        for segment, free in self._free.items():
+            end = -1
+            for off, length in free:
+                assert length > 0 and off > end, f"segment {segment}: free list broken at {off}"
+                end = off + length
+                total += length
+            assert end <= self.sizes[segment], f"segment {segment}: free past the end"
+        assert total == self.free_bytes, f"free bytes {self.free_bytes}, counted {total}"

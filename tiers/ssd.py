@@ -1,0 +1,237 @@
+"""Segment files as a tier: fallocated whole, read and written past the page cache.
+
+A segment is `NNNNNNNN.seg` in one directory, mode 0600. O_DIRECT where the file system takes it;
+where it refuses (some network and memory file systems), buffered, and said once in the log.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
+from tiers.coalesce import Run, coalesce, locate
+from tiers.errors import MediumError, ReadFailed
+from tiers.slots import aligned
+from tiers.space import Space
+
+log = logging.getLogger("impress.ssd")
+
+#: A read or write through a buffer of this thread's, where memory is not page-aligned.
+BOUNCE_BYTES = 1 << 20
+
+
+class SsdTier:
+    """All segments of one directory. One process writes; any number may open it read-only."""
+
+    name = "ssd"
+
+    def __init__(
+        self, folder: Path, segment_bytes: int, limit_bytes: int | None, *, read_only: bool = False
+    ) -> None:
+        self.folder = folder
+        self.full = False  # the last reserve found no room
+        self.direct = True
+        self._segment_bytes = segment_bytes
+        self._limit_bytes = limit_bytes
+        self._read_only = read_only
+        self._space = Space()
+        self._lock = threading.Lock()
+        self._fds: dict[int, int] = {}
+        self._bounce = threading.local()
+        try:
+            if not read_only:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for path in sorted(folder.glob("[0-9]*.seg")):
+                self._space.add(int(path.stem), path.stat().st_size // PAGE * PAGE)
+        except OSError as err:
+            raise MediumError(f"ssd: {folder}: {err.strerror}") from err
+
+    def claim(self, extents: Iterable[Extent]) -> None:
+        """At open: mark what an index says is in use. Raises ValueError when two overlap."""
+        with self._lock:
+            self._space.claim_all(extents)
+
+    def reserve(self, n_bytes: int) -> Slot | None:
+        n_bytes = round_up(n_bytes)
+        with self._lock:
+            parts = self._space.take(n_bytes)
+            while parts is None and self._grow(n_bytes):
+                parts = self._space.take(n_bytes)
+            self.full = parts is None
+        return None if parts is None else Slot(parts)
+
+    def free(self, slot: Slot) -> None:
+        with self._lock:
+            self._space.give(slot.parts)
+
+    def write(self, slot: Slot, off: int, data: Bytes) -> None:
+        for segment, start, length in locate(slot, off, len(data)):
+            self._write_at(segment, start, data[:length])
+            data = data[length:]
+
+    def read(self, reads: Sequence[Read]) -> None:
+        for run in coalesce(reads):
+            self._read_run(run)
+        for read in reads:
+            verify(read, f"ssd: segment {read.slot.parts[0].segment} in {self.folder}")
+
+    def sync(self, slots: Iterable[Slot]) -> None:
+        """Return when every byte written to these slots is on stable storage."""
+        for segment in sorted({part.segment for slot in slots for part in slot.parts}):
+            try:
+                os.fdatasync(self._fd(segment))
+            except OSError as err:
+                raise MediumError(f"ssd: fdatasync of {self._path(segment)}: {err}") from err
+
+    def usage(self) -> Usage:
+        with self._lock:
+            total, free = self._space.total_bytes, self._space.free_bytes
+        return Usage(total, total - free, free)
+
+    def check(self) -> None:
+        with self._lock:
+            self._space.check()
+            for segment, n_bytes in self._space.sizes.items():
+                assert self._path(segment).stat().st_size == n_bytes, f"segment {segment} resized"
+
+    def trim(self) -> int:
+        """Delete segments that hold nothing; the bytes given back to the file system."""
+        freed = 0
+        with self._lock:
+            for segment in self._space.empty_segments():
+                freed += self._space.sizes[segment]
+                self._space.drop(segment)
+                self._path(segment).unlink(missing_ok=True)
+                fd = self._fds.pop(segment, None)
+                if fd is not None:
+                    os.close(fd)
+        return freed
+
+    def close(self) -> None:
+        with self._lock:
+            for fd in self._fds.values():
+                os.close(fd)
+            self._fds.clear()
+
+    def _path(self, segment: int) -> Path:
+        return self.folder / f"{segment:08d}.seg"
+
+    def _grow(self, n_bytes: int) -> bool:
+        """One more segment; False when the limit or the file system says no. Under the lock."""
+        total = self._space.total_bytes
+        if self._limit_bytes is not None and total + self._segment_bytes > self._limit_bytes:
+            return False
+        segment = max(self._space.sizes, default=-1) + 1
+        path = self._path(segment)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as err:
+            if err.errno in (errno.ENOSPC, errno.EDQUOT):
+                return False
+            raise MediumError(f"ssd: {path}: {err.strerror}") from err
+        try:
+            os.posix_fallocate(fd, 0, self._segment_bytes)
+            os.fsync(fd)
+            self._sync_folder()
+        except OSError as err:
+            path.unlink(missing_ok=True)
+            if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                log.warning(
+                    "ssd: no room for another segment in %s (%s)", self.folder, err.strerror
+                )
+                return False
+            raise MediumError(f"ssd: {path}: {err.strerror}") from err
+        finally:
+            os.close(fd)
+        self._space.add(segment, self._segment_bytes)
+        return True
+
+    def _sync_folder(self) -> None:
+        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _fd(self, segment: int) -> int:
+        fd = self._fds.get(segment)
+        if fd is not None:
+            return fd
+        path = self._path(segment)
+        with self._lock:
+            if segment not in self._fds:
+                self._fds[segment] = self._open(path)
+            return self._fds[segment]
+
+    def _open(self, path: Path) -> int:
+        mode = (os.O_RDONLY if self._read_only else os.O_RDWR) | os.O_CLOEXEC
+        if self.direct:
+            try:
+                return os.open(path, mode | os.O_DIRECT)
+            except OSError as err:
+                if err.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+                log.warning("ssd: %s refuses O_DIRECT; reading and writing buffered", self.folder)
+        return os.open(path, mode)
+
+    def _write_at(self, segment: int, off: int, data: Bytes) -> None:
+        data = data if data.ctypes.data % PAGE == 0 or not self.direct else _copied(data)
+        done = 0
+        try:
+            fd = self._fd(segment)
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], off + done)
+        except OSError as err:
+            raise MediumError(f"ssd: write to {self._path(segment)}: {err.strerror}") from err
+
+    def _read_run(self, run: Run) -> None:
+        views = run.views
+        bounce = None
+        if self.direct and any(view.ctypes.data % PAGE for view in views):
+            bounce = self._scratch()[: run.n_bytes]
+            views = [bounce]
+        try:
+            got = os.preadv(self._fd(run.segment), views, run.off)
+        except OSError as err:
+            raise ReadFailed("io", f"ssd: {self._path(run.segment)}: {err.strerror}") from err
+        if got < run.n_bytes:
+            self._read_rest(run, views, got)
+        if bounce is not None:
+            at = 0
+            for view in run.views:
+                np.copyto(view, bounce[at : at + len(view)])
+                at += len(view)
+
+    def _read_rest(self, run: Run, views: list[Bytes], got: int) -> None:
+        """The kernel gave less than asked: go on page by page until it gives nothing."""
+        while got < run.n_bytes:
+            skip, rest = got, []
+            for view in views:
+                if skip < len(view):
+                    rest.append(view[skip:])
+                skip = max(0, skip - len(view))
+            more = os.preadv(self._fd(run.segment), rest, run.off + got)
+            if more <= 0 or (self.direct and more % PAGE):
+                path = self._path(run.segment)
+                raise ReadFailed("short", f"ssd: {path}: {got} of {run.n_bytes} bytes at {run.off}")
+            got += more
+
+    def _scratch(self) -> Bytes:
+        scratch: Bytes | None = getattr(self._bounce, "memory", None)
+        if scratch is None:
+            scratch = self._bounce.memory = aligned(BOUNCE_BYTES)
+        return scratch
+
+
+def _copied(data: Bytes) -> Bytes:
+    copy = aligned(len(data))[: len(data)]
+    np.copyto(copy, data)
+    return copy
