@@ -75,7 +75,9 @@ def put_prompt(store: impress.PrefixStore, tokens: np.ndarray, **named: Any) -> 
     return store.store(tokens, keys, values, **named)
 
 
-def assert_serves(store: impress.PrefixStore, tokens: np.ndarray, n_tokens: int, **named: Any) -> None:
+def assert_serves(
+    store: impress.PrefixStore, tokens: np.ndarray, n_tokens: int, **named: Any
+) -> None:
     """A lease gives exactly n_tokens, and every byte is what was stored."""
     keys, values = kv_of(tokens, store.geometry)
     with store.lease(tokens, **named) as lease:

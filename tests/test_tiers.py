@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -78,7 +79,7 @@ class TierContract:
         slots = [tier.reserve(250 * 1024) for _ in range(13)]
         assert all(slots)
         places = sorted(part for slot in slots for part in slot.parts)
-        for a, b in zip(places, places[1:], strict=False):
+        for a, b in itertools.pairwise(places):
             assert a.segment != b.segment or a.off + a.length <= b.off
         for slot in slots[::2] + slots[1::2]:
             tier.free(slot)
@@ -182,7 +183,7 @@ class TestSsd(TierContract):
     def test_buffered_where_direct_io_is_refused(
         self, tier: SsdTier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Some file systems refuse O_DIRECT at open with EINVAL: the tier goes on, and says so once."""
+        """Some file systems refuse O_DIRECT at open: the tier goes on, and says so once."""
         real_open = os.open
 
         def refusing(path: object, flags: int, *rest: int) -> int:
@@ -210,7 +211,10 @@ def test_neighbours_merge_and_runs_stay_bounded() -> None:
     dest = aligned(4 * MIB)
     reads = [Read(slot, at, dest[at : at + PAGE], None, PAGE) for at in (8192, 0, 4096, 16384)]
     runs = coalesce(reads)
-    assert [(run.off, run.n_bytes, len(run.views)) for run in runs] == [(0, 12288, 3), (16384, 4096, 1)]
+    assert [(run.off, run.n_bytes, len(run.views)) for run in runs] == [
+        (0, 12288, 3),
+        (16384, 4096, 1),
+    ]
     whole = coalesce([Read(slot, 0, dest, None, PAGE)])
     assert [run.n_bytes for run in whole] == [RUN_BYTES] * 4
 

@@ -1,0 +1,34 @@
+# Two commands for everybody: `make demo`, `make test`. CPU only; nothing beyond the package registry.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.ready
+	$(BIN)/impress demo --dir demo-out $(DEMO_FLAGS)
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.ready
+	$(BIN)/python -m experiments.bench_control
+	$(BIN)/python -m experiments.bench_ssd
+
+# The constraints keep torch to the range the tests run against.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("impress needs Python 3.11 or newer: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	@begin=$$(date +%s); \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]' \
+	  && echo "installed in $$(( $$(date +%s) - begin )) s"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) demo-out

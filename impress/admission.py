@@ -1,0 +1,120 @@
+"""Who may write, and where: from a prompt to a draft with space reserved, and back when refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from impress.blockhash import Tokens, key_after
+from impress.catalog import Catalog, Held
+from impress.commit import Committer, StoreJob
+from impress.errors import BadInput, StoreFailed
+from impress.format import SpanRecord, meta_bytes
+from impress.layout import SpanLayout
+from impress.stats import Counters
+from impress.types import Geometry
+from impress.writer import Draft, Media, Stored, Writer
+from tiers.base import Extent, Slot, round_up
+from tiers.errors import MediumError
+
+
+class Admission:
+    """Opens writers and takes them back. Thread-safe."""
+
+    def __init__(
+        self, geometry: Geometry, window: int, namespace: bytes, name: str, next_span: int,
+        catalog: Catalog, media: Media, committer: Committer, counters: Counters,
+        release: Callable[[Sequence[Held]], None], make_room: Callable[[int], bool],
+    ) -> None:  # fmt: skip
+        self._geometry = geometry
+        self._window = window
+        self._namespace = namespace
+        self._name = name
+        self._spans = itertools.count(next_span)  # next() of it is atomic
+        self._catalog = catalog
+        self._media = media
+        self._committer = committer
+        self._counters = counters
+        self._release = release
+        self._make_room = make_room
+
+    def writer(
+        self, root: bytes, labels: bytes, tokens: Tokens, start: int, wait_s: float
+    ) -> Writer:
+        """A writer for the windows of this prompt that are not stored; see PrefixStore.writer."""
+        if not isinstance(start, int) or not 0 <= start <= len(tokens):
+            raise BadInput(f"store: start {start!r} is not in 0..{len(tokens)}")
+        held = self._catalog.hold(root, labels, count=False)  # ancestors stay until the commit
+        first = sum(h.count for h in held)
+        n_windows = len(labels) // (4 * self._window)
+        if start > first * self._window:
+            self._release(held)
+            raise BadInput(
+                f"store: start {start} is beyond what is stored ({first * self._window} tokens)"
+            )
+        stored = Stored(n_windows * self._window, (n_windows - first) * self._window)
+        draft = None
+        try:
+            if n_windows > first:
+                draft = self._draft(root, labels, first, n_windows - first)
+                if draft is None:
+                    stored.refused = "disk full"
+        except BaseException:
+            self._release(held)
+            raise
+        return Writer(
+            stored, self._geometry, self._window, draft, self._media, wait_s,
+            partial(self._finish, held),
+        )  # fmt: skip
+
+    def _draft(self, root: bytes, labels: bytes, first: int, n_windows: int) -> Draft | None:
+        """Reserve space for a span of n_windows from window `first`; None when there is none."""
+        layout = SpanLayout.of(self._geometry, self._window, n_windows)
+        meta = self._reserve_meta(n_windows, layout)
+        slot = self._reserve(layout.data_bytes) if meta is not None else None
+        if meta is None or slot is None:
+            if meta is not None:
+                self._media.ssd.free(Slot((meta,)))
+            return None
+        cut = first * 4 * self._window
+        before = key_after(root, labels[:cut], self._window)
+        own = labels[cut:]
+        record = SpanRecord(
+            next(self._spans), self._namespace, root, before, key_after(before, own, self._window),
+            first, n_windows, self._window, meta, slot.parts, own,
+        )  # fmt: skip
+        return Draft(record, self._geometry, slot, labels, self._media)
+
+    def _reserve_meta(self, n_windows: int, layout: SpanLayout) -> Extent | None:
+        size = meta_bytes(64, n_windows, self._window, self._geometry.n_layers, layout.n_sums)
+        slot = self._reserve(size)
+        if slot is not None and len(slot.parts) > 1:  # a header is one extent, for scans
+            self._media.ssd.free(slot)
+            return None
+        return slot.parts[0] if slot else None
+
+    def _reserve(self, n_bytes: int) -> Slot | None:
+        """Room at home; when there is none, after making some."""
+        try:
+            slot = self._media.ssd.reserve(n_bytes)
+            if slot is None and self._make_room(round_up(n_bytes)):
+                slot = self._media.ssd.reserve(n_bytes)
+        except MediumError as err:
+            raise StoreFailed(str(err)) from None
+        return slot
+
+    def _finish(self, held: Sequence[Held], writer: Writer) -> None:
+        """A writer's with-block has ended: commit what is whole, give back what is not."""
+        stored, draft = writer.stored, writer.draft
+        if draft is not None and not stored.refused:
+            done = partial(self._release, held)
+            self._committer.store(StoreJob(draft, stored, self._name, done))
+            return
+        self._release(held)
+        if draft is not None:
+            self._committer.give_up(draft)
+        if stored.refused:
+            reason = stored.refused.split(":")[0].replace(" ", "_")
+            self._counters.add(f"refused/{reason}")
+        stored.settle(refused=stored.refused)

@@ -1,0 +1,349 @@
+"""Metadata of a store under one short lock: the tree, its spans, who holds them.
+
+Decides nothing about media and does no I/O; every method returns soon.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from impress.blockhash import chain
+from impress.format import (
+    SpanRecord,
+    decode_index,
+    encode_index,
+    extents_of,
+    place_of,
+    split_index,
+)
+from impress.radix import NONE, Graft, RadixTree, View
+from tiers.base import Extent
+
+#: Leaves looked at in one pass of an eviction.
+_EVICT_BATCH = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A pinned run of windows of one span: [first, first + count) of it, on a lease."""
+
+    record: SpanRecord
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """One leaf path, for people: how long, how hot, how it begins."""
+
+    root: bytes
+    n_windows: int
+    hits: int
+    used: int
+    labels: bytes
+
+
+class _Places:
+    """Where windows lie that spans begin behind: key -> (node, window of its span)."""
+
+    def __init__(self, kept: Collection[bytes]) -> None:
+        """From all index values: which keys are wanted, and whether any lies inside a span."""
+        self.of: dict[bytes, tuple[int, int]] = {}
+        self._wanted = {before for first, _, before, _ in map(place_of, kept) if first}
+        ends = {after for _, _, _, after in map(place_of, kept) if after in self._wanted}
+        self._inside = len(ends) < len(self._wanted)  # else no key but the last need be made
+
+    def note(self, node: int, before: bytes, labels: bytes, after: bytes, window: int) -> None:
+        """The wanted windows of a span just grafted as `node`."""
+        last = len(labels) // (4 * window) - 1
+        if self._inside:
+            for i, key in enumerate(chain(before, labels[: last * 4 * window], window)):
+                if key in self._wanted:
+                    self.of.setdefault(key, (node, i))
+        if after in self._wanted:
+            self.of.setdefault(after, (node, last))
+
+
+class Catalog:
+    """Thread-safe. A span lives while a node views it or a holder pins it."""
+
+    def __init__(self, window: int) -> None:
+        self.lock = threading.Lock()
+        self._window = window
+        self._tree = RadixTree(4 * window)
+        self._kept: dict[int, bytes] = {}  # span -> index value without labels
+        self._views: dict[int, int] = {}  # span -> nodes that view it
+        self._pins: dict[int, int] = {}
+        self._gone: set[int] = set()  # retired, its index value deleted: reclaim when unpinned
+        self._retired: set[int] = set()  # no node views it; the index may still hold it
+        self._n_spans = 0  # with a view
+        self._tick = 0
+
+    # ---- a request ------------------------------------------------------------------------
+
+    def lookup(self, root: bytes, labels: bytes) -> int:
+        """Windows stored of this prefix. Pure."""
+        with self.lock:
+            return self._tree.match(root, labels).n_windows
+
+    def hold(self, root: bytes, labels: bytes, *, count: bool) -> list[Held]:
+        """Match and pin, in prefix order. `count`: this is a use, for heat and eviction."""
+        with self.lock:
+            match = self._tree.match(root, labels)
+            if count:
+                self._tick += 1
+                self._tree.touch(match, self._tick)
+            held = []
+            for view in self._tree.views(match):
+                self._pins[view.span] = self._pins.get(view.span, 0) + 1
+                held.append(Held(self._record(view.span), view.first, view.n_windows))
+            return held
+
+    def release(self, spans: Iterable[int]) -> list[SpanRecord]:
+        """Unpin; the spans whose space may now be reclaimed."""
+        free = []
+        with self.lock:
+            for span in spans:
+                left = self._pins[span] - 1
+                if left:
+                    self._pins[span] = left
+                else:
+                    del self._pins[span]
+                    if span in self._gone:
+                        free.append(self._forget(span))
+        return free
+
+    # ---- a commit -------------------------------------------------------------------------
+
+    def publish(self, record: SpanRecord, prefix: bytes) -> int:
+        """Make a READY span visible; the windows it added to the tree.
+
+        `prefix`: labels from the root to the span's end. 0 when all of it is stored by now, or
+        its ancestors went bad meanwhile: then the span is retired.
+        """
+        span = record.span_id
+        with self.lock:
+            self._kept[span] = split_index(encode_index(record))[0]
+            above = self._tree.root(record.root)
+            graft = self._tree.graft(above, prefix, span, record.first_window)
+            self._views[span] = 0
+            self._count_graft(span, graft)
+            if not graft.added:
+                self._retired.add(span)
+            return graft.added
+
+    def evict(self, n_bytes: int) -> list[int]:
+        """Take least recently used leaves out until spans of n_bytes are retired; their ids."""
+        retired: list[int] = []
+        with self.lock:
+            progress = True
+            while n_bytes > 0 and progress:
+                progress = False
+                for leaf in self._tree.leaves(_EVICT_BATCH).tolist():
+                    span = self._tree.view(leaf).span
+                    if span in self._pins:
+                        continue
+                    progress = True
+                    if self._remove(leaf):
+                        retired.append(span)
+                        record = self._record(span)
+                        n_bytes -= record.data_bytes + record.meta.length
+                        if n_bytes <= 0:
+                            break
+        return retired
+
+    def quarantine(self, span: int) -> list[int]:
+        """Take everything at and below a bad span out of the tree; spans retired by it."""
+        retired = []
+        with self.lock:
+            for node in self._tree.of_span(span):
+                if self._tree.view(node).span != span:
+                    continue  # went with an earlier subtree
+                for below in self._tree.subtree(node):
+                    gone = self._tree.view(below).span
+                    if self._remove(below):
+                        retired.append(gone)
+        return retired
+
+    def deleted(self, spans: Iterable[int]) -> list[SpanRecord]:
+        """Their index values are gone for good; those of them that can be reclaimed now."""
+        free = []
+        with self.lock:
+            for span in spans:
+                self._gone.add(span)
+                if span not in self._pins:
+                    free.append(self._forget(span))
+        return free
+
+    # ---- opening --------------------------------------------------------------------------
+
+    def load(
+        self, values: Iterable[tuple[int, bytes]], heat: dict[int, tuple[int, int]]
+    ) -> list[int]:
+        """Fill an empty catalog from index values in id order; ids of those that added nothing,
+        retired.
+
+        Spans hang from keys: where a span begins behind a window, that window's place is noted
+        when its own span is grafted. So nothing is compared but what really overlaps. Ids only
+        grow, so a span comes after those it hangs from; one that does not waits for the end. (By
+        id, not by depth: a path's nodes then lie near each other in memory.)
+        """
+        labels = []
+        for span, value in values:
+            self._kept[span], own = split_index(value)
+            labels.append(own)
+        early: list[tuple[int, int, bytes]] = []
+        retired = []
+        with self.lock:
+            places = _Places(self._kept.values())
+            for span, own in zip(self._kept, labels, strict=True):
+                first, _, before, _ = place_of(self._kept[span])
+                if first and before not in places.of:
+                    early.append((first, span, own))
+                elif not self._replant(span, own, places, heat):
+                    retired.append(span)
+            for _, span, own in sorted(early):
+                if not self._replant(span, own, places, heat):
+                    retired.append(span)
+            self._retired.update(retired)
+        return retired
+
+    def _replant(
+        self, span: int, labels: bytes, places: _Places, heat: dict[int, tuple[int, int]]
+    ) -> bool:
+        """Hang a loaded span where it belongs; False when it adds nothing, or nowhere is left."""
+        first, root, before, after = place_of(self._kept[span])
+        self._views[span] = 0
+        if not first:
+            above = self._tree.root(root)
+        elif before in places.of:
+            above, split = self._tree.end_at(*places.of[before])
+            if split != NONE:
+                self._views[split] += 1
+        else:
+            return False
+        graft = self._tree.graft(above, labels, span, 0)
+        self._count_graft(span, graft)
+        if not graft.added:
+            return False
+        if span in heat:
+            self._warm(graft.node, heat[span])
+        places.note(graft.node, before, labels, after, self._window)
+        return True
+
+    def _warm(self, node: int, heat: tuple[int, int]) -> None:
+        self._tree.hits[node], self._tree.used[node] = heat
+        self._tick = max(self._tick, heat[1])
+
+    def _count_graft(self, span: int, graft: Graft) -> None:
+        if graft.added:
+            self._views[span] = 1
+            self._n_spans += 1
+        if graft.split != NONE:
+            self._views[graft.split] += 1
+
+    # ---- looking --------------------------------------------------------------------------
+
+    def heat(self) -> dict[int, tuple[int, int]]:
+        """Span -> (leases, lease counter at the last), the most of its nodes; leased ones only."""
+        with self.lock:
+            rows = self._tree.leased()
+        return {span: (hits, used) for span, hits, used in rows}
+
+    def hottest(self, n: int) -> list[Prefix]:
+        """The n most leased leaves, as paths."""
+        with self.lock:
+            return [self._prefix(leaf) for leaf in self._tree.hottest(n).tolist()]
+
+    def walk(self) -> list[tuple[int, View, Prefix]]:
+        """(depth, view, path) of every node, parents before children, for printing a tree."""
+        with self.lock:
+            rows = []
+            todo = [(0, c) for r in self._tree.roots.values() for c in self._tree.children(r)]
+            while todo:
+                depth, node = todo.pop()
+                rows.append((depth, self._tree.view(node), self._prefix(node)))
+                todo += [(depth + 1, child) for child in self._tree.children(node)]
+            return rows
+
+    def records(self) -> list[SpanRecord]:
+        """Every span in the tree."""
+        with self.lock:
+            return [self._record(span) for span, n in self._views.items() if n]
+
+    def all_records(self) -> list[SpanRecord]:
+        """Every span that still owns space: in the tree, or retired and not yet reclaimed."""
+        with self.lock:
+            return [self._record(span) for span in self._kept]
+
+    def retired_records(self, spans: Iterable[int]) -> list[SpanRecord]:
+        """Those of these spans that are not reclaimed yet."""
+        with self.lock:
+            return [self._record(span) for span in spans if span in self._kept]
+
+    def extents(self) -> tuple[list[Extent], int]:
+        """All space spans own, in no order, and the largest span id (0 when there is none)."""
+        with self.lock:
+            found: list[Extent] = []
+            for kept in self._kept.values():
+                found += extents_of(kept)
+            return found, max(self._kept, default=0)
+
+    def counts(self) -> dict[str, int]:
+        with self.lock:
+            return {
+                "spans": self._n_spans,
+                "nodes": self._tree.n_nodes,
+                "windows": self._tree.n_windows,
+                "pinned_spans": len(self._pins),
+                "retired_spans": len(self._retired),
+            }
+
+    def check(self) -> None:
+        """Assert that tree, views, pins and retirements account for every span."""
+        with self.lock:
+            self._tree.check()
+            views: dict[int, int] = {}
+            for node in self._tree.nodes().tolist():
+                view = self._tree.view(node)
+                views[view.span] = views.get(view.span, 0) + 1
+                record = self._record(view.span)
+                assert view.first >= 0 and view.first + view.n_windows <= record.n_windows
+            assert views == {s: n for s, n in self._views.items() if n}, "views miscounted"
+            assert len(views) == self._n_spans, "spans miscounted"
+            assert set(self._kept) == set(views) | self._retired, "a span is nobody's"
+            assert self._gone <= self._retired, "reclaimable but not retired"
+            assert set(self._pins) <= set(self._kept), "a pinned span is gone"
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    def _record(self, span: int) -> SpanRecord:
+        return decode_index(span, self._kept[span])
+
+    def _prefix(self, node: int) -> Prefix:
+        path = self._tree.path(node)
+        labels = b"".join(self._tree.label(n) for n in path)
+        root = self._tree.label(self._tree.parent(path[0]))
+        n_windows = len(labels) // (4 * self._window)
+        return Prefix(root, n_windows, self._tree.hits[node], self._tree.used[node], labels)
+
+    def _remove(self, node: int) -> bool:
+        """Take a leaf out; True when that retired its span."""
+        span = self._tree.view(node).span
+        self._tree.remove(node)
+        self._views[span] -= 1
+        if self._views[span]:
+            return False
+        self._n_spans -= 1
+        self._retired.add(span)
+        return True
+
+    def _forget(self, span: int) -> SpanRecord:
+        record = self._record(span)
+        self._gone.discard(span)
+        self._retired.discard(span)
+        self._views.pop(span, None)
+        del self._kept[span]
+        return record

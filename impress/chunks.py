@@ -1,0 +1,183 @@
+"""Copies of chunks in DRAM: which are there, which go when room is needed (LRU for now).
+
+A copy is found by (span, layer, window). Entries are rows of arrays, so a layer's worth of
+windows is looked up and pinned without a Python loop.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from tiers.base import Bytes, Extent, Slot
+from tiers.dram import DramTier
+
+Ids = npt.NDArray[np.int64]
+_ABSENT = -1
+
+
+class ChunkCache:
+    """A byte budget of chunk copies. Thread-safe; eviction is a drop, home always has the bytes.
+
+    Entry i is bytes [i·chunk, (i+1)·chunk) of the arena: K pieces, then V pieces. Filling ->
+    ready -> (pinned while copied out) -> dropped.
+    """
+
+    def __init__(self, budget_bytes: int, chunk_bytes: int, n_layers: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self.capacity = budget_bytes // chunk_bytes
+        self.tier = DramTier(self.capacity * chunk_bytes)
+        self._n_layers = n_layers
+        self._lock = threading.Lock()
+        self._maps: dict[int, Ids] = {}  # span -> [n_layers, n_windows] entry or _ABSENT
+        self._used = np.zeros(self.capacity, dtype=np.int64)
+        self._pins = np.zeros(self.capacity, dtype=np.int32)
+        self._ready = np.zeros(self.capacity, dtype=bool)
+        self._owner = np.full((self.capacity, 3), _ABSENT, dtype=np.int64)
+        self._tick = 0
+        self.evictions = 0
+
+    def pin(self, span: int, layer: int, first: int, count: int) -> Ids:
+        """Entries of windows [first, first + count), _ABSENT (-1) where there is no copy.
+
+        Those found are pinned until `unpin`, and counted as used.
+        """
+        with self._lock:
+            table = self._maps.get(span)
+            if table is None:
+                return np.full(count, _ABSENT, dtype=np.int64)
+            found = table[layer, first : first + count].copy()
+            there = found[found >= 0]
+            found[found >= 0] = np.where(self._ready[there], there, _ABSENT)
+            there = found[found >= 0]
+            self._tick += 1
+            self._used[there] = self._tick
+            self._pins[there] += 1
+            return found
+
+    def unpin(self, entries: Ids) -> None:
+        with self._lock:
+            entries = entries[entries >= 0]
+            self._pins[entries] -= 1
+            # Dropped while it was read: its last reader frees it.
+            self._free(entries[(self._owner[entries, 0] < 0) & (self._pins[entries] == 0)])
+
+    def slot(self, entry: int) -> Slot:
+        """Where an entry's bytes are."""
+        return Slot((Extent(0, entry * self._chunk_bytes, self._chunk_bytes),))
+
+    def admit(self, span: int, n_windows: int, layer: int, windows: Ids) -> tuple[Ids, Ids]:
+        """Take entries for these windows of a layer; (windows, entries) granted, to be filled.
+
+        Windows that have an entry are left out. Makes room by dropping the least recently used
+        that nobody reads; grants fewer when there is not enough. `publish` or `abandon` follows.
+        """
+        with self._lock:
+            table = self._maps.get(span)
+            if table is not None:
+                windows = windows[table[layer, windows] == _ABSENT]
+            entries = self._take(len(windows))
+            windows = windows[: len(entries)]
+            if len(entries):
+                table = self._maps.get(span)
+                if table is None:
+                    table = np.full((self._n_layers, n_windows), _ABSENT, dtype=np.int64)
+                    self._maps[span] = table
+                table[layer, windows] = entries
+                self._owner[entries, 0] = span
+                self._owner[entries, 1] = layer
+                self._owner[entries, 2] = windows
+            return windows, entries
+
+    def publish(self, entries: Ids) -> None:
+        """Filled: from now on they are found. Those dropped with their span meanwhile are freed."""
+        with self._lock:
+            self._tick += 1
+            kept = entries[self._owner[entries, 0] >= 0]
+            self._used[kept] = self._tick
+            self._ready[kept] = True
+            self._free(entries[self._owner[entries, 0] < 0])
+
+    def abandon(self, entries: Ids) -> None:
+        """Never filled: take them out again."""
+        with self._lock:
+            self._forget(entries[self._owner[entries, 0] >= 0])
+            self._free(entries)
+
+    def fill(self, entry: int, k: Bytes, v: Bytes) -> None:
+        """Copy one chunk's pieces in. The entry is this caller's until published."""
+        slot = self.slot(entry)
+        self.tier.write(slot, 0, k)
+        self.tier.write(slot, len(k), v)
+
+    def drop_span(self, span: int) -> None:
+        """Its copies are found no more. Pinned and filling ones are freed by their last user."""
+        with self._lock:
+            table = self._maps.get(span)
+            if table is not None:
+                self._drop(table[table >= 0])
+
+    def clear(self) -> None:
+        """Drop everything that nobody reads."""
+        with self._lock:
+            self._drop(np.flatnonzero(self._ready & (self._pins == 0)))
+
+    def occupancy(self) -> dict[int, int]:
+        """Span -> chunks in DRAM."""
+        with self._lock:
+            return {span: int((table >= 0).sum()) for span, table in self._maps.items()}
+
+    def check(self) -> None:
+        """Assert that maps, owners and the arena agree."""
+        self.tier.check()
+        with self._lock:
+            mapped = np.sort(
+                np.concatenate([t[t >= 0] for t in self._maps.values()] or [np.empty(0, np.int64)])
+            )
+            assert len(np.unique(mapped)) == len(mapped), "two windows share an entry"
+            assert np.array_equal(mapped, np.flatnonzero(self._owner[:, 0] >= 0)), "owners are off"
+            assert (self._pins >= 0).all(), "unpinned twice"
+            for entry in mapped.tolist():
+                span, layer, window = self._owner[entry].tolist()
+                assert self._maps[span][layer, window] == entry, "owner and map disagree"
+
+    # ---- inside, under the lock ------------------------------------------------------------
+
+    def _take(self, n: int) -> Ids:
+        n = min(n, self.capacity)
+        free = self.tier.usage().free // self._chunk_bytes
+        if free < n:
+            idle = np.flatnonzero(self._ready & (self._pins == 0))
+            want = min(len(idle), max(n - free, self.capacity // 64))
+            if want and want < len(idle):
+                idle = idle[np.argpartition(self._used[idle], want - 1)[:want]]
+            self.evictions += len(idle) if want else 0
+            self._drop(idle if want else idle[:0])
+        entries = []
+        for _ in range(n):
+            slot = self.tier.reserve(self._chunk_bytes)
+            if slot is None:
+                break
+            entries.append(slot.parts[0].off // self._chunk_bytes)
+        return np.array(entries, dtype=np.int64)
+
+    def _drop(self, entries: Ids) -> None:
+        self._forget(entries)
+        idle = entries[self._ready[entries] & (self._pins[entries] == 0)]
+        self._free(idle)
+
+    def _forget(self, entries: Ids) -> None:
+        for span in np.unique(self._owner[entries, 0]).tolist():
+            mine = entries[self._owner[entries, 0] == span]
+            table = self._maps[span]
+            table[self._owner[mine, 1], self._owner[mine, 2]] = _ABSENT
+            if not (table >= 0).any():
+                del self._maps[span]
+        self._owner[entries] = _ABSENT
+
+    def _free(self, entries: Ids) -> None:
+        self._ready[entries] = False
+        for entry in entries.tolist():
+            self.tier.free(self.slot(entry))

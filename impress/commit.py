@@ -1,0 +1,235 @@
+"""The committer: one thread that owns every write to the index.
+
+A store becomes READY here and nowhere else: its rows and header are on stable storage, then one
+index transaction names it, then the tree shows it. Stores that wait together commit together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from impress.catalog import Catalog
+from impress.errors import ImpressError, StoreFailed
+from impress.format import SpanHeader, SpanRecord, encode_header, encode_index
+from impress.index import Index
+from impress.stats import Counters
+from impress.types import Geometry
+from impress.writer import Draft, Stored
+from tiers.base import PAGE, Extent, Slot
+from tiers.errors import MediumError
+from tiers.slots import aligned
+from tiers.ssd import SsdTier
+
+#: A write that takes longer than this is stuck; its store fails.
+WRITE_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class StoreJob:
+    """A complete draft on its way to READY; `done` gives back what its writer held."""
+
+    draft: Draft
+    stored: Stored
+    name: str
+    done: Callable[[], None]
+
+
+_Job = StoreJob | Draft | list[int] | threading.Event
+
+
+@dataclass(slots=True)
+class _Batch:
+    stores: list[StoreJob] = field(default_factory=list)
+    deletes: list[int] = field(default_factory=list)
+    given_up: list[Draft] = field(default_factory=list)
+    barriers: list[threading.Event] = field(default_factory=list)
+
+
+class Committer:
+    """Queues jobs from any thread; works on its own."""
+
+    def __init__(
+        self, index: Index, ssd: SsdTier, catalog: Catalog, counters: Counters,
+        geometry: Geometry, uuid: bytes, reclaim: Callable[[Iterable[SpanRecord]], None],
+        *, durable: bool,
+    ) -> None:  # fmt: skip
+        self._index = index
+        self._ssd = ssd
+        self._catalog = catalog
+        self._counters = counters
+        self._geometry = geometry
+        self._uuid = uuid
+        self._reclaim = reclaim
+        self._durable = durable
+        self._names: dict[bytes, str] = index.names()
+        self._jobs: deque[_Job] = deque()
+        self._wake = threading.Condition()
+        self._open = True
+        self._failures: list[Exception] = []
+        self._thread = threading.Thread(target=self._work, name="impress-commit", daemon=True)
+        self._thread.start()
+
+    def store(self, job: StoreJob) -> None:
+        self._put(job)
+
+    def delete(self, spans: list[int]) -> None:
+        """Retired spans: out of the index, then reclaimed when nobody holds them."""
+        if spans:
+            self._put(spans)
+
+    def give_up(self, draft: Draft) -> None:
+        """A refused store: its space is free again when its last write has ended."""
+        self._put(draft)
+
+    def barrier(self, timeout_s: float) -> bool:
+        """True when all that was queued before has been dealt with."""
+        event = threading.Event()
+        self._put(event)
+        return event.wait(timeout_s)
+
+    def fail(self, error: Exception) -> None:
+        """Keep an error for the next flush to raise."""
+        with self._wake:
+            self._failures.append(error)
+
+    def take_failures(self) -> list[Exception]:
+        with self._wake:
+            failures, self._failures = self._failures, []
+            return failures
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what is queued, record heat, stop."""
+        with self._wake:
+            self._open = False
+            self._wake.notify()
+        self._thread.join(timeout_s)
+
+    def _put(self, job: _Job) -> None:
+        with self._wake:
+            if not self._open:
+                raise StoreFailed("the store is closed")
+            self._jobs.append(job)
+            self._wake.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._jobs or not self._open)
+                if not self._jobs:
+                    break
+                batch = _Batch()
+                while self._jobs:
+                    job = self._jobs.popleft()
+                    if isinstance(job, StoreJob):
+                        batch.stores.append(job)
+                    elif isinstance(job, list):
+                        batch.deletes += job
+                    elif isinstance(job, Draft):
+                        batch.given_up.append(job)
+                    else:
+                        batch.barriers.append(job)
+            self._commit(batch)
+            for draft in batch.given_up:
+                with contextlib.suppress(StoreFailed):  # a write that failed has ended too
+                    draft.settle(WRITE_TIMEOUT_S)
+                self._reclaim([draft.record])
+            for event in batch.barriers:
+                event.set()
+        try:
+            self._index.commit({}, heat=self._catalog.heat())
+        except StoreFailed as err:
+            self.fail(err)
+
+    # ---- one batch -------------------------------------------------------------------------
+
+    def _commit(self, batch: _Batch) -> None:
+        written = [job for job in batch.stores if self._write_header(job)]
+        puts = {job.draft.record.span_id: encode_index(job.draft.record) for job in written}
+        names = {
+            job.draft.record.root: job.name
+            for job in written
+            if job.name and self._names.get(job.draft.record.root) != job.name
+        }
+        try:
+            if self._durable:
+                self._ssd.sync([_meta_slot(job.draft.record) for job in written])
+                self._ssd.sync([job.draft.slot for job in written])
+            if puts or batch.deletes:
+                self._index.commit(puts, batch.deletes, names=names)
+        except (StoreFailed, MediumError) as err:
+            for job in written:
+                self._drop(job, StoreFailed(str(err)))
+            if batch.deletes:
+                self.fail(StoreFailed(str(err)))
+            return
+        self._names.update(names)
+        superfluous = [job.draft.record.span_id for job in written if not self._publish(job)]
+        if superfluous:
+            self._commit(_Batch(deletes=superfluous))
+        self._reclaim(self._catalog.deleted(batch.deletes))
+
+    def _write_header(self, job: StoreJob) -> bool:
+        """Wait for the rows, then write the header. False when there is nothing to commit."""
+        draft = job.draft
+        try:
+            draft.settle(WRITE_TIMEOUT_S)
+            if self._catalog.lookup(draft.record.root, draft.prefix) == draft.record.end_window:
+                self._drop(job, None)  # another store of the same tokens was first
+                return False
+            header = SpanHeader(
+                self._uuid, self._geometry, draft.record, draft.sums, draft.importance, job.name
+            )
+            raw = encode_header(header)
+            meta = draft.record.meta
+            assert len(raw) <= meta.length, "header larger than its reservation"
+            memory = aligned(len(raw))
+            memory[:] = np.frombuffer(raw, dtype=np.uint8)
+            self._ssd.write(_meta_slot(draft.record), 0, memory)
+            rest = Extent(meta.segment, meta.off + len(raw), meta.length - len(raw))
+            if rest.length:
+                self._ssd.free(Slot((rest,)))
+                draft.record = replace(draft.record, meta=meta._replace(length=len(raw)))
+            return True
+        except (ImpressError, MediumError) as err:
+            self._drop(job, StoreFailed(str(err)))
+            return False
+
+    def _publish(self, job: StoreJob) -> bool:
+        record = job.draft.record
+        added = self._catalog.publish(record, job.draft.prefix)
+        lost = None
+        if not added and self._catalog.lookup(record.root, job.draft.prefix) < record.end_window:
+            lost = StoreFailed("store: the prefix before these rows went bad meanwhile")
+            self.fail(lost)
+        job.stored.settle(error=lost)
+        job.done()
+        self._counters.add("stored_tokens", added * record.window)
+        self._counters.add("stored_bytes", record.data_bytes if added else 0)
+        return added > 0
+
+    def _drop(self, job: StoreJob, error: Exception | None) -> None:
+        self._reclaim([job.draft.record])
+        job.stored.settle(error=error)
+        job.done()
+        if error is not None:
+            self._counters.add("refused/failed")
+            self.fail(error)
+
+
+def _meta_slot(record: SpanRecord) -> Slot:
+    return Slot((record.meta,))
+
+
+def bury(ssd: SsdTier, record: SpanRecord) -> None:
+    """Wipe a span's header, so that no scan finds it again, and give its space back."""
+    # On a failing disk the header's generation and its rows' sums still give it away.
+    with contextlib.suppress(MediumError):
+        ssd.write(_meta_slot(record), 0, aligned(PAGE))
+    ssd.free(_meta_slot(record))
+    ssd.free(Slot(record.parts))

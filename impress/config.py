@@ -1,0 +1,85 @@
+"""The one configuration of a store: a frozen tree, from keywords or a TOML file.
+
+An unknown key is refused with the nearest known one named. The environment is read here and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from impress.errors import ConfigError
+
+MIB = 1 << 20
+
+
+class Config(BaseModel):
+    """Settings of a `PrefixStore`. Bytes, seconds and counts say so in their names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    window: int = 64
+    """Tokens of a window, a power of two in 16..256; fixed when a directory is first written."""
+    dram_bytes: int = Field(default=1024 * MIB, ge=0)
+    """Budget of the DRAM tier: cached chunks and sums tables. 0 keeps nothing in DRAM."""
+    disk_bytes: int | None = Field(default=None, gt=0)
+    """Most bytes of segments on disk; None: as much as the file system gives."""
+    segment_bytes: int = Field(default=256 * MIB, ge=MIB)
+    """Size of one segment file, allocated whole. A multiple of 1 MiB."""
+    write_buffer_bytes: int = Field(default=64 * MIB, ge=MIB)
+    """Pooled slots that hold packed rows on their way to the disk."""
+    read_timeout_s: float = Field(default=10.0, gt=0)
+    """A layer's read that takes longer is late: PrefixLost."""
+    lease_timeout_s: float = Field(default=600.0, gt=0)
+    """A lease older than this expires: its next read raises."""
+    io_threads: int = Field(default=8, ge=1, le=64)
+    """Threads that read and write the SSD."""
+    durable: bool = True
+    """False skips fdatasync: for measurements only, a power cut may lose what was flushed."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Serve Prometheus metrics on 127.0.0.1 at this port; 0 picks a free one."""
+
+    def __init__(self, **values: Any) -> None:
+        unknown = [key for key in values if key not in type(self).model_fields]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], type(self).model_fields, 1, 0.0)[0]
+            raise ConfigError(f"config: unknown key {unknown[0]!r}; the nearest known is {near!r}")
+        try:
+            super().__init__(**values)
+        except ValidationError as err:
+            first = err.errors()[0]
+            key = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(f"config: {key}: {first['msg']}, got {first['input']!r}") from None
+        if self.window not in (16, 32, 64, 128, 256):
+            raise ConfigError(f"config: window must be 16, 32, 64, 128 or 256, got {self.window}")
+        if self.segment_bytes % MIB:
+            raise ConfigError("config: segment_bytes must be a multiple of 1 MiB (1048576)")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Config:
+        """Read a TOML file of these keys. Raises ConfigError with the file's name in the line."""
+        try:
+            values = tomllib.loads(Path(path).read_text())
+        except OSError as err:
+            raise ConfigError(f"config: cannot read {path}: {err.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
+            raise ConfigError(f"config: {path} is not TOML: {err}") from None
+        try:
+            return cls(**values)
+        except ConfigError as err:
+            raise ConfigError(f"{path}: {err}") from None
+
+
+def default_store_dir() -> Path:
+    """Where commands look without --store: $IMPRESS_STORE, else the user's cache directory."""
+    chosen = os.environ.get("IMPRESS_STORE")
+    if chosen:
+        return Path(chosen)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "impress" / "store"

@@ -1,0 +1,156 @@
+"""What makes a directory a store: its identity file, its shard, the writer's lock.
+
+STORE/impress.json              format, uuid, geometry, window: written once, atomically
+STORE/shards/main/lock          held by the one writer of the shard (flock)
+STORE/shards/main/index/        LMDB
+STORE/shards/main/segments/     NNNNNNNN.seg
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from impress.errors import BadInput, FormatError, StoreFailed, StoreLocked, StoreMismatch
+from impress.format import VERSION
+from impress.types import Geometry
+
+IDENTITY: Final = "impress.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a directory was made for; never changes."""
+
+    format: int
+    uuid: bytes
+    geometry: Geometry
+    window: int
+
+
+def read_identity(path: Path) -> Identity:
+    """Raises FormatError where there is no store, or one this version cannot read."""
+    file = path / IDENTITY
+    try:
+        raw: dict[str, Any] = json.loads(file.read_text())
+        if raw["format"] > VERSION:
+            raise FormatError(
+                f"{path}: format {raw['format']}, this version reads up to {VERSION}; "
+                "upgrade impress-kv"
+            )
+        geometry = Geometry(**raw["geometry"])
+        return Identity(raw["format"], bytes.fromhex(raw["uuid"]), geometry, raw["window"])
+    except FileNotFoundError:
+        raise FormatError(f"{path}: no store here (no {IDENTITY})") from None
+    except NotADirectoryError:
+        raise FormatError(f"{path}: not a directory") from None
+    except PermissionError as err:
+        raise StoreFailed(f"{file}: {err.strerror}") from None
+    except (ValueError, KeyError, TypeError, BadInput) as err:
+        raise FormatError(f"{file}: not a store's identity ({err})") from None
+
+
+def make_identity(path: Path, geometry: Geometry, window: int) -> Identity:
+    """Make an empty directory a store. A directory with foreign files is refused, untouched."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        foreign = [p.name for p in path.iterdir() if not p.name.startswith(f".{IDENTITY}")]
+        if foreign:
+            raise FormatError(
+                f"{path}: holds {foreign[0]!r} and is no store; name an empty directory"
+            )
+        identity = Identity(VERSION, secrets.token_bytes(16), geometry, window)
+        raw = {
+            "format": VERSION,
+            "uuid": identity.uuid.hex(),
+            "geometry": {
+                name: getattr(geometry, name)
+                for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dtype", "v_head_dim")
+            },
+            "window": window,
+        }
+        _write_atomically(path / IDENTITY, json.dumps(raw, indent=1) + "\n")
+    except OSError as err:
+        raise StoreFailed(f"{path}: {err.strerror}") from None
+    return identity
+
+
+def _write_atomically(file: Path, text: str) -> None:
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    draft.replace(file)
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def matching_identity(path: Path, geometry: Geometry, window: int, *, create: bool) -> Identity:
+    """The directory's identity, made if `create` and empty; StoreMismatch names both values."""
+    if create and not (path / IDENTITY).exists():
+        if path.exists() and not path.is_dir():
+            raise FormatError(f"{path}: not a directory")
+        return make_identity(path, geometry, window)
+    identity = read_identity(path)
+    if identity.geometry.dtype != geometry.dtype:
+        raise StoreMismatch(
+            f"{path}: the store holds {identity.geometry.dtype}, asked for {geometry.dtype}; "
+            "use another directory"
+        )
+    if identity.geometry != geometry:
+        raise StoreMismatch(
+            f"{path}: the store's geometry is {identity.geometry}, asked for {geometry}; "
+            "use another directory"
+        )
+    if identity.window != window:
+        raise StoreMismatch(
+            f"{path}: the store's window is {identity.window} tokens, asked for {window}; "
+            f"set Config(window={identity.window}) or use another directory"
+        )
+    return identity
+
+
+class Shard:
+    """One writer's part of a directory. `lock` it before writing anything in it."""
+
+    def __init__(self, path: Path, name: str = "main") -> None:
+        self.path = path / "shards" / name
+        self.index = self.path / "index"
+        self.segments = self.path / "segments"
+        self._fd = -1
+
+    def lock(self) -> None:
+        """Become the writer. Raises StoreLocked at once when somebody is."""
+        try:
+            for folder in (self.path.parent, self.path):  # parents=True would ignore the mode
+                folder.mkdir(mode=0o700, exist_ok=True)
+            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as err:
+            raise StoreFailed(f"{self.path}: {err.strerror}") from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "another process"
+            os.close(fd)
+            raise StoreLocked(
+                f"{self.path.parent.parent}: open for writing by process {holder}; "
+                'close it, or open with mode="r"'
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._fd = fd
+
+    def unlock(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,256 @@
+"""The cache of one generate() call: token-major rows, the stored prefix read straight into them.
+
+    batch row 0: | prefix, read by the store | appended by update() | room |  <- page boundary
+    batch row 1: | prefix ...
+
+Keys and values are presented to the model as [batch, n_kv_heads, length, head_dim] views, so that
+its stock attention runs unchanged; measured bit-identical to contiguous ones under sdpa. Eager
+attention gets contiguous copies, since its batched product was seen to differ by 1e-7 on views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from impress.errors import Unsupported
+from impress.types import Geometry
+from tiers.base import round_up
+from tiers.slots import Buffer, BufferPool
+
+
+class Prefix(Protocol):
+    """The stored rows of every batch row, on their way into a cache."""
+
+    def start(self, outs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> None:
+        """Begin reading. outs: for each batch row, for each layer, (k, v) to fill."""
+
+    def wait(self, layer: int) -> None:
+        """Return when a layer's rows stand in every batch row. Raises PrefixLost."""
+
+
+class _Plane:
+    """Keys or values of one layer: `rows` is [batch, capacity, n_kv_heads, head_dim].
+
+    On the host every batch row starts at a page, which is what direct reads need. On any other
+    device it is an ordinary tensor.
+    """
+
+    __slots__ = ("buffer", "rows")
+
+    def __init__(
+        self,
+        pool: BufferPool,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.buffer: Buffer | None = None
+        if device.type != "cpu":
+            self.rows = torch.empty(shape, dtype=dtype, device=device)
+            return
+        batch, capacity, n_heads, head_dim = shape
+        row_bytes = capacity * n_heads * head_dim * dtype.itemsize
+        row_bytes = round_up(row_bytes)
+        self.buffer = pool.acquire(batch * row_bytes)
+        assert self.buffer is not None, "the engine's pool has no budget, so it never refuses"
+        strides = (row_bytes // dtype.itemsize, n_heads * head_dim, head_dim, 1)
+        self.rows = torch.from_numpy(self.buffer.array).view(dtype).as_strided(shape, strides)
+
+    def release(self) -> None:
+        buffer, self.buffer = self.buffer, None
+        if buffer is not None:
+            buffer.release()
+
+    def forsake(self) -> None:
+        """Never give the memory back: a stuck read may still write into it."""
+        self.buffer = None
+
+
+class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
+    """One layer. Appends in place; the first update() waits for the stored prefix.
+
+    Raises PrefixLost from update() when a read of the prefix fails, and Unsupported when the model
+    computes keys of another shape or dtype than its geometry says.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        batch: int,
+        capacity: int,
+        pool: BufferPool,
+        *,
+        n_prefix: int,
+        contiguous: bool,
+    ) -> None:
+        super().__init__()
+        self.geometry = geometry
+        self.batch = batch
+        self.length = n_prefix
+        self._capacity = capacity
+        self._pool = pool
+        self.wait: Callable[[], None] | None = None  # for the prefix, set by the cache's load
+        self._contiguous = contiguous
+        self._planes: list[_Plane] = []  # K and V; nothing before the first update of a miss
+        if n_prefix:
+            self._planes = self._new_planes(torch.device("cpu"))
+
+    def prefix_views(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the store writes a batch row's prefix: k, v [n_kv_heads, n_prefix, head_dim]."""
+        k, v = (plane.rows[row, : self.length].transpose(0, 1) for plane in self._planes)
+        return k, v
+
+    def rows(self, row: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [first, end) of a batch row, on the host: k, v [n_kv_heads, n, head_dim]."""
+        k, v = (plane.rows[row, first:end].transpose(0, 1).cpu() for plane in self._planes)
+        return k, v
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self._check(key_states)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        if self.wait is not None:
+            self.wait()
+            self.wait = None
+        if not self._planes:
+            self._planes = self._new_planes(self.device)
+        elif self.device.type != "cpu":
+            # Simple and correct: the prefix lands in host memory and is copied over. This branch
+            # has not been run: no such device was at hand.
+            self._move(self._new_planes(self.device), self.length)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [batch, n_kv_heads, n, head_dim]; returns all keys and values up to here."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        first, end = self.length, self.length + key_states.shape[-2]
+        if end > self._capacity:
+            self._capacity = max(end, 2 * self._capacity)
+            self._move(self._new_planes(self.device), first)
+        for plane, new in zip(self._planes, (key_states, value_states), strict=True):
+            plane.rows[:, first:end].copy_(new.transpose(1, 2))
+        self.length = end
+        self.keys, self.values = (plane.rows[:, :end].transpose(1, 2) for plane in self._planes)
+        if self._contiguous:
+            return self.keys.contiguous(), self.values.contiguous()
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1  # grows
+
+    def reset(self) -> None:
+        raise Unsupported("a request's cache cannot be reset")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise Unsupported("a request's cache cannot be reordered")
+
+    def release(self) -> None:
+        """Give the memory back. Idempotent."""
+        for plane in self._planes:
+            plane.release()
+        self._planes = []
+
+    def forsake(self) -> None:
+        for plane in self._planes:
+            plane.forsake()
+
+    def _check(self, key_states: torch.Tensor) -> None:
+        geometry = self.geometry
+        name = str(key_states.dtype).removeprefix("torch.")
+        if name != geometry.dtype:
+            raise Unsupported(f"the model computes {name} keys, its store holds {geometry.dtype}")
+        batch, n_heads, _, head_dim = key_states.shape
+        if (batch, n_heads, head_dim) != (self.batch, geometry.n_kv_heads, geometry.head_dim):
+            raise Unsupported(f"keys of shape {tuple(key_states.shape)} do not fit {geometry}")
+
+    def _new_planes(self, device: torch.device) -> list[_Plane]:
+        geometry = self.geometry
+        dtype = getattr(torch, geometry.dtype)
+        return [
+            _Plane(
+                self._pool, (self.batch, self._capacity, geometry.n_kv_heads, dim), dtype, device
+            )
+            for dim in (geometry.head_dim, geometry.v_dim)
+        ]
+
+    def _move(self, planes: list[_Plane], n_rows: int) -> None:
+        for old, new in zip(self._planes, planes, strict=True):
+            new.rows[:, :n_rows].copy_(old.rows[:, :n_rows])
+            old.release()
+        self._planes = planes
+
+
+class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
+    """The layers of one request. Serves one generate() call, then storing, then release()."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        batch: int,
+        capacity: int,
+        pool: BufferPool,
+        *,
+        n_prefix: int = 0,
+        contiguous: bool = False,
+    ) -> None:
+        """Rent room for `capacity` tokens, of which the first `n_prefix` will come by `load`."""
+        assert n_prefix <= capacity
+        self._batch = batch
+        super().__init__(
+            layers=[
+                RowsLayer(geometry, batch, capacity, pool, n_prefix=n_prefix, contiguous=contiguous)
+                for _ in range(geometry.n_layers)
+            ]
+        )
+
+    def load(self, prefix: Prefix) -> None:
+        """Start reading a prefix of `n_prefix` tokens; each layer's first update() waits for it."""
+        for index, layer in enumerate(self.layers):
+            layer.wait = partial(prefix.wait, index)
+        views = [[layer.prefix_views(row) for layer in self.layers] for row in range(self._batch)]
+        prefix.start(views)
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys and values every layer holds."""
+        return min(int(layer.length) for layer in self.layers)
+
+    def as_dynamic(self) -> DynamicCache:
+        """The same rows as a stock cache, for a caller who asked for past_key_values.
+
+        The stock cache never writes in place, so it may be used while these rows are stored.
+        """
+        stock = DynamicCache()
+        for rows in self.layers:
+            layer = DynamicLayer()
+            layer.lazy_initialization(rows.keys, rows.values)
+            layer.keys, layer.values = rows.keys, rows.values
+            stock.layers.append(layer)
+        return stock
+
+    def forsake(self) -> None:
+        """Keep this memory from ever being rented again: a stuck read may still write into it."""
+        for layer in self.layers:
+            layer.forsake()
+
+    def release(self) -> None:
+        """Give all memory back to the pool. Nobody may look at the rows afterwards."""
+        for layer in self.layers:
+            layer.release()

@@ -1,0 +1,228 @@
+"""Which Transformers models and generate() calls are served, and what is refused by name.
+
+Pure checks and shapes: nothing here touches a store or runs a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import GenerationConfig
+
+from impress.errors import BadInput, Unsupported
+from impress.namespace import adapter_settings
+from impress.types import Geometry
+
+FAMILIES = ("opt", "llama", "qwen2", "qwen3", "mistral")
+ATTENTION = ("sdpa", "eager")  # the stock kernels whose result was compared bit by bit
+DEFAULT_NEW_TOKENS = 32
+
+# Arguments of generate() that would change what the prompt is, where its rows stand, or who owns
+# the cache; a value of None asks for nothing.
+_REFUSED = {
+    "past_key_values": "the engine brings the cache of every request",
+    "inputs_embeds": "a prefix is known by its token ids",
+    "position_ids": "positions count from 0 in every request",
+    "assistant_model": "assisted decoding rolls the cache back",
+    "assistant_early_exit": "assisted decoding rolls the cache back",
+    "prompt_lookup_num_tokens": "prompt lookup rolls the cache back",
+    "use_mtp": "multi-token prediction rolls the cache back",
+    "adapter_names": "the namespace knows one adapter for all rows",
+    "custom_generate": "only the model's own decoding loop is known to be exact",
+    "token_healing": "it changes the prompt behind the engine's back",
+    "penalty_alpha": "contrastive search keeps several continuations",
+    "dola_layers": "only greedy decoding and sampling are served",
+    "constraints": "constrained search needs beams",
+    "force_words_ids": "constrained search needs beams",
+}
+# What generate() takes beside the settings of a GenerationConfig. All else would reach the model's
+# forward, where it may change keys that the token ids do not tell apart.
+_ARGUMENTS = {
+    *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
+    *("synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask", "tokenizer"),
+    *("trust_remote_code", "logits_to_keep"),
+}
+_ONE = {"num_beams": "beam search reorders the cache", "num_return_sequences": "one per row"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A checked request: what to look up and how much room its rows need."""
+
+    input_ids: torch.Tensor  # [batch, n_tokens] int64
+    rows: tuple[npt.NDArray[np.int32], ...]  # the same, one array for each of the batch
+    n_tokens: int
+    n_new: int  # most tokens generate() may add
+    options: dict[str, Any]  # generate()'s other arguments
+    returns_cache: bool  # the caller gets past_key_values back
+
+
+def geometry_of(config: Any, dtype: Any) -> Geometry:
+    """The geometry of a config's cache in a dtype (a torch dtype or its name). Raises BadInput."""
+    n_heads = config.num_attention_heads
+    return Geometry(
+        n_layers=config.num_hidden_layers,
+        n_heads=n_heads,
+        n_kv_heads=getattr(config, "num_key_value_heads", None) or n_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def check_model(model: Any) -> None:
+    """Raises Unsupported, naming what it is, for a model whose KV could not be reused exactly."""
+    config = model.config
+    if config.model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise Unsupported(f"model type {config.model_type!r} is not supported; supported: {known}")
+    if not model.can_generate():
+        raise Unsupported(f"{type(model).__name__} cannot generate: load the causal LM class")
+    for rope_type in _rope_types(config):
+        if "dynamic" in rope_type or rope_type == "longrope":
+            raise Unsupported(f"RoPE type {rope_type!r} rotates keys by the prompt's length")
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise Unsupported(f"layer type {kind!r} is not supported, only full attention is")
+    _check_attention(config)
+
+
+def _rope_types(config: Any) -> list[str]:
+    """The RoPE types of a config, of which newer ones may have one for each layer type."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    groups = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
+    return [str(group.get("rope_type") or group.get("type") or "default") for group in groups]
+
+
+def _check_attention(config: Any) -> None:
+    if config._attn_implementation not in ATTENTION:
+        known = " or ".join(ATTENTION)
+        raise Unsupported(
+            f"attention {config._attn_implementation!r} is not supported: "
+            f"call model.set_attn_implementation({known})"
+        )
+
+
+def weights_state(model: Any) -> list[Any]:
+    """A value that changes when weights are replaced, edited in place or adapted. Process-local."""
+    versions = [
+        (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        for tensor in model.parameters()
+    ]
+    return [versions, adapter_settings(model)]
+
+
+def check_request(
+    model: Any, input_ids: Any, max_new_tokens: int | None, options: Mapping[str, Any]
+) -> Prompt:
+    """The request as data. Raises BadInput or Unsupported before anything is read or written."""
+    kwargs = dict(options)
+    _check_mode(model)
+    ids = _check_ids(input_ids, model.config.vocab_size)
+    _check_mask(kwargs.pop("attention_mask", None), ids)
+    _check_options(model, kwargs)
+    if kwargs.get("cache_implementation", "") in ("dynamic", None):
+        kwargs.pop("cache_implementation", None)  # generate() wants none beside a cache
+    n_tokens = int(ids.shape[1])
+    n_new = _n_new(n_tokens, max_new_tokens, kwargs)
+    _check_window(model.config, n_tokens + n_new)
+    tokens = ids.cpu().numpy().astype(np.int32)
+    return Prompt(
+        input_ids=ids,
+        rows=tuple(np.ascontiguousarray(row) for row in tokens),
+        n_tokens=n_tokens,
+        n_new=n_new,
+        options=kwargs,
+        returns_cache=bool(setting(model, kwargs, "return_dict_in_generate")),
+    )
+
+
+def _check_mode(model: Any) -> None:
+    _check_attention(model.config)
+    if model.training:
+        raise Unsupported("the model is in training mode (dropout): call model.eval()")
+    if torch.is_autocast_enabled(model.device.type):
+        raise Unsupported("torch.autocast computes keys in another precision than the model's")
+
+
+def _check_ids(input_ids: Any, vocab_size: int) -> torch.Tensor:
+    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2:
+        shape = tuple(getattr(input_ids, "shape", ())) or type(input_ids).__name__
+        raise BadInput(f"input_ids must be a tensor [batch, n_tokens], got {shape}")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise BadInput(f"input_ids must be int64 or int32, got {input_ids.dtype}")
+    if not input_ids.numel():
+        raise BadInput(f"input_ids is empty: {tuple(input_ids.shape)}")
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise BadInput(f"token id {wrong} is outside the vocabulary 0..{vocab_size - 1}")
+    return input_ids.long()
+
+
+def _check_mask(mask: Any, ids: torch.Tensor) -> None:
+    if mask is None:
+        return
+    if tuple(mask.shape) != tuple(ids.shape):
+        raise BadInput(f"attention_mask {tuple(mask.shape)} is not shaped as {tuple(ids.shape)}")
+    if not bool((mask == 1).all()):
+        raise Unsupported("padded prompts: pass a batch of equal lengths, or one prompt at a time")
+
+
+def setting(model: Any, kwargs: Mapping[str, Any], name: str) -> Any:
+    """A generation setting as generate() resolves it: argument, given config, the model's own."""
+    asked = _asked(kwargs, name)
+    return asked if asked is not None else getattr(model.generation_config, name, None)
+
+
+def _asked(kwargs: Mapping[str, Any], name: str) -> Any:
+    """The same, where this very call names it."""
+    given = kwargs.get(name)
+    return given if given is not None else getattr(kwargs.get("generation_config"), name, None)
+
+
+def _check_options(model: Any, kwargs: Mapping[str, Any]) -> None:
+    for name, why in _REFUSED.items():
+        value = setting(model, kwargs, name)
+        if value is not None and value is not False:
+            raise Unsupported(f"{name} is not supported: {why}")
+    for name, why in _ONE.items():
+        if (setting(model, kwargs, name) or 1) != 1:
+            raise Unsupported(f"{name} above 1 is not supported: {why}")
+    if setting(model, kwargs, "use_cache") is False:
+        raise Unsupported("use_cache=False is not supported: there would be nothing to reuse")
+    settings = vars(GenerationConfig())
+    for name, value in kwargs.items():
+        if name not in _ARGUMENTS and name not in settings and value is not None:
+            raise Unsupported(f"{name} is not supported: it is no setting of generate()")
+    cache = setting(model, kwargs, "cache_implementation")
+    if cache not in (None, "dynamic", "hybrid"):  # hybrid: what older checkpoints name by default
+        raise Unsupported(f"cache_implementation={cache!r} is not supported, only the dynamic one")
+
+
+def _n_new(n_tokens: int, max_new_tokens: int | None, kwargs: dict[str, Any]) -> int:
+    """Most new tokens. Adds max_new_tokens to kwargs where the call sets no length."""
+    if max_new_tokens is not None:
+        kwargs["max_new_tokens"] = max_new_tokens
+    new, length = _asked(kwargs, "max_new_tokens"), _asked(kwargs, "max_length")
+    if new is None and length is None:
+        new = kwargs["max_new_tokens"] = DEFAULT_NEW_TOKENS
+    n_new = new if new is not None else length - n_tokens
+    if not isinstance(n_new, int) or n_new < 1:
+        raise BadInput(f"at least one new token must be asked for, got {n_new}")
+    return n_new
+
+
+def _check_window(config: Any, n_tokens: int) -> None:
+    """Refuses a sliding window that would hide the start of the prompt from its end."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    slides = window is not None if kinds is None else "sliding_attention" in kinds
+    if slides and window is not None and n_tokens > window:
+        raise Unsupported(
+            f"sliding window of {window} tokens is shorter than prompt and new tokens ({n_tokens})"
+        )

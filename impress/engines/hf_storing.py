@@ -1,0 +1,103 @@
+"""Storing what a request computed, off the request's path: one thread, a bounded line.
+
+generate() ── offer ──> | job | job | ... | ──> thread: writer, put every layer, release
+              full: skipped and counted
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from impress.engines.hf_cache import RowsCache
+from impress.store import PrefixStore
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request's storing. Written by the storing thread, read by anyone."""
+
+    n_new: int = 0  # tokens accepted, of all batch rows; durable after flush()
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Rows to store. `tokens` are whole windows, one array for each batch row."""
+
+    cache: RowsCache  # holds every row of `tokens`, a reused prefix too
+    tokens: tuple[npt.NDArray[np.int32], ...]
+    release: Callable[[], None]  # gives the cache's memory back
+    outcome: Outcome = field(default_factory=Outcome)
+
+
+class StoreQueue:
+    """Stores jobs in the order offered, in one thread started by the first of them.
+
+    Thread-safe. A job that fails leaves its error for `drain`; the ones behind it go on.
+    """
+
+    def __init__(self, store: PrefixStore, *, limit: int, wait_s: float) -> None:
+        """Room for `limit` jobs; a put waits at most `wait_s` for the store's write buffers."""
+        self.n_skipped = 0
+        self._store = store
+        self._wait_s = wait_s
+        self._jobs: queue.Queue[Job | None] = queue.Queue(limit)
+        self._failed: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def offer(self, job: Job) -> None:
+        """Take a job, or skip it at once when the line is full. Never waits."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="impress-store", daemon=True)
+            self._thread.start()
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            self.n_skipped += 1
+            job.outcome.refused = "too many requests wait to be stored"
+            job.release()
+
+    def drain(self) -> None:
+        """Wait until every job offered is done. Raises the first failure since the last call."""
+        self._jobs.join()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def close(self) -> None:
+        """Finish the jobs offered and end the thread. Idempotent; raises as `drain` does."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+        self.drain()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._store_rows(job)
+            except Exception as err:  # kept for drain(): there is no caller here to tell
+                self._failed = self._failed or err
+                job.outcome.refused = str(err)
+            finally:
+                job.release()
+                self._jobs.task_done()
+        self._jobs.task_done()
+
+    def _store_rows(self, job: Job) -> None:
+        for row, tokens in enumerate(job.tokens):
+            # From the start, whatever was hit: a prefix that was evicted meanwhile is stored again.
+            with self._store.writer(tokens, start=0, wait_s=self._wait_s) as writer:
+                first = writer.stored.n_tokens - writer.stored.n_new
+                for layer, rows in enumerate(job.cache.layers):
+                    writer.put(layer, first, *rows.rows(row, first, len(tokens)))
+            if writer.stored.refused:
+                job.outcome.refused = writer.stored.refused
+            else:
+                job.outcome.n_new += writer.stored.n_new

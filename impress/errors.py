@@ -1,0 +1,43 @@
+"""Everything impress raises. One base class, so a caller can catch one name."""
+
+from __future__ import annotations
+
+
+class ImpressError(Exception):
+    """Base of every error raised on purpose. The text is one line that says what to do."""
+
+
+class ConfigError(ImpressError):
+    """A configuration key or value that is not known or not allowed."""
+
+
+class BadInput(ImpressError, ValueError):
+    """An argument that cannot be stored or looked up: wrong shape, dtype, token id or range."""
+
+
+class StoreMismatch(ImpressError):
+    """A directory holds another geometry, dtype, window size or namespace than the caller's."""
+
+
+class FormatError(ImpressError):
+    """A directory or file is not a store this version can read."""
+
+
+class StoreLocked(ImpressError):
+    """Another writer, in this or another process, holds the shard."""
+
+
+class StoreFailed(ImpressError):
+    """The environment failed: no permission, disk full, I/O error, a store not committed."""
+
+
+class PrefixLost(ImpressError):
+    """A leased prefix cannot be read: bad checksum, short or late. Recompute the prompt."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"prefix lost ({reason}): {detail}")
+        self.reason = reason  # "checksum" | "short" | "late" | "io" | "expired"
+
+
+class Unsupported(ImpressError):
+    """A model, cache or option that impress refuses by name rather than serve wrongly."""

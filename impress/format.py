@@ -1,0 +1,215 @@
+"""Span records v1: the bytes of a header record on disk and of an index value (docs/FORMAT.md).
+
+Pure encode and decode. Everything is little-endian and carries its checksum; whatever does not
+decode is FormatError, never a guess.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from impress.errors import FormatError
+from impress.types import Geometry
+from tiers.base import PAGE, Bytes, Extent, Sums, round_up
+
+VERSION: Final = 1
+MAGIC: Final = b"IMPRSPAN"
+ROW_CODEC_KV: Final = 1  # K plane and V plane apart, rows as the engine made them
+ORDER_POSITION: Final = 0  # rows in position order; 1 will be packed order with index maps
+SUM_XXH3_64: Final = 1
+SUM_NONE: Final = 0  # the second sum of an entry, for one a GPU can compute
+
+#: Section kinds of a header record. Unknown kinds are skipped by readers.
+PARTS, LABELS, IMPORTANCE, SUMS, NAME = 1, 2, 3, 4, 5
+# 6 row order (index maps), 7 probe record, 8 probe parameters: reserved for later writers of v1.
+
+_FIXED = struct.Struct("<8sHHI16s32s32s32s32sQIII12sHHHHIIQ")
+_SECTION = struct.Struct("<HHIQQQ")
+_PART = struct.Struct("<IIQQ")
+_INDEX = struct.Struct("<HHHHIIII32s32s32s32sIIQQ")
+_PLACE = struct.Struct("<8xI12x32x32s32s32s")  # the four fields of _INDEX that opening needs
+_MOST_SECTIONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRecord:
+    """What the index keeps of a span: its place in a prefix and on the medium."""
+
+    span_id: int  # also its generation: ids only ever grow
+    namespace: bytes
+    root: bytes
+    key_before: bytes  # key of everything before its first window
+    key_after: bytes
+    first_window: int  # on the absolute grid
+    n_windows: int
+    window: int  # tokens
+    meta: Extent  # the header record
+    parts: tuple[Extent, ...]  # the data space
+    labels: bytes = b""  # 4·window bytes per window; empty where the tree holds them
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(part.length for part in self.parts)
+
+    @property
+    def end_window(self) -> int:
+        """One past its last window, on the absolute grid."""
+        return self.first_window + self.n_windows
+
+
+@dataclass(frozen=True, slots=True)
+class SpanHeader:
+    """A decoded header record: everything a scan needs to rebuild an index value."""
+
+    store_uuid: bytes
+    geometry: Geometry
+    record: SpanRecord
+    sums: Sums
+    importance: npt.NDArray[np.float32] | None
+    name: str
+
+
+def meta_bytes(n_parts: int, n_windows: int, window: int, n_layers: int, n_sums: int) -> int:
+    """An upper bound for a header record, known when a writer opens."""
+    body = n_parts * _PART.size + n_windows * 4 * window + n_windows * window * n_layers * 4
+    return PAGE + round_up(body + 512) + round_up(16 * n_sums)
+
+
+def encode_header(header: SpanHeader) -> bytes:
+    """The header record: one fixed page, small sections, then the sums table on its own pages."""
+    record = header.record
+    sections: list[tuple[int, bytes]] = [
+        (PARTS, b"".join(_PART.pack(p.segment, 0, p.off, p.length) for p in record.parts)),
+        (LABELS, record.labels),
+        (NAME, header.name.encode()[:256]),
+    ]
+    if header.importance is not None:
+        sections.append((IMPORTANCE, header.importance.astype("<f4").tobytes()))
+    table = np.zeros((len(header.sums), 2), dtype="<u8")
+    table[:, 0] = header.sums
+    sections.append((SUMS, table.tobytes()))
+    body, entries = bytearray(), []
+    for kind, raw in sections:
+        if kind == SUMS:
+            body.extend(bytes(round_up(len(body)) - len(body)))
+        digest = xxhash.xxh3_64_intdigest(raw)
+        entries.append(_SECTION.pack(kind, 0, 0, PAGE + len(body), len(raw), digest))
+        body.extend(raw)
+    total = round_up(PAGE + len(body))
+    page = bytearray(PAGE)
+    _FIXED.pack_into(
+        page, 0, MAGIC, VERSION, PAGE, 0, header.store_uuid, record.namespace, record.root,
+        record.key_before, record.key_after, record.span_id, record.first_window,
+        record.n_windows, record.window, header.geometry.pack(), ROW_CODEC_KV, ORDER_POSITION,
+        SUM_XXH3_64, SUM_NONE, len(entries), 0, total,
+    )  # fmt: skip
+    table_raw = b"".join(entries)
+    page[_FIXED.size : _FIXED.size + len(table_raw)] = table_raw
+    page[-8:] = xxhash.xxh3_64_digest(bytes(page[:-8]))[::-1]
+    return bytes(page) + bytes(body) + bytes(total - PAGE - len(body))
+
+
+def header_page_length(page: bytes) -> int:
+    """Bytes of the whole header record that begins with this page; FormatError if none does."""
+    if page[:8] != MAGIC:
+        raise FormatError("no span header here")
+    if xxhash.xxh3_64_digest(page[: PAGE - 8])[::-1] != page[PAGE - 8 : PAGE]:
+        raise FormatError("span header: bad checksum")
+    fields = _FIXED.unpack_from(page)
+    if fields[1] > VERSION:
+        raise FormatError(f"span header: format {fields[1]}, this version reads up to {VERSION}")
+    return int(fields[-1])
+
+
+def decode_header(raw: bytes | Bytes, meta: Extent) -> SpanHeader:
+    """Decode a whole header record read from `meta`. Raises FormatError on anything unsound."""
+    raw = bytes(raw)
+    total = header_page_length(raw[:PAGE])
+    if total > len(raw):
+        raise FormatError(f"span header: {total} bytes announced, {len(raw)} there")
+    (_, _, _, _, uuid, namespace, root, before, after, span_id, first, n_windows, window,
+     packed, codec, order, sum_a, _, n_sections, _, _) = _FIXED.unpack_from(raw)  # fmt: skip
+    if codec != ROW_CODEC_KV or order != ORDER_POSITION or sum_a != SUM_XXH3_64:
+        raise FormatError(f"span header: codec {codec}, order {order}, sum {sum_a} not known")
+    found = _sections(raw, n_sections)
+    if not {PARTS, LABELS, SUMS} <= found.keys():
+        raise FormatError("span header: a section is missing")
+    parts = tuple(Extent(s, off, n) for s, _, off, n in _PART.iter_unpack(found[PARTS]))
+    geometry = Geometry.unpack(packed)
+    importance = None
+    if IMPORTANCE in found:
+        rows = np.frombuffer(found[IMPORTANCE], dtype="<f4")
+        importance = rows.reshape(geometry.n_layers, -1)
+    sums = np.frombuffer(found[SUMS], dtype="<u8").reshape(-1, 2)[:, 0].copy()
+    record = SpanRecord(
+        span_id, namespace, root, before, after, first, n_windows, window, meta, parts,
+        found[LABELS],
+    )  # fmt: skip
+    return SpanHeader(uuid, geometry, record, sums, importance, found.get(NAME, b"").decode())
+
+
+def _sections(raw: bytes, n_sections: int) -> dict[int, bytes]:
+    found: dict[int, bytes] = {}
+    if n_sections > _MOST_SECTIONS:
+        raise FormatError(f"span header: {n_sections} sections")
+    for i in range(n_sections):
+        entry = _SECTION.unpack_from(raw, _FIXED.size + i * _SECTION.size)
+        kind, _, _, off, length, digest = entry
+        body = raw[off : off + length]
+        if len(body) != length or xxhash.xxh3_64_intdigest(body) != digest:
+            raise FormatError(f"span header: section {kind} does not match its checksum")
+        found[kind] = body
+    return found
+
+
+def encode_index(record: SpanRecord) -> bytes:
+    """The index value of a span: fixed fields, parts, labels, xxh3_64 of all before it."""
+    fixed = _INDEX.pack(
+        VERSION, ROW_CODEC_KV, ORDER_POSITION, 0, record.first_window, record.n_windows,
+        record.window, len(record.parts), record.namespace, record.root, record.key_before,
+        record.key_after, record.meta.segment, 0, record.meta.off, record.meta.length,
+    )  # fmt: skip
+    parts = b"".join(_PART.pack(p.segment, 0, p.off, p.length) for p in record.parts)
+    body = fixed + parts + record.labels
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def split_index(raw: bytes) -> tuple[bytes, bytes]:
+    """An index value as (what stays in memory, labels). Verifies the checksum and the version."""
+    if len(raw) < _INDEX.size + 8 or xxhash.xxh3_64_digest(raw[:-8]) != raw[-8:]:
+        raise FormatError("index value: bad checksum")
+    fields = _INDEX.unpack_from(raw)
+    if fields[0] > VERSION or fields[1] != ROW_CODEC_KV or fields[2] != ORDER_POSITION:
+        raise FormatError(f"index value: format {fields[0]}, codec {fields[1]}: not known")
+    cut = _INDEX.size + fields[7] * _PART.size
+    return raw[:cut], raw[cut:-8]
+
+
+def place_of(kept: bytes) -> tuple[int, bytes, bytes, bytes]:
+    """(first window, root key, key before, key after) of a kept index value; cheap, for opening."""
+    place: tuple[int, bytes, bytes, bytes] = _PLACE.unpack_from(kept)
+    return place
+
+
+def extents_of(kept: bytes) -> list[Extent]:
+    """The space a span owns, from a kept index value; cheap, for opening."""
+    fields = _INDEX.unpack_from(kept)
+    parts = [Extent(s, off, n) for s, _, off, n in _PART.iter_unpack(kept[_INDEX.size :])]
+    return [Extent(fields[12], fields[14], fields[15]), *parts]
+
+
+def decode_index(span_id: int, kept: bytes, labels: bytes = b"") -> SpanRecord:
+    """The record of a span from what `split_index` kept."""
+    (_, _, _, _, first, n_windows, window, _, namespace, root, before, after, segment, _, off,
+     length) = _INDEX.unpack_from(kept)  # fmt: skip
+    parts = tuple(Extent(s, o, n) for s, _, o, n in _PART.iter_unpack(kept[_INDEX.size :]))
+    meta = Extent(segment, off, length)
+    return SpanRecord(
+        span_id, namespace, root, before, after, first, n_windows, window, meta, parts, labels
+    )

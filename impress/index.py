@@ -1,0 +1,127 @@
+"""The index on disk: LMDB, one value per span, written only by the committer thread.
+
+An index, not a chunk store: values are small, data never passes through it. One environment per
+path and process (LMDB's rule), shared by reference count, so a reader beside a writer works.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import lmdb
+
+from impress.errors import FormatError, StoreFailed
+
+#: Address space, not disk: the file grows as it fills. Fixed, because growing a map under a live
+#: reader is not refused by LMDB and corrupts it.
+MAP_BYTES: Final = 64 << 30
+
+_HEAT = struct.Struct("<QQ")
+_envs: dict[Path, tuple[Any, int]] = {}
+_envs_lock = threading.Lock()
+
+
+def _open_env(folder: Path, *, create: bool) -> Any:
+    with _envs_lock:
+        env, count = _envs.get(folder, (None, 0))
+        if env is None:
+            writable = create or os.access(folder / "data.mdb", os.W_OK)
+            env = lmdb.open(
+                str(folder), map_size=MAP_BYTES, max_dbs=8, mode=0o600, create=create,
+                readonly=not writable, lock=writable, readahead=False,
+            )  # fmt: skip
+            env.reader_check()  # slots of killed readers would hold old pages forever
+        _envs[folder] = (env, count + 1)
+        return env
+
+
+def _close_env(folder: Path) -> None:
+    with _envs_lock:
+        env, count = _envs[folder]
+        if count > 1:
+            _envs[folder] = (env, count - 1)
+        else:
+            del _envs[folder]
+            env.close()
+
+
+class Index:
+    """Spans by id, heat by span id, names of roots. Raises StoreFailed on LMDB's errors."""
+
+    def __init__(self, folder: Path, *, create: bool) -> None:
+        self._folder = folder.resolve()
+        try:
+            if create:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._env = _open_env(self._folder, create=create)
+            self._dbs = {
+                name: self._env.open_db(name.encode(), create=create)
+                for name in ("spans", "heat", "names")
+            }
+        except (lmdb.Error, OSError) as err:
+            raise StoreFailed(f"index: {self._folder}: {err}") from err
+
+    def spans(self, after: int = -1) -> Iterator[tuple[int, bytes]]:
+        """(span id, value) of every span with id > after, in id order. Holds a read transaction."""
+        with self._read() as txn, txn.cursor(self._dbs["spans"]) as cursor:
+            if cursor.set_range(_id(after + 1)):
+                for key, value in cursor:
+                    yield int.from_bytes(key, "big"), value
+
+    def heat(self) -> dict[int, tuple[int, int]]:
+        """Span id -> (leases, lease counter at the last one), as last committed."""
+        with self._read() as txn, txn.cursor(self._dbs["heat"]) as cursor:
+            return {
+                int.from_bytes(key, "big"): _HEAT.unpack(value)
+                for key, value in cursor
+                if len(value) == _HEAT.size
+            }
+
+    def names(self) -> dict[bytes, str]:
+        """Root key -> what its namespace is called."""
+        with self._read() as txn, txn.cursor(self._dbs["names"]) as cursor:
+            return {bytes(key): value.decode(errors="replace") for key, value in cursor}
+
+    def version(self) -> int:
+        """Grows with every commit, by any process."""
+        return int(self._env.info()["last_txnid"])
+
+    def commit(
+        self,
+        put: Mapping[int, bytes],
+        delete: Iterable[int] = (),
+        heat: Mapping[int, tuple[int, int]] | None = None,
+        names: Mapping[bytes, str] | None = None,
+    ) -> None:
+        """One durable transaction: on return it survives a power cut. Only the committer calls."""
+        try:
+            with self._env.begin(write=True) as txn:
+                for span, value in put.items():
+                    txn.put(_id(span), value, db=self._dbs["spans"])
+                for root, name in (names or {}).items():
+                    txn.put(root, name.encode(), db=self._dbs["names"])
+                for span, counts in (heat or {}).items():
+                    txn.put(_id(span), _HEAT.pack(*counts), db=self._dbs["heat"])
+                for span in delete:
+                    txn.delete(_id(span), db=self._dbs["spans"])
+                    txn.delete(_id(span), db=self._dbs["heat"])
+        except (lmdb.Error, OSError) as err:
+            raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
+
+    def close(self) -> None:
+        _close_env(self._folder)
+
+    def _read(self) -> Any:
+        try:
+            return self._env.begin()
+        except lmdb.Error as err:
+            raise FormatError(f"index: {self._folder}: {err}") from err
+
+
+def _id(span: int) -> bytes:
+    return span.to_bytes(8, "big")

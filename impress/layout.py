@@ -1,0 +1,91 @@
+"""Where a span's rows lie: planes, chunks, pieces. Pure arithmetic (docs/FORMAT.md).
+
+A span's data is one logical space: for each layer its K plane, then its V plane; a plane is one
+chunk per window; a chunk is whole pieces; a piece is whole rows, padded to a multiple of 4 KiB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from impress.types import Geometry
+from tiers.base import PAGE, round_up
+
+K: Final = 0
+V: Final = 1
+#: Padding a piece may carry, as a share of its bytes, before more rows are put in it.
+MOST_PADDING: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneLayout:
+    """Pieces of one plane: `piece_rows` rows in `piece_bytes`, `pieces` of them to a chunk."""
+
+    row_bytes: int
+    piece_rows: int
+    piece_bytes: int
+    pieces: int
+
+    @classmethod
+    def of(cls, row_bytes: int, window: int) -> PlaneLayout:
+        """The least power of two of rows with ≥ 4 KiB and ≤ 2 % padding, at most a window."""
+        rows = 1
+        while rows < window:
+            padded = round_up(rows * row_bytes)
+            if rows * row_bytes >= PAGE and padded - rows * row_bytes <= MOST_PADDING * padded:
+                break
+            rows *= 2
+        return cls(row_bytes, rows, round_up(rows * row_bytes), window // rows)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.piece_bytes * self.pieces
+
+    @property
+    def dense(self) -> bool:
+        """No padding: rows follow each other without gaps."""
+        return self.piece_rows * self.row_bytes == self.piece_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SpanLayout:
+    """Offsets in the data space of a span of `n_windows`, and places in its sums table."""
+
+    planes: tuple[PlaneLayout, PlaneLayout]
+    n_layers: int
+    n_windows: int
+
+    @classmethod
+    def of(cls, geometry: Geometry, window: int, n_windows: int) -> SpanLayout:
+        rows = (geometry.k_row_bytes, geometry.v_row_bytes)
+        k, v = (PlaneLayout.of(row_bytes, window) for row_bytes in rows)
+        return cls((k, v), geometry.n_layers, n_windows)
+
+    @property
+    def data_bytes(self) -> int:
+        return self.n_layers * self.n_windows * self.chunk_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk, both planes."""
+        return self.planes[K].chunk_bytes + self.planes[V].chunk_bytes
+
+    @property
+    def n_sums(self) -> int:
+        return self.n_layers * self.n_windows * (self.planes[K].pieces + self.planes[V].pieces)
+
+    def chunk_off(self, layer: int, plane: int, window: int) -> int:
+        """Data-space offset of one chunk's plane."""
+        off = layer * self.n_windows * self.chunk_bytes
+        if plane == V:
+            off += self.n_windows * self.planes[K].chunk_bytes
+        return off + window * self.planes[plane].chunk_bytes
+
+    def sums_at(self, layer: int, plane: int, window: int) -> int:
+        """Index of one chunk's first piece in the sums table; in the order of the data space."""
+        k, v = self.planes[K].pieces, self.planes[V].pieces
+        at = layer * self.n_windows * (k + v)
+        if plane == V:
+            at += self.n_windows * k
+        return at + window * self.planes[plane].pieces

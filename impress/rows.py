@@ -1,0 +1,118 @@
+"""Between an engine's tensors and a plane's bytes: views, packing, finiteness. No I/O.
+
+torch is imported only where a tensor is at hand or asked for; NumPy arrays work without it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from impress.errors import BadInput, Unsupported
+from impress.layout import PlaneLayout
+from impress.types import DTYPES, Geometry
+from tiers.base import Bytes
+
+if TYPE_CHECKING:
+    import torch
+
+Words = npt.NDArray[np.unsignedinteger[Any]]  # rows as raw words: uint16 or uint32
+
+_WORD = {2: np.uint16, 4: np.uint32}
+#: Per dtype: the first positive word that is not finite, and the first negative one.
+_NOT_FINITE = {
+    "float16": (0x7C00, 0xFC00),
+    "bfloat16": (0x7F80, 0xFF80),
+    "float32": (0x7F800000, 0xFF800000),
+}
+
+
+def check_rows(rows: Any, geometry: Geometry, head_dim: int, what: str) -> int:
+    """The m of [n_kv_heads, m, head_dim]; touches no data. Raises BadInput on anything else.
+
+    Wants a torch tensor or a NumPy array of the geometry's dtype.
+    """
+    shape = tuple(getattr(rows, "shape", ()))
+    if len(shape) != 3 or shape[0] != geometry.n_kv_heads or shape[2] != head_dim:
+        want = f"[{geometry.n_kv_heads}, rows, {head_dim}]"
+        raise BadInput(f"{what}: want shape {want}, got {list(shape)}")
+    name = str(rows.dtype).removeprefix("torch.")
+    if name != geometry.dtype:
+        raise BadInput(f"{what}: the store holds {geometry.dtype}, got {name}")
+    loaded: Any = sys.modules.get("torch")
+    if not isinstance(rows, np.ndarray) and (loaded is None or not isinstance(rows, loaded.Tensor)):
+        raise BadInput(f"{what}: want a torch tensor or NumPy array, got {type(rows).__name__}")
+    return int(shape[1])
+
+
+def host_words(rows: Any, geometry: Geometry) -> Words:
+    """Checked rows [n_kv_heads, m, head_dim] as raw words on the host; no copy of host memory."""
+    size = DTYPES[geometry.dtype]
+    loaded: Any = sys.modules.get("torch")
+    if loaded is not None and isinstance(rows, loaded.Tensor):
+        if rows.device.type != "cpu":
+            rows = rows.transpose(0, 1).contiguous().cpu().transpose(0, 1)
+        rows = rows.detach().view(loaded.int16 if size == 2 else loaded.int32).numpy()
+    words: Words = rows.view(_WORD[size])
+    return words
+
+
+def pack(words: Words, dest: Bytes, plane: PlaneLayout) -> None:
+    """Write words [heads, m, dim] as whole pieces, token-major, padding zeroed. m: whole pieces."""
+    heads, m, dim = words.shape
+    pieces = dest.reshape(m // plane.piece_rows, plane.piece_bytes)
+    used = plane.piece_rows * plane.row_bytes
+    pieces[:, used:] = 0
+    rows = pieces[:, :used].view(words.dtype).reshape(-1, plane.piece_rows, heads, dim)
+    source = words.transpose(1, 0, 2).reshape(-1, plane.piece_rows, heads, dim)
+    np.copyto(rows, source)
+
+
+def unpack(pieces: Bytes, dest: Bytes, plane: PlaneLayout) -> None:
+    """Strip the padding of whole pieces into dense rows."""
+    used = plane.piece_rows * plane.row_bytes
+    np.copyto(dest.reshape(-1, used), pieces.reshape(-1, plane.piece_bytes)[:, :used])
+
+
+def all_finite(data: Bytes, dtype: str) -> bool:
+    """No NaN and no infinity among these elements: two maxima over the raw words, no copy.
+
+    Measured: isfinite().all() reads .9 GB/s, a maximum over words 5.7.
+    """
+    positive, negative = _NOT_FINITE[dtype]
+    words = data.view(_WORD[DTYPES[dtype]])
+    signed = words.view(np.int16 if words.itemsize == 2 else np.int32)
+    return bool(int(words.max()) < negative and int(signed.max()) < positive)
+
+
+def torch_module() -> Any:
+    """torch, or one line on how to get it."""
+    try:
+        import torch
+    except ImportError:
+        raise Unsupported(
+            "reading needs torch: pip install 'impress-kv[hf]' (or torch by itself)"
+        ) from None
+    return torch
+
+
+def as_tensor(data: Bytes, geometry: Geometry, n_rows: int, head_dim: int) -> torch.Tensor:
+    """Dense token-major bytes as a strided view [n_kv_heads, n_rows, head_dim]; no copy."""
+    module = torch_module()
+    flat = module.frombuffer(data, dtype=getattr(module, geometry.dtype))
+    rows: torch.Tensor = flat.view(n_rows, geometry.n_kv_heads, head_dim).transpose(0, 1)
+    return rows
+
+
+def dense_bytes(out: torch.Tensor) -> Bytes | None:
+    """The memory of a host tensor [heads, n, dim] that lies token-major; None if it does not."""
+    module = torch_module()
+    rows = out.transpose(0, 1)
+    if out.device.type != "cpu" or not rows.is_contiguous():
+        return None
+    words = module.int16 if out.element_size() == 2 else module.int32
+    data: Bytes = rows.detach().view(words).numpy().reshape(-1).view(np.uint8)
+    return data

@@ -1,0 +1,264 @@
+"""One request's reads: a lease on a prefix, and a session that brings its layers.
+
+lease ─session→ prefetch (optional: start all layers) → retrieve(layer) … → close
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from impress.catalog import Held
+from impress.errors import BadInput, ImpressError, PrefixLost
+from impress.load import Load, Reading, ended
+from impress.plan import Source
+from impress.policy import Exact, Policy
+from impress.rows import torch_module
+from tiers.errors import MediumError, ReadFailed
+from tiers.iopool import Ticket
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+
+    from impress.load import Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class AccessReport:
+    """What a session read. Rows are tokens of one layer; bytes as moved, padding included."""
+
+    policy: str
+    n_tokens: int
+    rows_by_tier: dict[str, int]
+    bytes_by_tier: dict[str, int]
+    wait_ms: float
+    per_layer: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Lease:
+    """A pinned prefix. `n_tokens` is 0 on a miss, and `miss_reason` says why.
+
+    Home keeps every byte of it until `release` (the end of the with-block).
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], window: int, miss_reason: str, reading: Reading,
+        release: Callable[[Lease], None],
+    ) -> None:  # fmt: skip
+        self.sources = tuple(sources)
+        self.n_tokens = sum(source.held.count for source in sources) * window
+        self.miss_reason = miss_reason
+        self.started_s = monotonic()
+        self.active = True
+        self._reading = reading
+        self._release = release
+        self._lock = threading.Lock()
+
+    @property
+    def held(self) -> list[Held]:
+        return [source.held for source in self.sources]
+
+    def session(self, policy: Policy | None = None) -> Session:
+        """Reads of this prefix under a policy. Raises ImpressError on a miss or after release."""
+        if not self.n_tokens:
+            raise ImpressError("lease: a miss has nothing to read (check n_tokens first)")
+        return Session(self, policy or Exact(), self._reading)
+
+    def check_active(self) -> None:
+        """Raises PrefixLost when expired, ImpressError when released."""
+        if not self.active:
+            raise ImpressError("session: its lease has ended before every layer was retrieved")
+        if monotonic() - self.started_s > self._reading.config.lease_timeout_s:
+            raise PrefixLost(
+                "expired", f"the lease is older than {self._reading.config.lease_timeout_s:g} s"
+            )
+
+    def release(self) -> None:
+        """Unpin. Idempotent."""
+        with self._lock:
+            if not self.active:
+                return
+            self.active = False
+        self._release(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Session:
+    """Brings a leased prefix layer by layer. For one thread; close it when done."""
+
+    def __init__(self, lease: Lease, policy: Policy, reading: Reading) -> None:
+        if not isinstance(policy, Exact):
+            raise ImpressError(f"session: policy {policy!r} is not one this version can serve")
+        lease.check_active()
+        self.n_tokens = lease.n_tokens
+        self.policy = policy
+        self._lease = lease
+        self._sources = lease.sources
+        self._r = reading
+        self._loads: dict[int, Load] = {}  # under way
+        self._given: dict[int, Load] = {}  # retrieved, still valid
+        self._promotions: list[Ticket] = []
+        self._layers: list[dict[str, Any]] = []
+        self._closed = False
+
+    @property
+    def needs_suffix_lse(self) -> bool:
+        """Whether retrieve must be given suffix_lse."""
+        return self.policy.needs_suffix_lse
+
+    def prefetch(self, outs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None) -> None:
+        """Start reading every layer, in order; retrieve(layer) then waits for what is left.
+
+        `outs`: per layer (k, v) [n_kv_heads, n_tokens, head_dim]. Token-major, page-aligned ones
+        are read into directly. Theirs to keep, but unchanged until `close`.
+        """
+        self._lease.check_active()
+        if outs is not None and len(outs) != self._r.geometry.n_layers:
+            raise BadInput(f"prefetch: want {self._r.geometry.n_layers} pairs, got {len(outs)}")
+        for layer in range(self._r.geometry.n_layers):
+            if layer not in self._loads:
+                self._loads[layer] = self._start(layer, outs[layer] if outs else None)
+
+    def retrieve(
+        self,
+        layer: int,
+        query: torch.Tensor | None,
+        scaling: float | None = None,
+        suffix_lse: torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(k, v, pos) of a layer: k, v [n_kv_heads, m, head_dim], pos int64 [m].
+
+        On the query's device, in position order.
+
+        query [n_heads, q, head_dim] after RoPE; scaling defaults to head_dim^-0.5; suffix_lse
+        float32 [n_heads, q]. Exact ignores all three. Valid until this layer's next retrieve or
+        close. Raises PrefixLost when the read failed, was short or late; BadInput.
+        """
+        torch = torch_module()
+        if not isinstance(layer, int) or not 0 <= layer < self._r.geometry.n_layers:
+            raise BadInput(
+                f"retrieve: layer {layer!r} is not in 0..{self._r.geometry.n_layers - 1}"
+            )
+        if self._closed:
+            raise ImpressError("session: closed")
+        if self.needs_suffix_lse and suffix_lse is None:
+            raise ImpressError(f"retrieve: policy {self.policy.name} needs suffix_lse")
+        load = self._loads.pop(layer, None)
+        if load is None:
+            self._lease.check_active()
+            load = self._start(layer, out)
+        elif out is not None:
+            self._check_outs(out)
+            load.outs = out  # read ahead into a buffer: copied out below
+        self._await(load)
+        stale = self._given.pop(layer, None)
+        if stale is not None:
+            stale.give_back()
+        self._given[layer] = load
+        k, v = load.tensors()
+        if query is not None and query.device != k.device:
+            k, v = k.to(query.device), v.to(query.device)
+        return k, v, torch.arange(self.n_tokens, dtype=torch.int64, device=k.device)
+
+    def report(self) -> AccessReport:
+        """What has been retrieved so far."""
+        total: dict[str, dict[str, int]] = {"rows": {}, "bytes": {}}
+        for layer in self._layers:
+            for kind, by_tier in total.items():
+                for tier, n in layer[kind].items():
+                    by_tier[tier] = by_tier.get(tier, 0) + n
+        wait_ms = sum(layer["wait_ms"] for layer in self._layers)
+        return AccessReport(
+            self.policy.name, self.n_tokens, total["rows"], total["bytes"], wait_ms, self._layers
+        )
+
+    def close(self) -> bool:
+        """Stop reading ahead, give buffers back. True when nothing touches `outs` any more.
+
+        False when a read is stuck past the time limit: then drop the tensors, never reuse them.
+        """
+        if self._closed:
+            return True
+        self._closed = True
+        tickets = [ticket for load in self._loads.values() for ticket in load.tickets]
+        for load in self._loads.values():
+            load.abandon()
+        for load in self._given.values():
+            load.give_back()
+        self._loads.clear()
+        self._given.clear()
+        return ended([*tickets, *self._promotions], self._r.config.read_timeout_s)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _start(self, layer: int, outs: Tensors | None) -> Load:
+        if outs is not None:
+            self._check_outs(outs)
+        return Load(self._r, self._sources, layer, outs)
+
+    def _check_outs(self, outs: Tensors) -> None:
+        g = self._r.geometry
+        for out, dim in zip(outs, (g.head_dim, g.v_dim), strict=True):
+            want = (g.n_kv_heads, self.n_tokens, dim)
+            if tuple(out.shape) != want or str(out.dtype) != f"torch.{g.dtype}":
+                raise BadInput(
+                    f"retrieve: out wants {list(want)} {g.dtype}, got {list(out.shape)} {out.dtype}"
+                )
+
+    def _await(self, load: Load) -> None:
+        """Wait for a layer's reads. Raises PrefixLost; keeps the accounts and the promises."""
+        begin = monotonic()
+        error = self._failure(load)
+        if error is not None:
+            load.abandon()
+            self._r.counters.add(f"lost/{error.reason}")
+            raise error
+        load.unpin()
+        now = monotonic()
+        self._r.counters.load_ms((now - load.started_s) * 1e3)
+        window = self.n_tokens // sum(load.plan.windows_by_tier.values())
+        rows = {tier: n * window for tier, n in load.plan.windows_by_tier.items() if n}
+        moved = {tier: n for tier, n in load.plan.bytes_by_tier.items() if n}
+        for tier, n in moved.items():
+            self._r.counters.add(f"read_bytes/{tier}", n)
+        wait_ms = (now - begin) * 1e3
+        self._layers.append({"layer": load.layer, "rows": rows, "bytes": moved, "wait_ms": wait_ms})
+        promotion = load.promote()
+        if promotion is not None and load.outs is not None:
+            self._promotions.append(promotion)  # reads `outs`: close waits for it
+
+    def _failure(self, load: Load) -> PrefixLost | None:
+        """None when every read of the layer is in; a bad span is dropped where it is bad."""
+        limit_s = self._r.config.read_timeout_s
+        for medium, ticket in zip(load.media, load.tickets, strict=True):
+            try:
+                if not ticket.wait(max(load.started_s + limit_s - monotonic(), 0.0)):
+                    return PrefixLost("late", f"layer {load.layer} took more than {limit_s:g} s")
+            except MediumError as err:
+                span = load.bad_span[medium]
+                self._r.cache.drop_span(span)
+                if medium == "ssd":
+                    self._r.quarantine(span)
+                return PrefixLost(err.reason if isinstance(err, ReadFailed) else "io", str(err))
+        return None

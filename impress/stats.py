@@ -1,0 +1,120 @@
+"""Counters of a store from its first request on, and their Prometheus form."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+#: Upper bounds of the latency buckets, milliseconds.
+BUCKETS_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
+
+
+class Counters:
+    """Named counts and one latency histogram. Thread-safe; names may carry one label, a/b."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._latency = [0] * (len(BUCKETS_MS) + 1)
+        self._latency_sum_ms = 0.0
+
+    def add(self, name: str, n: int = 1) -> None:
+        with self._lock:
+            self._counts[name] = self._counts.get(name, 0) + n
+
+    def load_ms(self, ms: float) -> None:
+        """One layer's load took this long, from request to ready."""
+        at = next((i for i, bound in enumerate(BUCKETS_MS) if ms <= bound), len(BUCKETS_MS))
+        with self._lock:
+            self._latency[at] += 1
+            self._latency_sum_ms += ms
+
+    def __getitem__(self, name: str) -> int:
+        with self._lock:
+            return self._counts.get(name, 0)
+
+    def grouped(self, name: str) -> dict[str, int]:
+        """Counts called name/label, by label."""
+        with self._lock:
+            start = name + "/"
+            return {k[len(start) :]: v for k, v in self._counts.items() if k.startswith(start)}
+
+    def latency(self) -> dict[str, Any]:
+        """{"count", "sum_ms", "le_ms": {bound: cumulative count}}."""
+        with self._lock:
+            total, cumulative = 0, {}
+            bounds = [*map(str, BUCKETS_MS), "+Inf"]
+            for bound, n in zip(bounds, self._latency, strict=True):
+                total += n
+                cumulative[bound] = total
+            return {"count": total, "sum_ms": self._latency_sum_ms, "le_ms": cumulative}
+
+
+def serve_metrics(stats: Callable[[], dict[str, Any]], port: int) -> tuple[Any, int]:
+    """Serve Prometheus text on 127.0.0.1; (something with .shutdown(), the port bound)."""
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(stats))
+    server, _thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+    return server, int(server.server_port)
+
+
+class _Collector:
+    """Turns one stats() dictionary into metric families at each scrape."""
+
+    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
+        self._stats = stats
+
+    def describe(self) -> list[Any]:
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+        )
+
+        stats = self._stats()
+        for name, help_text, key, label in _COUNTERS:
+            value = stats[key]
+            counter = CounterMetricFamily(name, help_text, labels=[label] if label else None)
+            for tag, n in value.items() if label else [("", value)]:
+                counter.add_metric([tag] if label else [], n)
+            yield counter
+        for state in ("total", "used", "free"):
+            gauge = GaugeMetricFamily(
+                f"impress_tier_{state}_bytes", f"{state} bytes", labels=["tier"]
+            )
+            for tier, usage in stats["tiers"].items():
+                gauge.add_metric([tier], usage[state])
+            yield gauge
+        for key in ("spans", "nodes", "windows", "leases", "oldest_lease_s"):
+            yield GaugeMetricFamily(f"impress_{key}", key.replace("_", " "), value=stats[key])
+        load = stats["load_latency"]
+        yield HistogramMetricFamily(
+            "impress_layer_load_seconds",
+            "time from asking for a layer to having it",
+            buckets=[
+                (bound if bound == "+Inf" else str(float(bound) / 1e3), n)
+                for bound, n in load["le_ms"].items()
+            ],
+            sum_value=load["sum_ms"] / 1e3,
+        )
+
+
+_COUNTERS = (
+    ("impress_lookups", "lookups", "lookups", ""),
+    ("impress_hits", "leases that found at least a window", "hits", ""),
+    ("impress_misses", "leases that found nothing", "misses", "reason"),
+    ("impress_hit_tokens", "tokens found by leases", "hit_tokens", ""),
+    ("impress_lost", "reads that were lost", "lost", "reason"),
+    ("impress_read_bytes", "bytes given to requests", "read_bytes", "tier"),
+    ("impress_stored_tokens", "tokens made READY", "stored_tokens", ""),
+    ("impress_stored_bytes", "bytes made READY", "stored_bytes", ""),
+    ("impress_refused", "stores refused", "refused", "reason"),
+    ("impress_evicted_spans", "spans evicted from home", "evicted_spans", ""),
+    ("impress_promoted_bytes", "bytes copied to a faster tier", "promoted_bytes", "tier"),
+)

@@ -1,0 +1,269 @@
+"""Everything wrong that can be handed in, and the one line it gets."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import MIB, SMALL, kv_of, prompt, put_prompt
+
+import impress
+
+Open = Callable[..., impress.PrefixStore]
+CONFIG = impress.Config(**SMALL)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ([], "non-empty"),
+        ([[1, 2]], "1-d"),
+        ([1.5], "integers"),
+        ([-1, 2], "outside"),
+        ([1 << 31], "outside"),
+        (["a"], "integers"),
+        ([[1], [1, 2]], "token_ids"),
+        (np.zeros(0, np.int32), "non-empty"),
+    ],
+)
+def test_tokens_that_are_none(
+    open_store: Open, geometry: impress.Geometry, tokens: object, said: str
+) -> None:
+    store = open_store(geometry)
+    for call in (store.lookup, store.lease, store.writer):
+        with pytest.raises(impress.BadInput, match=said):
+            call(tokens)
+    assert store.stats()["tiers"]["ssd"]["used"] == 0
+
+
+def test_shapes_and_dtypes_are_checked_before_anything_is_written(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    tokens = prompt(128)
+    keys, values = kv_of(tokens, geometry)
+    for k, v, said in (
+        (keys[:1], values, "2 layers of keys"),
+        (keys, values + values, "2 layers of values"),
+        ([k[:, :100] for k in keys], values, "128 rows"),
+        ([k[:1] for k in keys], values, r"want shape \[2, rows, 128\]"),
+        ([k.astype(np.float16) for k in keys], values, "float32, got float16"),
+        ([k.tolist() for k in keys], values, "want shape"),
+        ([torch.from_numpy(k).double() for k in keys], values, "float32, got float64"),
+    ):
+        with pytest.raises(impress.BadInput, match=said):
+            store.store(tokens, k, v)
+    for importance in (np.zeros((1, 128)), np.zeros((2, 7)), np.full((2, 128), np.nan)):
+        with pytest.raises(impress.BadInput, match="importance"):
+            store.store(tokens, keys, values, importance=importance)
+    with pytest.raises(impress.BadInput, match="start"):
+        store.writer(tokens, start=-1)
+    with store.writer(tokens) as writer:
+        for layer, first in ((2, 0), (-1, 0), ("0", 0), (0, -5)):
+            with pytest.raises(impress.BadInput):
+                writer.put(layer, first, keys[0], values[0])
+        with pytest.raises(impress.BadInput, match="128 rows of keys, 5 of values"):
+            writer.put(0, 0, keys[0], values[0][:, :5])
+    store.flush()
+    assert store.stats()["tiers"]["ssd"]["used"] == 0 and store.stats()["spans"] == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [({500: b"x"}, "position 500"), ({-1: b"x"}, "-1"), ({3: "x"}, "bytes"), ({3: b""}, "bytes")],
+)
+def test_extras_that_are_none(
+    open_store: Open, geometry: impress.Geometry, extra: dict, said: str
+) -> None:
+    with pytest.raises(impress.BadInput, match=said):
+        open_store(geometry).lookup(prompt(128), extra=extra)
+
+
+def test_retrieve_says_what_it_wants(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry)
+    put_prompt(store, prompt(128)).wait(60)
+    with store.lease(prompt(128)) as lease:
+        with pytest.raises(impress.ImpressError, match="policy"):
+            lease.session(policy="fast")
+        with lease.session() as session:
+            with pytest.raises(impress.BadInput, match="layer 2"):
+                session.retrieve(2, None)
+            wrong = (torch.empty(2, 64, 128), torch.empty(2, 128, 128))
+            with pytest.raises(impress.BadInput, match=r"\[2, 128, 128\]"):
+                session.retrieve(0, None, out=wrong)
+            with pytest.raises(impress.BadInput, match="2 pairs"):
+                session.prefetch([wrong])
+    with (
+        store.lease(prompt(128, seed=5)) as lease,
+        pytest.raises(impress.ImpressError, match="miss"),
+    ):
+        lease.session()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n_layers": 3}, "3 layers"),
+        ({"head_dim": 64}, "x 64 float32"),
+        ({"dtype": "bfloat16"}, "holds float32, asked for bfloat16"),
+        ({"v_head_dim": 32}, "128/32"),
+    ],
+)
+def test_another_geometry_is_refused_with_both_values(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path, change: dict, said: str
+) -> None:
+    open_store(geometry).close()
+    fields = {name: getattr(geometry, name) for name in geometry.__dataclass_fields__}
+    with pytest.raises(impress.StoreMismatch) as refused:
+        impress.PrefixStore.open(tmp_path / "store", impress.Geometry(**{**fields, **change}), "t")
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_another_window_is_refused_with_both_values(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    open_store(geometry).close()
+    with pytest.raises(impress.StoreMismatch, match="64 tokens, asked for 32"):
+        open_store(geometry, window=32)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n_layers": 0}, {"n_heads": 3}, {"head_dim": -1}, {"dtype": "float64"},
+        {"n_kv_heads": True}, {"v_head_dim": 0}, {"n_layers": 1 << 16},
+    ],
+)  # fmt: skip
+def test_geometries_that_are_none(fields: dict) -> None:
+    good = {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64}
+    with pytest.raises(impress.BadInput, match=next(iter(fields))):
+        impress.Geometry(**{**good, **fields})
+
+
+def test_directories_that_are_no_stores_are_left_alone(
+    tmp_path: Path, geometry: impress.Geometry
+) -> None:
+    foreign = tmp_path / "photos"
+    foreign.mkdir()
+    (foreign / "cat.jpg").write_bytes(b"meow")
+    with pytest.raises(impress.FormatError, match=r"holds 'cat\.jpg' and is no store"):
+        impress.PrefixStore.open(foreign, geometry, "t")
+    assert [p.name for p in foreign.iterdir()] == ["cat.jpg"]
+    with pytest.raises(impress.FormatError, match="not a directory"):
+        impress.PrefixStore.open(foreign / "cat.jpg", geometry, "t")
+    with pytest.raises(impress.FormatError, match="no store here"):
+        impress.PrefixStore.open(tmp_path / "nowhere", geometry, "t", mode="r")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_newer_format_is_refused(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path
+) -> None:
+    open_store(geometry).close()
+    file = tmp_path / "store" / "impress.json"
+    identity = json.loads(file.read_text())
+    file.write_text(json.dumps({**identity, "format": 2}))
+    with pytest.raises(impress.FormatError, match="format 2, this version reads up to 1"):
+        open_store(geometry)
+    file.write_text("{}")
+    with pytest.raises(impress.FormatError, match="identity"):
+        open_store(geometry)
+
+
+def test_unknown_and_wrong_settings_name_the_nearest_known(tmp_path: Path) -> None:
+    with pytest.raises(impress.ConfigError, match="'dram_byte'; the nearest known is 'dram_bytes'"):
+        impress.Config(dram_byte=1)
+    for wrong, said in (
+        ({"window": 48}, "16, 32, 64"),
+        ({"dram_bytes": -1}, "dram_bytes"),
+        ({"dram_bytes": "1"}, "dram_bytes"),
+        ({"segment_bytes": MIB + 1}, "multiple"),
+        ({"metrics_port": 70000}, "metrics_port"),
+    ):
+        with pytest.raises(impress.ConfigError, match=said) as refused:
+            impress.Config(**wrong)
+        assert "\n" not in str(refused.value)
+    file = tmp_path / "impress.toml"
+    file.write_text("dram_bytes = 1048576\nio_threads = 4\n")
+    assert impress.Config.load(file) == impress.Config(dram_bytes=MIB, io_threads=4)
+    file.write_text("io_thread = 4\n")
+    with pytest.raises(impress.ConfigError, match=r"impress\.toml.*'io_threads'"):
+        impress.Config.load(file)
+    file.write_text("io_threads = [")
+    with pytest.raises(impress.ConfigError, match="not TOML"):
+        impress.Config.load(file)
+    with pytest.raises(impress.ConfigError, match="cannot read"):
+        impress.Config.load(tmp_path / "none.toml")
+    with pytest.raises(Exception, match="frozen"):
+        impress.Config().window = 16
+
+
+def test_a_write_buffer_smaller_than_a_chunk_is_refused(tmp_path: Path) -> None:
+    wide = impress.Geometry(2, 64, 64, 256, "float32")
+    config = impress.Config(write_buffer_bytes=MIB)
+    with pytest.raises(impress.ConfigError, match="cannot hold one chunk"):
+        impress.PrefixStore.open(tmp_path / "s", wide, "t", config)
+    config = impress.Config(write_buffer_bytes=16 * MIB)
+    impress.PrefixStore.open(tmp_path / "s", wide, "t", config).close()  # the lock was released
+
+
+def test_a_reader_neither_writes_nor_waits(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry)
+    put_prompt(store, prompt(128)).wait(60)
+    reader = open_store(geometry, mode="r")
+    assert reader.lookup(prompt(128)) == 128
+    with pytest.raises(impress.ImpressError, match='mode="r"'):
+        put_prompt(reader, prompt(128, seed=1))
+    with pytest.raises(impress.ImpressError, match='mode="r"'):
+        reader.evict(1)
+    with pytest.raises(impress.BadInput, match='"rw" or "r"'):
+        open_store(geometry, mode="w")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_no_permission_is_one_line(tmp_path: Path, geometry: impress.Geometry) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(impress.StoreFailed, match="Permission denied"):
+        impress.PrefixStore.open(tmp_path / "s", geometry, "t")
+
+
+def test_files_are_private(open_store: Open, geometry: impress.Geometry, tmp_path: Path) -> None:
+    store = open_store(geometry)
+    put_prompt(store, prompt(128)).wait(60)
+    for path in (tmp_path / "store").rglob("*"):
+        want = 0o700 if path.is_dir() else 0o600
+        assert path.stat().st_mode & 0o777 == want, path
+
+
+def test_a_full_file_system_refuses_stores_and_serves_on(
+    geometry: impress.Geometry, tmp_path: Path
+) -> None:
+    """A process whose files may not grow past 700 kB: fallocate fails as on a full disk."""
+    import subprocess
+    import sys
+
+    code = (
+        "import resource, signal, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from conftest import SMALL, assert_serves, prompt, put_prompt\n"
+        "import impress\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))\n"
+        "store = impress.PrefixStore.open(sys.argv[1], impress.Geometry(2, 4, 2, 128, 'float32'),\n"
+        "                                 't', impress.Config(**SMALL))\n"
+        "stored = put_prompt(store, prompt(128))\n"
+        "print(stored.refused, store.lookup(prompt(128)))\n"
+        "store.check(); store.close()\n"
+    )
+    here = str(Path(__file__).parent)
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "s"), here],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert out.stdout == "disk full 0\n", out.stderr

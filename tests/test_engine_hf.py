@@ -1,0 +1,649 @@
+"""The Transformers engine on tiny random models: the same bits, the same tokens, or a refusal."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import impress
+from impress.engines import hf, hf_models
+from impress.engines.hf_cache import RowsCache
+from impress.engines.hf_storing import Job, StoreQueue
+from impress.errors import BadInput, StoreMismatch, Unsupported
+from tiers.slots import BufferPool
+
+WINDOW = 64
+VOCAB = 199
+CONFIG = impress.Config(window=WINDOW, segment_bytes=4 << 20, dram_bytes=8 << 20, io_threads=2)
+GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+SIZES = {
+    "opt": {"num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 64},
+    "llama": GQA,
+    "qwen2": GQA,
+    "qwen3": {**GQA, "head_dim": 24},
+    "mistral": {**GQA, "sliding_window": 512},
+    "gpt2": {"n_head": 4},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small spend their time in handing work to threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny(family="llama", dtype=torch.float32, seed=0, attention="sdpa", **changes):
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 1024,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = transformers.AutoConfig.for_model(family, **{**sizes, **SIZES[family], **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    model.set_attn_implementation(attention)
+    return model
+
+
+def prompts(n_tokens, batch=1, seed=1):
+    """Random prompts [batch, n_tokens]; a shorter one of the same seed is a longer one's head."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (batch, 1024), generator=draw)[:, :n_tokens]
+
+
+def attach(model, path, **options):
+    return hf.attach(model, path, config=CONFIG, **options)
+
+
+def continued(model, stored, ids, hit, n_new=8, **options):
+    """What the model itself gives: the stored run's cache, cut to the hit, then ids."""
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        model(stored, past_key_values=cache)
+    cache.crop(hit - stored.shape[1])
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=n_new,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+
+
+def assert_same_bits(mine, theirs):
+    assert torch.equal(mine.sequences, theirs.sequences)
+    assert len(mine.logits) == len(theirs.logits)
+    for step, (a, b) in enumerate(zip(mine.logits, theirs.logits, strict=True)):
+        assert (a - b).abs().max().item() == 0.0, f"step {step}"
+
+
+# --- exactness ------------------------------------------------------------------------------------
+
+MODELS = [
+    ("opt", torch.float32, "sdpa"),
+    ("opt", torch.bfloat16, "sdpa"),
+    ("opt", torch.float32, "eager"),
+    ("llama", torch.float32, "sdpa"),
+    ("llama", torch.bfloat16, "sdpa"),
+    ("llama", torch.float16, "sdpa"),
+    ("llama", torch.float32, "eager"),
+    ("qwen2", torch.float32, "sdpa"),
+    ("qwen3", torch.float32, "sdpa"),
+    ("mistral", torch.float32, "sdpa"),
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "attention"), MODELS)
+def test_a_hit_has_the_bits_of_continuing_from_what_was_stored(tmp_path, family, dtype, attention):
+    model = tiny(family, dtype, attention=attention)
+    stored = prompts(200)
+    ids = torch.cat([stored[:, :150], prompts(80, seed=2)], 1)  # shares two whole windows
+    with attach(model, tmp_path) as engine:
+        engine.generate(stored, max_new_tokens=1)
+        engine.flush()
+        mine = engine.generate(
+            ids, max_new_tokens=8, output_logits=True, return_dict_in_generate=True
+        )
+        assert engine.last_request.hit_tokens == 128
+        assert engine.last_request.mode == "exact"
+    assert_same_bits(mine, continued(model, stored, ids, 128))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_batch_has_the_bits_of_continuing_and_is_cut_to_its_shortest_hit(
+    tmp_path, family, attention
+):
+    model = tiny(family, attention=attention)
+    stored = prompts(200, batch=2)
+    with attach(model, tmp_path) as engine:
+        engine.generate(stored, max_new_tokens=1)
+        engine.flush()
+        ids = torch.cat([stored[:, :190], prompts(40, batch=2, seed=2)], 1)
+        ids[1, 130] = (ids[1, 130] + 1) % VOCAB  # the second row holds two windows only
+        mine = engine.generate(
+            ids, max_new_tokens=8, output_logits=True, return_dict_in_generate=True
+        )
+        assert engine.last_request.hit_tokens == 128
+    assert_same_bits(mine, continued(model, stored, ids, 128))
+
+
+def test_sampling_with_a_seed_draws_the_tokens_of_continuing(tmp_path):
+    model, ids = tiny("opt"), prompts(200)
+    draw = {"do_sample": True, "temperature": 1.3, "top_k": 50}
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        torch.manual_seed(7)
+        mine = engine.generate(ids, max_new_tokens=12, **draw)
+        assert engine.last_request.hit_tokens == 192
+    torch.manual_seed(7)
+    theirs = continued(model, ids, ids, 192, 12, **draw)
+    assert torch.equal(mine, theirs.sequences)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_miss_hit_and_the_bare_model_generate_the_same_tokens(tmp_path, family):
+    model, ids = tiny(family), prompts(180)
+    bare = model.generate(ids, max_new_tokens=16, do_sample=False)
+    with attach(model, tmp_path) as engine:
+        miss = engine.generate(ids, max_new_tokens=16, do_sample=False)
+        assert engine.last_request.mode == "recompute"
+        engine.flush()
+        hit = engine.generate(ids, max_new_tokens=16, do_sample=False)
+        assert engine.last_request.mode == "exact"
+    assert torch.equal(miss, bare)
+    assert torch.equal(hit, bare)
+
+
+def test_a_prompt_stored_whole_still_computes_its_last_window(tmp_path):
+    model, ids = tiny(), prompts(128)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        assert engine.store.lookup(ids[0].numpy().astype(np.int32)) == 128
+        mine = engine.generate(
+            ids, max_new_tokens=4, output_logits=True, return_dict_in_generate=True
+        )
+        assert engine.last_request.hit_tokens == 64
+    assert_same_bits(mine, continued(model, ids, ids, 64, 4))
+
+
+def test_prompts_below_a_window_pass_through(tmp_path):
+    model = tiny()
+    with attach(model, tmp_path) as engine:
+        for n in (1, 2, 63):
+            ids = prompts(n)
+            out = engine.generate(ids, max_new_tokens=3)
+            assert torch.equal(out, model.generate(ids, max_new_tokens=3))
+            assert engine.last_request.hit_tokens == 0
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_two_threads_give_a_hit_the_bits_of_continuing_too(tmp_path, family):
+    torch.set_num_threads(2)
+    model, ids = tiny(family), prompts(200)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        mine = engine.generate(
+            ids, max_new_tokens=4, output_logits=True, return_dict_in_generate=True
+        )
+    assert_same_bits(mine, continued(model, ids, ids, 192, 4))
+
+
+def test_rows_that_do_not_fill_their_pages_have_the_bits_of_continuing(tmp_path):
+    model = tiny("qwen3", num_attention_heads=3, num_key_value_heads=1, head_dim=10)
+    ids = prompts(200, batch=2)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        mine = engine.generate(
+            ids, max_new_tokens=4, output_logits=True, return_dict_in_generate=True
+        )
+        assert engine.last_request.hit_tokens == 192
+    assert_same_bits(mine, continued(model, ids, ids, 192, 4))
+
+
+def test_chunked_prefill_over_a_hit_has_the_bits_of_continuing(tmp_path):
+    model, ids = tiny(), prompts(200)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        options = {"prefill_chunk_size": 3, "output_logits": True, "return_dict_in_generate": True}
+        mine = engine.generate(ids, max_new_tokens=4, **options)
+        assert engine.last_request.hit_tokens == 192
+    assert_same_bits(mine, continued(model, ids, ids, 192, 4, prefill_chunk_size=3))
+
+
+# --- storing --------------------------------------------------------------------------------------
+
+
+def test_another_engine_on_the_same_directory_hits_after_a_restart(tmp_path):
+    ids = prompts(200)
+    with attach(tiny(), tmp_path) as engine:
+        first = engine.generate(ids, max_new_tokens=8)
+    with attach(tiny(), tmp_path) as engine:
+        second = engine.generate(ids, max_new_tokens=8)
+        request = engine.last_request
+    assert torch.equal(first, second)
+    assert (request.n_tokens, request.hit_tokens, request.n_new) == (200, 192, 8)
+    assert sum(request.bytes_by_tier.values()) > 0
+    assert sum(request.rows_by_tier.values()) > 0
+    assert len(request.per_layer) == 2
+    assert request.ttft_ms > 0
+
+
+def test_generated_tokens_are_stored_and_found_by_the_next_turn(tmp_path):
+    model, ids = tiny("opt"), prompts(100)
+    with attach(model, tmp_path) as engine:
+        turn = engine.generate(ids, max_new_tokens=60)
+        engine.flush()
+        assert engine.last_request.stored_tokens == 128
+        longer = torch.cat([turn, prompts(30, seed=9)], 1)
+        mine = engine.generate(
+            longer, max_new_tokens=40, output_logits=True, return_dict_in_generate=True
+        )
+        assert engine.last_request.hit_tokens == 128  # 100 of the prompt, 28 of the answer
+        engine.flush()
+        assert engine.last_request.stored_tokens == 64
+        assert engine.store.lookup(mine.sequences[0].numpy().astype(np.int32)) == 192
+    # Continuing means from the same steps: prefill of the prompt, then token by token.
+    cache = transformers.DynamicCache()
+    model.generate(ids, past_key_values=cache, max_new_tokens=60)
+    cache.crop(128 - cache.get_seq_length())
+    theirs = model.generate(
+        longer,
+        past_key_values=cache,
+        max_new_tokens=40,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    assert_same_bits(mine, theirs)
+
+
+def test_what_follows_the_end_token_is_not_stored(tmp_path):
+    model, ids = tiny(), prompts(120, batch=2)
+    free = model.generate(ids, max_new_tokens=80)
+    ends = int(free[0, 125])  # row 0 ends after six tokens at most; row 1 goes on longer
+    with attach(model, tmp_path) as engine:
+        out = engine.generate(ids, max_new_tokens=80, eos_token_id=ends, pad_token_id=0)
+        engine.flush()
+        for row in out.numpy().astype(np.int32):
+            stops = np.flatnonzero(row[120:] == ends)
+            n_held = 120 + int(stops[0]) + 1 if len(stops) else len(row) - 1
+            assert engine.store.lookup(row) <= n_held // WINDOW * WINDOW
+
+
+def test_a_reading_engine_stores_nothing(tmp_path):
+    with attach(tiny(), tmp_path, store_new=False) as engine:
+        engine.generate(prompts(200), max_new_tokens=2)
+        engine.flush()
+        assert engine.last_request.stored_tokens == 0
+        assert engine.store.lookup(prompts(200)[0].numpy().astype(np.int32)) == 0
+
+
+def test_a_returned_cache_stays_whole_while_later_requests_run(tmp_path):
+    model, ids = tiny(), prompts(200)
+    with attach(model, tmp_path) as engine:
+        kept = engine.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
+        before = kept.past_key_values.layers[1].keys.clone()
+        for seed in (2, 3):
+            engine.generate(prompts(200, seed=seed), max_new_tokens=2)
+        engine.flush()
+        cache = kept.past_key_values
+        assert isinstance(cache, transformers.DynamicCache)
+        assert torch.equal(cache.layers[1].keys, before)
+        with torch.no_grad():
+            model(ids[:, :3], past_key_values=cache)
+        assert cache.get_seq_length() == 204
+
+
+def test_a_store_given_stays_open_and_serves_again(tmp_path):
+    model, ids = tiny(), prompts(130)
+    geometry = hf_models.geometry_of(model.config, model.dtype)
+    namespace = impress.namespace_of(model)
+    with impress.PrefixStore.open(
+        tmp_path, geometry, namespace=namespace, config=CONFIG, mode="rw"
+    ) as store:
+        with hf.attach(model, store) as engine:
+            engine.generate(ids, max_new_tokens=2)
+        store.flush()
+        with hf.attach(model, store) as engine:
+            engine.generate(ids, max_new_tokens=2)
+            assert engine.last_request.hit_tokens == 128
+
+
+def test_a_store_open_for_reading_is_read_and_left_alone(tmp_path):
+    model, ids = tiny(), prompts(130)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=2)
+    geometry = hf_models.geometry_of(model.config, model.dtype)
+    namespace = impress.namespace_of(model)
+    with (
+        impress.PrefixStore.open(tmp_path, geometry, namespace, CONFIG, mode="r") as store,
+        hf.attach(model, store) as engine,
+    ):
+        longer = torch.cat([ids, prompts(100, seed=2)], 1)
+        engine.generate(longer, max_new_tokens=2)
+        assert engine.last_request.hit_tokens == 128
+        engine.flush()
+
+
+def test_a_full_line_skips_and_counts_and_frees_what_it_skips(tmp_path):
+    with attach(tiny(), tmp_path) as engine:
+        line = StoreQueue(engine.store, limit=1, wait_s=0)
+        busy, may_end, freed = threading.Event(), threading.Event(), []
+
+        def hold():
+            busy.set()
+            assert may_end.wait(60)
+
+        cache = RowsCache(engine.store.geometry, 1, 8, BufferPool(None))
+        line.offer(Job(cache, (), hold))
+        assert busy.wait(60)
+        waiting = Job(cache, (), lambda: freed.append("waiting"))
+        skipped = Job(cache, (), lambda: freed.append("skipped"))
+        line.offer(waiting)
+        line.offer(skipped)
+        assert (line.n_skipped, freed) == (1, ["skipped"])
+        assert skipped.outcome.refused
+        may_end.set()
+        line.close()
+        assert freed == ["skipped", "waiting"]
+
+
+def test_rows_beyond_the_room_move_to_more_room():
+    geometry = impress.Geometry(1, 2, 2, 8, dtype="float32")
+    pool = BufferPool(None)
+    cache = RowsCache(geometry, 2, 3, pool)
+    rows = torch.arange(2 * 2 * 20 * 8, dtype=torch.float32).reshape(2, 2, 20, 8)
+    for first, end in ((0, 2), (2, 3), (3, 9), (9, 20)):
+        k, v = cache.update(rows[:, :, first:end], -rows[:, :, first:end], 0)
+        assert torch.equal(k, rows[:, :, :end])
+        assert torch.equal(v, -rows[:, :, :end])
+    assert cache.get_seq_length() == cache.length == 20
+    cache.release()
+    assert pool.used_bytes == 0
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def damage(path: Path, row: bytes) -> None:
+    """Flip a bit of `row` wherever it stands in a segment on disk."""
+    n_found = 0
+    for file in (file for file in path.rglob("*") if file.is_file()):
+        data = file.read_bytes()
+        at = data.find(row)
+        if at >= 0:
+            n_found += 1
+            with file.open("r+b") as segment:
+                segment.seek(at + 1)
+                segment.write(bytes([data[at + 1] ^ 1]))
+    assert n_found == 1
+
+
+def last_layer_keys(model, ids, token) -> bytes:
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache.layers[-1].keys[0, :, token].contiguous().numpy().tobytes()
+
+
+class Heard:
+    """A streamer that remembers."""
+
+    def __init__(self):
+        self.parts = []
+        self.ended = 0
+
+    def put(self, value):
+        self.parts.append(value.reshape(-1).tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_damaged_prefix_is_computed_again_and_the_answer_is_right(tmp_path, family):
+    model, ids = tiny(family), prompts(200)
+    bare = model.generate(ids, max_new_tokens=8)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        damage(tmp_path, last_layer_keys(model, ids, 70))
+        engine.store.drop_caches()
+        heard = Heard()
+        out = engine.generate(ids, max_new_tokens=8, streamer=heard)
+        request = engine.last_request
+        assert torch.equal(out, bare)
+        assert (request.lost, request.mode, request.hit_tokens) == ("checksum", "recompute", 0)
+        # The prompt was run twice and streamed once.
+        assert heard.parts == [ids[0].tolist(), *([token] for token in out[0, 200:].tolist())]
+        assert heard.ended == 1
+        engine.flush()
+        again = engine.generate(ids, max_new_tokens=8)
+        assert torch.equal(again, bare)
+        assert engine.last_request.hit_tokens == 192  # stored anew
+
+
+def test_a_streamer_hears_a_hit_as_it_hears_the_bare_model(tmp_path):
+    model, ids = tiny(), prompts(200)
+    bare, mine = Heard(), Heard()
+    model.generate(ids, max_new_tokens=6, streamer=bare)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        engine.generate(ids, max_new_tokens=6, streamer=mine)
+        assert engine.last_request.hit_tokens == 192
+    assert mine.parts == bare.parts
+    assert mine.ended == bare.ended == 1
+
+
+def test_a_streamer_that_raises_leaves_the_engine_usable(tmp_path):
+    class Gone(Heard):
+        def put(self, value):
+            raise KeyboardInterrupt
+
+    model, ids = tiny(), prompts(200)
+    with attach(model, tmp_path) as engine:
+        first = engine.generate(ids, max_new_tokens=4)
+        engine.flush()
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(ids, max_new_tokens=4, streamer=Gone())
+        assert engine.store.buffers.used_bytes == 0
+        assert torch.equal(engine.generate(ids, max_new_tokens=4), first)
+        assert engine.last_request.hit_tokens == 192
+
+
+def test_rows_that_are_not_finite_are_never_found_and_raise_at_flush(tmp_path):
+    model, ids = tiny("opt"), prompts(130)
+    with torch.no_grad():
+        model.model.decoder.layers[1].self_attn.k_proj.bias.fill_(float("nan"))
+    engine = attach(model, tmp_path)
+    engine.generate(ids, max_new_tokens=1)
+    with pytest.raises(impress.ImpressError, match="NaN"):
+        engine.flush()
+    assert engine.store.lookup(ids[0].numpy().astype(np.int32)) == 0
+    engine.close()
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (lambda: tiny("gpt2"), "gpt2"),
+        (
+            lambda: tiny(
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+            ),
+            "dynamic",
+        ),
+        (
+            lambda: tiny(
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                    "original_max_position_embeddings": 512,
+                }
+            ),
+            "longrope",
+        ),
+        (
+            lambda: tiny("qwen2", layer_types=["full_attention", "chunked_attention"]),
+            "chunked_attention",
+        ),
+        (lambda: tiny().model, "LlamaModel"),
+    ],
+)
+def test_a_model_that_is_not_served_is_refused_by_name(tmp_path, model, named):
+    with pytest.raises(Unsupported, match=named):
+        attach(model(), tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences"),
+        ({"use_cache": False}, "use_cache"),
+        ({"cache_implementation": "static"}, "static"),
+        ({"cache_implementation": "quantized"}, "quantized"),
+        ({"generation_config": transformers.GenerationConfig(num_beams=3)}, "num_beams"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        ({"past_key_values": transformers.DynamicCache()}, "past_key_values"),
+        ({"inputs_embeds": torch.zeros(1, 10, 64)}, "inputs_embeds"),
+        ({"position_ids": torch.arange(10)[None]}, "position_ids"),
+        ({"assistant_model": object()}, "assistant_model"),
+        ({"attention_mask": torch.tensor([[0] + [1] * 9])}, "padded"),
+        ({"custom_generate": "somewhere/else"}, "custom_generate"),
+        ({"token_healing": True}, "token_healing"),
+        ({"adapter_names": ["a"]}, "adapter_names"),
+        ({"is_causal": False}, "is_causal"),
+    ],
+)
+def test_a_request_that_is_not_served_is_refused_by_name(tmp_path, options, named):
+    with attach(tiny(), tmp_path) as engine:
+        with pytest.raises(Unsupported, match=named):
+            engine.generate(prompts(10), max_new_tokens=2, **options)
+        assert engine.last_request is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "named"),
+    [
+        (torch.zeros(1, 0, dtype=torch.long), "empty"),
+        (torch.zeros(5, dtype=torch.long), "batch"),
+        (torch.tensor([[0, VOCAB]]), str(VOCAB)),
+        (torch.tensor([[-1, 0]]), "-1"),
+        (torch.zeros(1, 5), "float32"),
+        ([[1, 2, 3]], "list"),
+    ],
+)
+def test_tokens_that_are_no_prompt_are_bad_input(tmp_path, ids, named):
+    with attach(tiny(), tmp_path) as engine, pytest.raises(BadInput, match=named):
+        engine.generate(ids, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"family": "mistral", "sliding_window": 100},
+        {
+            "family": "qwen2",
+            "use_sliding_window": True,
+            "sliding_window": 100,
+            "max_window_layers": 1,
+        },
+    ],
+)
+def test_a_sliding_window_is_refused_where_prompt_and_answer_outgrow_it(tmp_path, changes):
+    model = tiny(**changes)
+    with attach(model, tmp_path) as engine:
+        fits = prompts(90)
+        out = engine.generate(fits, max_new_tokens=10)
+        assert torch.equal(out, model.generate(fits, max_new_tokens=10))
+        with pytest.raises(Unsupported, match="sliding window of 100"):
+            engine.generate(fits, max_new_tokens=11)
+
+
+def test_a_policy_that_is_not_exact_is_refused_by_name(tmp_path):
+    with pytest.raises(Unsupported, match="str"):
+        attach(tiny(), tmp_path, policy="sparse")
+
+
+def test_training_mode_autocast_and_other_attention_are_refused(tmp_path):
+    model, ids = tiny(), prompts(10)
+    with attach(model, tmp_path) as engine:
+        model.train()
+        with pytest.raises(Unsupported, match="training"):
+            engine.generate(ids)
+        model.eval()
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(Unsupported, match="autocast"):
+            engine.generate(ids)
+        model.set_attn_implementation("flex_attention")
+        with pytest.raises(Unsupported, match="flex_attention"):
+            engine.generate(ids)
+
+
+def test_another_dtype_or_geometry_than_the_directory_is_refused_naming_both(tmp_path):
+    attach(tiny(), tmp_path).close()
+    with pytest.raises(StoreMismatch, match=r"(?s)float32.*bfloat16|bfloat16.*float32"):
+        attach(tiny(dtype=torch.bfloat16), tmp_path)
+    with pytest.raises(StoreMismatch, match=r"(?s)2 layers.*3 layers|3 layers.*2 layers"):
+        attach(tiny(num_hidden_layers=3), tmp_path)
+
+
+def test_a_store_of_another_model_is_refused_naming_both(tmp_path):
+    with attach(tiny(), tmp_path) as engine:
+        with pytest.raises(StoreMismatch, match="namespace"):
+            hf.attach(tiny(seed=1), engine.store)
+        with pytest.raises(StoreMismatch, match=r"float32.*bfloat16"):
+            hf.attach(tiny(dtype=torch.bfloat16), engine.store)
+
+
+def test_other_weights_share_a_directory_and_never_a_prefix(tmp_path):
+    ids = prompts(200)
+    for seed in (0, 1):
+        model = tiny(seed=seed)
+        with attach(model, tmp_path) as engine:
+            out = engine.generate(ids, max_new_tokens=4)
+            assert engine.last_request.hit_tokens == 0
+            assert torch.equal(out, model.generate(ids, max_new_tokens=4))
+
+
+def test_weights_changed_after_attach_are_refused(tmp_path):
+    model = tiny()
+    with attach(model, tmp_path) as engine:
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        with pytest.raises(StoreMismatch, match="changed"):
+            engine.generate(prompts(10))
+
+
+def test_a_closed_engine_says_so(tmp_path):
+    engine = attach(tiny(), tmp_path)
+    engine.close()
+    engine.close()
+    with pytest.raises(impress.ImpressError, match="closed"):
+        engine.generate(prompts(10))

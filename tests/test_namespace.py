@@ -1,0 +1,291 @@
+"""What a namespace sees and what it overlooks: same bits, same digest."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+import impress
+from impress.errors import BadInput, Unsupported
+from impress.namespace import SAMPLE_BYTES, namespace_of
+
+SIZES = {
+    "vocab_size": 600,  # an embedding of more than one sample
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "impress" / "weights"
+
+
+def tiny(seed=0, **changes):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**{**SIZES, **changes})
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def load(path, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "model"
+    tiny().save_pretrained(path)
+    return path
+
+
+def edit_config(path, **changes):
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    config.update(changes)
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+# --- directories ----------------------------------------------------------------------------------
+
+
+def test_a_directory_has_32_bytes_that_do_not_depend_on_where_it_is(saved, tmp_path):
+    digest = namespace_of(saved)
+    assert len(digest) == 32
+    shutil.copytree(saved, tmp_path / "elsewhere")
+    assert namespace_of(str(tmp_path / "elsewhere")) == digest
+    assert impress.namespace_of(saved) == digest
+
+
+def test_another_process_without_torch_finds_the_same(saved):
+    code = (
+        "import sys; from impress.namespace import namespace_of; "
+        f"print(namespace_of({str(saved)!r}).hex(), 'torch' in sys.modules)"
+    )
+    seen = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "5", "XDG_CACHE_HOME": str(saved.parent / "another")},
+    )
+    assert seen.stdout.split() == [namespace_of(saved).hex(), "False"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"_name_or_path": "somebody/else"},
+        {"transformers_version": "4.1.0"},
+        {"use_cache": False},
+        {"eos_token_id": 7},
+        {"dtype": None, "torch_dtype": "float32"},
+        {"dtype": "torch.float32"},
+        {"dtype": None},
+    ],
+)
+def test_volatile_keys_and_spellings_of_the_dtype_are_overlooked(saved, changes):
+    before = namespace_of(saved)
+    edit_config(saved, **changes)
+    assert namespace_of(saved) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"rms_norm_eps": 1e-3},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+        {"num_attention_heads": 8},
+    ],
+)
+def test_what_decides_the_keys_is_seen(saved, changes):
+    before = namespace_of(saved)
+    edit_config(saved, **changes)
+    assert namespace_of(saved) != before
+
+
+def test_any_tensor_s_change_is_seen(saved):
+    before = namespace_of(saved)
+    model = load(saved)
+    with torch.no_grad():
+        model.model.norm.weight[-1] += 1
+    model.save_pretrained(saved)
+    assert namespace_of(saved) != before
+
+
+def test_a_sharded_directory_is_read_through_its_index(tmp_path):
+    path = tmp_path / "model"
+    tiny().save_pretrained(path, max_shard_size="100KB")
+    shards = sorted(path.glob("*.safetensors"))
+    assert len(shards) > 1
+    before = namespace_of(path)
+    (path / "stray.safetensors").write_bytes(b"not named by the index")
+    assert namespace_of(path) == before
+    assert namespace_of(load(path)) == before
+    shards[-1].unlink()
+    with pytest.raises(BadInput, match=shards[-1].name):
+        namespace_of(path)
+
+
+def test_other_weight_formats_are_sampled_as_files(tmp_path):
+    path = tmp_path / "model"
+    model = tiny()
+    model.config.save_pretrained(path)
+    torch.save(model.state_dict(), path / "pytorch_model.bin")
+    before = namespace_of(path)
+    torch.save(tiny(seed=1).state_dict(), path / "pytorch_model.bin")
+    assert namespace_of(path) != before
+
+
+def test_a_snapshot_s_revision_is_seen(saved, tmp_path):
+    paths = [tmp_path / "snapshots" / (digit * 40) for digit in "ab"]
+    for path in paths:
+        shutil.copytree(saved, path)
+    assert len({namespace_of(path) for path in [saved, *paths]}) == 3
+
+
+def test_cross_engine_leaves_the_engine_out(saved):
+    assert namespace_of(saved, cross_engine=True) != namespace_of(saved)
+    assert namespace_of(load(saved), cross_engine=True) == namespace_of(saved, cross_engine=True)
+
+
+@pytest.mark.parametrize("broken", ["missing", "config", "weights", "header", "short", "file"])
+def test_what_is_no_model_directory_is_bad_input_naming_it(saved, broken):
+    weights = saved / "model.safetensors"
+    if broken == "missing":
+        saved = saved / "nowhere"
+    elif broken == "config":
+        (saved / "config.json").write_text("{")
+    elif broken == "weights":
+        weights.unlink()
+    elif broken == "header":
+        weights.write_bytes(b"\xff" * 100)
+    elif broken == "short":
+        weights.write_bytes(weights.read_bytes()[:-10])
+    else:
+        saved = saved / "config.json"
+    with pytest.raises(BadInput, match=saved.name):
+        namespace_of(saved)
+
+
+# --- the cached digest ----------------------------------------------------------------------------
+
+
+def test_the_weights_digest_is_cached_privately_until_a_file_changes(saved, cache_dir):
+    true = namespace_of(saved)
+    (entry,) = cache_dir.iterdir()
+    assert stat.S_IMODE(entry.stat().st_mode) == 0o600
+    known = json.loads(entry.read_text())
+    entry.write_text(json.dumps({**known, "digest": "00" * 32}))
+    assert namespace_of(saved) != true  # taken from the cache
+    os.utime(saved / "model.safetensors", ns=(1, 1))
+    assert namespace_of(saved) == true
+
+
+@pytest.mark.parametrize("entry", ["", "[]", "{}", '{"files": 1}', "\x00"])
+def test_a_broken_cache_entry_is_harmless(saved, cache_dir, entry):
+    true = namespace_of(saved)
+    next(cache_dir.iterdir()).write_text(entry)
+    assert namespace_of(saved) == true
+
+
+def test_a_cache_that_cannot_be_written_is_harmless(saved, tmp_path, monkeypatch):
+    true = namespace_of(saved)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert namespace_of(saved) == true
+
+
+# --- models in memory -----------------------------------------------------------------------------
+
+
+def test_a_model_loaded_from_a_directory_has_the_directory_s(saved):
+    assert namespace_of(load(saved)) == namespace_of(saved)
+    assert namespace_of(load(saved, attn_implementation="eager")) == namespace_of(saved)
+
+
+def test_another_dtype_than_the_directory_s_is_another_namespace(saved):
+    digests = {namespace_of(load(saved, dtype=d)) for d in (torch.float16, torch.bfloat16)}
+    assert len(digests | {namespace_of(saved)}) == 3
+    edit_config(saved, dtype="bfloat16")
+    assert namespace_of(saved) in digests
+
+
+def test_tied_weights_match_although_they_are_saved_once(tmp_path):
+    path = tmp_path / "model"
+    tiny(tie_word_embeddings=True).save_pretrained(path)
+    model = load(path)
+    assert namespace_of(model) == namespace_of(path)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    assert namespace_of(model) != namespace_of(path)  # untied: one may change without the other
+
+
+def test_a_change_in_memory_is_seen_by_sample_name_config_or_dtype(saved):
+    def fine_tune(model):
+        with torch.no_grad():
+            model.model.layers[1].self_attn.k_proj.weight[0, 0] += 1e-3
+
+    def extra_tensor(model):
+        model.model.layers[0].mlp.register_parameter("lora_a", torch.nn.Parameter(torch.zeros(3)))
+
+    def fewer_layers(model):
+        del model.model.layers[1]
+
+    def one_layer_in_bf16(model):
+        model.model.layers[0].to(torch.bfloat16)
+
+    def config(model):
+        model.config.rms_norm_eps = 1e-3
+
+    digests = {namespace_of(saved)}
+    for change in (fine_tune, extra_tensor, fewer_layers, one_layer_in_bf16, config):
+        model = load(saved)
+        change(model)
+        digests.add(namespace_of(model))
+    assert len(digests) == 6
+
+
+def test_a_model_without_files_is_known_by_its_tensors(saved):
+    assert namespace_of(tiny()) == namespace_of(tiny())
+    assert len({namespace_of(m) for m in (tiny(), tiny(seed=1), tiny().bfloat16())}) == 3
+    assert namespace_of(tiny()) != namespace_of(saved)
+
+
+def test_the_sample_of_a_tensor_is_its_head(saved):
+    model = load(saved)
+    embedding = model.model.embed_tokens.weight
+    n_head = SAMPLE_BYTES // 4
+    assert embedding.numel() > n_head
+    with torch.no_grad():
+        embedding.view(-1)[n_head - 1] += 1
+    assert namespace_of(model) != namespace_of(saved)
+
+
+def test_the_directory_may_be_gone_or_hold_another_model(saved):
+    model = load(saved)
+    true = namespace_of(model)
+    tiny(seed=1).save_pretrained(saved)
+    replaced = namespace_of(model)
+    assert replaced not in (true, namespace_of(saved))
+    shutil.rmtree(saved)
+    assert namespace_of(model) == replaced
+
+
+def test_weights_that_are_not_in_memory_are_refused():
+    with torch.device("meta"):
+        model = tiny()
+    with pytest.raises(Unsupported, match="meta"):
+        namespace_of(model)

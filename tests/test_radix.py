@@ -1,0 +1,103 @@
+"""The tree of prefixes against a dictionary."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from impress.radix import NONE, RadixTree
+
+SIZE = 8  # bytes of a window's label
+
+
+def labels_of(path: tuple[int, ...]) -> bytes:
+    return b"".join(bytes([kind]) * SIZE for kind in path)
+
+
+paths = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ab"), paths, st.booleans()), max_size=25))
+def test_agrees_with_a_dictionary_of_prefixes(
+    steps: list[tuple[str, tuple[int, ...], bool]],
+) -> None:
+    tree, stored = RadixTree(SIZE), dict[tuple[str, tuple[int, ...]], tuple[int, int]]()
+    for span, (root, path, remove) in enumerate(steps):
+        key = root.encode()
+        if remove:
+            match = tree.match(key, labels_of(path))
+            if match.nodes:
+                node = match.nodes[-1]
+                full = b"".join(tree.label(n) for n in tree.path(node))
+                gone = tuple(full[i] for i in range(0, len(full), SIZE))
+                for below in tree.subtree(node):
+                    tree.remove(below)
+                cut = tree.match(key, full).n_windows
+                for known in [k for k in stored if k[0] == root and k[1][: len(gone)] == gone]:
+                    del stored[known]
+                for n in range(cut + 1, len(gone) + 1):
+                    stored.pop((root, gone[:n]), None)
+        else:
+            before = tree.match(key, labels_of(path)).n_windows
+            graft = tree.graft(tree.root(key), labels_of(path), span, 0)
+            assert graft.added == len(path) - before
+            for n in range(before + 1, len(path) + 1):
+                stored[root, path[:n]] = (span, n - 1)
+        tree.check()
+        assert tree.n_windows == len(stored)
+        for probe_root, probe in {(r, p) for r, p, _ in steps}:
+            match = tree.match(probe_root.encode(), labels_of(probe))
+            want = next(
+                (n for n in range(len(probe), 0, -1) if (probe_root, probe[:n]) in stored), 0
+            )
+            assert match.n_windows == want
+            got = [
+                (view.span, view.first + i)
+                for view in tree.views(match)
+                for i in range(view.n_windows)
+            ]
+            assert got == [stored[probe_root, probe[: n + 1]] for n in range(want)]
+
+
+def test_a_split_makes_two_views_and_touches_no_span() -> None:
+    tree = RadixTree(SIZE)
+    root = tree.root(b"r")
+    tree.graft(root, labels_of((0, 1, 2, 3)), 7, 0)
+    graft = tree.graft(root, labels_of((0, 1, 5)), 8, 0)
+    assert graft.split == 7
+    views = tree.views(tree.match(b"r", labels_of((0, 1, 2, 3))))
+    assert [tuple(view) for view in views] == [(7, 0, 2), (7, 2, 2)]
+    assert [tuple(v) for v in tree.views(tree.match(b"r", labels_of((0, 1, 5))))] == [
+        (7, 0, 2),
+        (8, 2, 1),
+    ]
+
+
+def test_a_graft_whose_ancestors_are_missing_adds_nothing() -> None:
+    tree = RadixTree(SIZE)
+    assert tree.graft(tree.root(b"r"), labels_of((0, 1, 2)), 1, 2) == (NONE, 0, NONE)
+    assert tree.n_windows == 0
+
+
+def test_leaves_come_least_recently_used_first_and_bounded() -> None:
+    tree = RadixTree(SIZE)
+    for kind in range(9):
+        tree.graft(tree.root(b"r"), labels_of((kind,)), kind, 0)
+    for tick, kind in enumerate([3, 1, 4, 8, 0, 2, 7, 6, 5]):
+        tree.touch(tree.match(b"r", labels_of((kind,))), tick + 1)
+    assert [tree.view(n).span for n in tree.leaves(4).tolist()] == [3, 1, 4, 8]
+
+
+def test_a_thousand_children_are_told_apart() -> None:
+    tree, rng = RadixTree(SIZE), np.random.default_rng(0)
+    labels = {rng.bytes(SIZE) for _ in range(1000)}
+    for span, label in enumerate(sorted(labels)):
+        tree.graft(tree.root(b"r"), label, span, 0)
+    tree.check()
+    assert all(
+        tree.views(tree.match(b"r", label))[0].span == span
+        for span, label in enumerate(sorted(labels))
+    )
+    assert tree.match(b"r", rng.bytes(SIZE)).n_windows == 0

@@ -1,0 +1,510 @@
+"""What a store promises, seen from outside."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt
+
+import impress
+from tiers.base import Extent
+from tiers.iopool import Lane
+
+Open = Callable[..., impress.PrefixStore]
+
+
+def test_what_is_stored_is_served_bit_for_bit(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry)
+    tokens = prompt(300)
+    stored = put_prompt(store, tokens)
+    assert (stored.n_tokens, stored.n_new, stored.refused) == (256, 256, "")
+    store.flush()
+    assert stored.ready and store.lookup(tokens) == 256
+    assert store.lookup(tokens.tolist()) == 256
+    assert_serves(store, tokens, 256)
+    store.check()
+
+
+def test_padded_rows_of_unequal_width_are_served(
+    open_store: Open, padded: impress.Geometry
+) -> None:
+    store = open_store(padded)
+    tokens = prompt(200)
+    put_prompt(store, tokens).wait(60)
+    assert_serves(store, tokens, 192)
+    assert_serves(store, tokens, 192)  # and again from DRAM
+
+
+def test_everything_ready_is_there_after_a_restart(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    a, b = prompt(320), prompt(320)
+    b[130:] = prompt(190, seed=2)
+    for tokens in (a, b):
+        put_prompt(store, tokens)
+    store.flush()
+    store.close()
+    again = open_store(geometry)
+    again.check()
+    for tokens in (a, b):
+        assert_serves(again, tokens, 320)
+    assert_serves(open_store(geometry, mode="r"), b, 320)
+
+
+def test_shared_prefixes_are_written_once(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry)
+    a = prompt(256)
+    b = np.concatenate([a[:128], prompt(128, seed=3)])
+    put_prompt(store, a).wait(60)
+    used = store.stats()["tiers"]["ssd"]["used"]
+    stored = put_prompt(store, b)
+    stored.wait(60)
+    assert stored.n_new == 128
+    data = 128 * geometry.token_bytes
+    assert data <= store.stats()["tiers"]["ssd"]["used"] - used < 2 * data
+    counts = store.stats()
+    assert (counts["spans"], counts["nodes"], counts["tokens"]) == (2, 3, 384)
+    for tokens in (a, b):
+        assert_serves(store, tokens, 256)
+    assert put_prompt(store, a).wait(60) and store.stats()["spans"] == 2
+    store.check()
+
+
+def test_a_store_may_go_on_from_what_is_stored(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    tokens = prompt(320)
+    put_prompt(store, tokens[:128]).wait(60)
+    assert put_prompt(store, tokens, start=100).wait(60)
+    assert_serves(store, tokens, 320)
+    with pytest.raises(impress.BadInput, match="beyond what is stored"):
+        put_prompt(store, prompt(320, seed=9), start=64)
+
+
+def test_rows_may_come_in_any_order_and_any_pieces(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    tokens = prompt(330)
+    keys, values = kv_of(tokens, geometry)
+    cuts = [0, 1, 63, 64, 70, 200, 256, 257, 330]
+    runs = [(layer, a, b) for layer in (1, 0) for a, b in itertools.pairwise(cuts)]
+    with store.writer(tokens) as writer:
+        for i in np.random.default_rng(0).permutation(len(runs)).tolist():
+            layer, a, b = runs[i]
+            k, v = keys[layer][:, a:b].copy(), values[layer][:, a:b].copy()
+            writer.put(layer, a, k, v)
+            k[:], v[:] = np.nan, np.nan  # the tensors are the caller's again
+    assert writer.stored.wait(60)
+    assert_serves(store, tokens, 320)
+
+
+def test_all_layers_or_nothing(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry)
+    tokens = prompt(192)
+    keys, values = kv_of(tokens, geometry)
+    with store.writer(tokens) as writer:
+        writer.put(0, 0, keys[0], values[0])
+        writer.put(1, 0, keys[1][:, :100], values[1][:, :100])
+    assert writer.stored.refused.startswith("incomplete: rows missing from layer 1")
+    assert not writer.stored.wait(60)
+    with pytest.raises(ZeroDivisionError), store.writer(tokens) as writer:
+        writer.put(0, 0, keys[0], values[0])
+        raise ZeroDivisionError
+    assert writer.stored.refused == "abandoned"
+    store.flush()
+    assert store.lookup(tokens) == 0
+    store.close()
+    again = open_store(geometry)
+    assert again.stats()["tiers"]["ssd"]["used"] == 0
+
+
+def test_rows_that_are_not_finite_never_become_visible(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    for seed, poison in enumerate((np.nan, np.inf, -np.inf)):
+        tokens = prompt(128, seed)
+        keys, values = kv_of(tokens, geometry)
+        values[1][1, 77, 5] = poison
+        stored = store.store(tokens, keys, values)
+        with pytest.raises(impress.StoreFailed, match="layer 1 holds NaN or infinite"):
+            stored.wait(60)
+        with pytest.raises(impress.StoreFailed, match="NaN"):
+            store.flush()
+        assert store.lookup(tokens) == 0
+    store.flush()  # told once
+    assert store.stats()["tiers"]["ssd"]["used"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_torch_tensors_of_every_dtype(tmp_path: Path, dtype: str) -> None:
+    geometry = impress.Geometry(2, 4, 2, 64, dtype)
+    tokens, generator = prompt(130), torch.Generator().manual_seed(0)
+
+    def rows() -> list[torch.Tensor]:  # strided, as engines hold them
+        made = [torch.randn(130, 2, 64, generator=generator) for _ in range(2)]
+        return [t.to(getattr(torch, dtype)).transpose(0, 1) for t in made]
+
+    keys, values = rows(), rows()
+    with impress.PrefixStore.open(tmp_path, geometry, "t", impress.Config(**SMALL)) as store:
+        store.store(tokens, keys, values).wait(60)
+        with store.lease(tokens) as lease, lease.session() as session:
+            for layer in range(2):
+                k, v, _ = session.retrieve(layer, torch.zeros(4, 1, 64))
+                assert k.dtype == keys[layer].dtype
+                assert torch.equal(k, keys[layer][:, :128])
+                assert torch.equal(v, values[layer][:, :128])
+
+
+def test_namespaces_tenants_and_extras_never_meet(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    tokens = prompt(192)
+    put_prompt(store, tokens).wait(60)
+    assert store.lookup(tokens, tenant="other") == 0
+    assert store.lookup(tokens, extra={70: b"image"}) == 64
+    put_prompt(store, tokens, tenant="other").wait(60)
+    put_prompt(store, tokens, extra={70: b"image"}).wait(60)
+    assert store.lookup(tokens, extra={70: b"image"}) == 192
+    assert store.lookup(tokens, extra={70: b"another"}) == 64
+    assert_serves(store, tokens, 192, tenant="other")
+    assert_serves(store, tokens, 192, extra={70: b"image"})
+    store.close()
+    assert open_store(geometry, namespace="else").lookup(tokens) == 0
+
+
+def test_a_lease_keeps_its_prefix_through_eviction(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, dram_bytes=0)
+    a, b = prompt(256), prompt(256, seed=1)
+    for tokens in (a, b):
+        put_prompt(store, tokens).wait(60)
+    with store.lease(a):
+        assert store.evict(1 << 40) > 0
+        store.flush()
+        assert store.lookup(b) == 0
+        assert_serves(store, a, 256)
+    store.evict(1 << 40)
+    store.flush()
+    assert store.lookup(a) == 0
+    assert store.stats()["tiers"]["ssd"]["used"] == 0
+    store.check()
+
+
+def test_a_full_disk_evicts_the_least_recently_used_first(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, disk_bytes=4 * MIB, dram_bytes=0)
+    prompts = [prompt(192, seed) for seed in range(12)]  # 1.5 MiB of KV each three
+    for tokens in prompts:
+        put_prompt(store, tokens).wait(60)
+        store.lease(prompts[0]).release()
+    assert store.lookup(prompts[0]) == 192 and store.lookup(prompts[-1]) == 192
+    assert store.lookup(prompts[1]) == 0
+    assert store.stats()["evicted_spans"] > 0
+    assert_serves(store, prompts[0], 192)
+    store.check()
+
+
+def test_more_than_the_disk_is_refused_and_its_space_freed(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, disk_bytes=2 * MIB)
+    stored = put_prompt(store, prompt(1024))
+    assert stored.refused == "disk full" and not stored.wait(60)
+    assert store.stats()["refused"] == {"disk_full": 1}
+    assert put_prompt(store, prompt(128)).wait(60)
+
+
+def test_a_put_that_finds_no_slot_refuses_the_whole_store(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, write_buffer_bytes=MIB)
+    tokens = prompt(64 * 12)
+    keys, values = kv_of(tokens, geometry)
+    with store.writer(tokens) as writer:
+        for window in range(12):  # half windows: each keeps a slot
+            at = 64 * window
+            writer.put(0, at, keys[0][:, at : at + 32], values[0][:, at : at + 32])
+    assert writer.stored.refused == "no free write slot"
+    store.flush()
+    assert store.lookup(tokens) == 0
+    assert put_prompt(store, tokens, wait_s=60).wait(60)
+    assert_serves(store, tokens, 768)
+
+
+def test_reads_come_from_dram_once_promoted(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry)
+    tokens = prompt(256)
+    put_prompt(store, tokens).wait(60)
+    for expected in ("ssd", "dram"):
+        with store.lease(tokens) as lease, lease.session() as session:
+            for layer in range(2):
+                session.retrieve(layer, None)
+            report = session.report()
+        wait_for_promotions(store)
+        assert report.rows_by_tier == {expected: 512}
+        assert report.bytes_by_tier == {expected: 256 * geometry.token_bytes}
+    store.drop_caches()
+    assert store.stats()["tiers"]["dram"]["used"] == 0
+    assert_serves(store, tokens, 256)
+
+
+def wait_for_promotions(store: impress.PrefixStore) -> None:
+    """One task behind all promotions, in their lane, on every thread."""
+    pool = store._pool
+    barrier = threading.Barrier(pool.n_threads)
+    pool.submit(Lane.REPACK, [lambda: barrier.wait(60) and None] * pool.n_threads).wait(60)
+
+
+def test_a_dram_budget_holds_and_the_answers_stay_right(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, dram_bytes=MIB)
+    prompts = [prompt(256, seed) for seed in range(5)]
+    for tokens in prompts:
+        put_prompt(store, tokens).wait(60)
+    for _ in range(3):
+        for tokens in prompts:
+            assert_serves(store, tokens, 256)
+            wait_for_promotions(store)
+            assert store.stats()["tiers"]["dram"]["total"] <= MIB
+            store.check()
+    assert store.stats()["dram_evictions"] > 0
+
+
+def test_prefetch_reads_straight_into_the_callers_tensors(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    tokens = prompt(256)
+    keys, values = kv_of(tokens, geometry)
+    put_prompt(store, tokens).wait(60)
+
+    def out() -> torch.Tensor:
+        buffer = store.buffers.acquire(256 * geometry.k_row_bytes)
+        return torch.frombuffer(buffer.array, dtype=torch.float32).view(256, 2, 128).transpose(0, 1)
+
+    for make in (out, lambda: torch.empty(2, 256, 128)):  # token-major, then not
+        outs = [(make(), make()) for _ in range(2)]
+        with store.lease(tokens) as lease, lease.session() as session:
+            session.prefetch(outs)
+            for layer in (1, 0):
+                k, _, _ = session.retrieve(layer, None)
+                assert k.data_ptr() == outs[layer][0].data_ptr()
+                assert np.array_equal(outs[layer][0].numpy(), keys[layer])
+                assert np.array_equal(outs[layer][1].numpy(), values[layer])
+            assert session.close()
+
+
+def test_a_session_outlives_its_lease_once_all_is_retrieved(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    tokens = prompt(128)
+    put_prompt(store, tokens).wait(60)
+    with store.lease(tokens) as lease:
+        session = lease.session()
+        k, _, _ = session.retrieve(0, None)
+    assert np.array_equal(k.numpy(), kv_of(tokens, geometry)[0][0])
+    with pytest.raises(impress.ImpressError, match="lease has ended"):
+        session.retrieve(1, None)
+    session.close()
+    with pytest.raises(impress.ImpressError, match="closed"):
+        session.retrieve(0, None)
+
+
+def test_an_expired_lease_is_a_lost_prefix(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry, lease_timeout_s=1e-9)
+    tokens = prompt(128)
+    put_prompt(store, tokens).wait(60)
+    with store.lease(tokens) as lease, pytest.raises(impress.PrefixLost) as lost:
+        lease.session()
+    assert lost.value.reason == "expired"
+
+
+def flip_a_bit(store: impress.PrefixStore, extent: Extent, at: int) -> None:
+    """Damage one byte on the disk, behind the store's back."""
+    with (store.ssd.folder / f"{extent.segment:08d}.seg").open("r+b") as file:
+        file.seek(extent.off + at)
+        byte = file.read(1)[0]
+        file.seek(extent.off + at)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_flipped_bit_is_a_loss_then_a_miss_never_an_answer(
+    open_store: Open, geometry: impress.Geometry, cached: bool
+) -> None:
+    store = open_store(geometry)
+    tokens = prompt(256)
+    put_prompt(store, tokens).wait(60)
+    if cached:  # sums tables in memory: the rows themselves must give the flip away
+        assert_serves(store, tokens, 256)
+        wait_for_promotions(store)
+        store._cache.clear()
+    flip_a_bit(store, store.catalog.records()[0].parts[0], 100_001)
+    with store.lease(tokens) as lease, lease.session() as session:
+        with pytest.raises(impress.PrefixLost) as lost:
+            for layer in range(2):
+                session.retrieve(layer, None)
+    assert lost.value.reason == "checksum"
+    assert store.lookup(tokens) == 0 and store.stats()["lost"] == {"checksum": 1}
+    store.flush()
+    store.check()
+    assert put_prompt(store, tokens).wait(60)
+    assert_serves(store, tokens, 256)
+
+
+def test_a_flipped_bit_in_dram_costs_the_copy_not_the_prefix(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    tokens = prompt(128)
+    put_prompt(store, tokens).wait(60)
+    assert_serves(store, tokens, 128)
+    wait_for_promotions(store)
+    store._cache.tier._arena[70_000] ^= 1
+    with store.lease(tokens) as lease, lease.session() as session:
+        with pytest.raises(impress.PrefixLost, match="dram"):
+            for layer in range(2):
+                session.retrieve(layer, None)
+    assert_serves(store, tokens, 128)  # from home
+
+
+def test_a_damaged_header_shortens_the_lease(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry)
+    tokens = prompt(256)
+    put_prompt(store, tokens[:128]).wait(60)
+    put_prompt(
+        store,
+        tokens,
+        start=128,
+    ).wait(60)
+    bad = max(store.catalog.records(), key=lambda record: record.first_window)
+    flip_a_bit(store, bad.meta, 40)
+    assert_serves(store, tokens, 128)
+    assert store.lookup(tokens) == 128
+    store.check()
+
+
+def test_a_late_read_is_a_loss_and_its_buffer_waits_for_it(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, read_timeout_s=0.2, io_threads=2)
+    tokens = prompt(128)
+    put_prompt(store, tokens).wait(60)
+    with store.lease(tokens) as lease, lease.session() as session:
+        stuck = threading.Event()
+        blockers = store._pool.submit(Lane.DEMAND, [lambda: stuck.wait(60) and None] * 2)
+        with pytest.raises(impress.PrefixLost) as lost:
+            session.retrieve(0, None)
+        assert lost.value.reason == "late"
+        assert store.buffers.used_bytes > 0
+        stuck.set()
+        blockers.wait(60)
+    wait_for_promotions(store)
+    assert store.buffers.used_bytes == 0
+    assert_serves(store, tokens, 128)
+
+
+def test_importance_is_kept_in_the_header(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry)
+    tokens = prompt(130)
+    scores = np.random.default_rng(0).random((2, 130), dtype=np.float32)
+    put_prompt(store, tokens, importance=scores).wait(60)
+    from impress.sums import read_header
+
+    header = read_header(store.ssd, store.catalog.records()[0])
+    assert np.array_equal(header.importance, scores[:, :128])
+
+
+def test_two_writers_of_the_same_prompt_leave_one_copy(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    tokens = prompt(256)
+    keys, values = kv_of(tokens, geometry)
+    with store.writer(tokens) as first, store.writer(tokens[:200]) as second:
+        for layer in (0, 1):
+            second.put(layer, 0, keys[layer][:, :200], values[layer][:, :200])
+            first.put(layer, 0, keys[layer], values[layer])
+    assert first.stored.wait(60) and second.stored.wait(60)
+    store.flush()
+    store.check()
+    assert_serves(store, tokens, 256)
+    store.close()
+    again = open_store(geometry)
+    again.check()
+    assert_serves(again, tokens, 256)
+
+
+def test_threads_store_and_read_side_by_side(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry, dram_bytes=MIB, disk_bytes=12 * MIB, write_buffer_bytes=4 * MIB)
+    failures: list[BaseException] = []
+
+    def work(worker: int) -> None:
+        try:
+            for turn in range(6):
+                tokens = np.concatenate(
+                    [prompt(128, worker % 2), prompt(128, 10 * worker + turn % 3)]
+                )
+                put_prompt(store, tokens, wait_s=60).wait(60)
+                n = store.lookup(tokens)
+                with store.lease(tokens) as lease:
+                    if lease.n_tokens:
+                        with lease.session() as session:
+                            keys, _ = kv_of(tokens, geometry)
+                            for layer in (0, 1):
+                                k, _, _ = session.retrieve(layer, None)
+                                assert np.array_equal(k.numpy(), keys[layer][:, : lease.n_tokens])
+                assert n in (0, 128, 256)
+        except BaseException as err:
+            failures.append(err)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    store.flush()
+    store.check()
+    assert store.stats()["leases"] == 0 and store.stats()["pinned_spans"] == 0
+
+
+def test_counters_and_metrics_tell_what_happened(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    import urllib.request
+
+    store = open_store(geometry, metrics_port=0)
+    tokens = prompt(128)
+    store.lease(tokens).release()
+    store.lease(tokens[:10]).release()
+    put_prompt(store, tokens).wait(60)
+    assert_serves(store, tokens, 128)
+    stats = store.stats()
+    assert stats["misses"] == {"not_stored": 1, "too_short": 1}
+    assert (stats["hits"], stats["hit_tokens"], stats["stored_tokens"]) == (1, 128, 128)
+    assert stats["load_latency"]["count"] == 2
+    text = urllib.request.urlopen(f"http://127.0.0.1:{store.metrics_port}/metrics").read().decode()
+    for line in (
+        'impress_misses_total{reason="not_stored"} 1.0',
+        "impress_hits_total 1.0",
+        f'impress_read_bytes_total{{tier="ssd"}} {128.0 * geometry.token_bytes}',
+        "impress_layer_load_seconds_count 2.0",
+        "impress_spans 1.0",
+    ):
+        assert line in text, text
