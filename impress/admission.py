@@ -38,6 +38,7 @@ class Admission:
         self._counters = counters
         self._release = release
         self._make_room = make_room
+        self._drafts: dict[int, Draft] = {}  # space reserved, not yet READY or given back
 
     def writer(
         self, root: bytes, labels: bytes, tokens: Tokens, start: int, wait_s: float
@@ -63,10 +64,21 @@ class Admission:
         except BaseException:
             self._release(held)
             raise
+        if draft is not None:
+            self._drafts[draft.record.span_id] = draft
         return Writer(
             stored, self._geometry, self._window, draft, self._media, wait_s,
             partial(self._finish, held),
         )  # fmt: skip
+
+    def drafts(self) -> list[SpanRecord]:
+        """Records of stores under way: space that no span owns yet."""
+        return [draft.record for draft in list(self._drafts.values())]
+
+    def _done(self, draft: Draft, held: Sequence[Held]) -> None:
+        """The committer is through with a draft."""
+        del self._drafts[draft.record.span_id]
+        self._release(held)
 
     def _draft(self, root: bytes, labels: bytes, first: int, n_windows: int) -> Draft | None:
         """Reserve space for a span of n_windows from window `first`; None when there is none."""
@@ -108,12 +120,13 @@ class Admission:
         """A writer's with-block has ended: commit what is whole, give back what is not."""
         stored, draft = writer.stored, writer.draft
         if draft is not None and not stored.refused:
-            done = partial(self._release, held)
+            done = partial(self._done, draft, held)
             self._committer.store(StoreJob(draft, stored, self._name, done))
             return
-        self._release(held)
         if draft is not None:
-            self._committer.give_up(draft)
+            self._committer.give_up(draft, partial(self._done, draft, held))
+        else:
+            self._release(held)
         if stored.refused:
             reason = stored.refused.split(":")[0].replace(" ", "_")
             self._counters.add(f"refused/{reason}")

@@ -40,14 +40,20 @@ class StoreJob:
     done: Callable[[], None]
 
 
-_Job = StoreJob | Draft | list[int] | threading.Event
+@dataclass(slots=True)
+class _GiveUp:
+    draft: Draft
+    done: Callable[[], None]
+
+
+_Job = StoreJob | _GiveUp | list[int] | threading.Event
 
 
 @dataclass(slots=True)
 class _Batch:
     stores: list[StoreJob] = field(default_factory=list)
     deletes: list[int] = field(default_factory=list)
-    given_up: list[Draft] = field(default_factory=list)
+    given_up: list[_GiveUp] = field(default_factory=list)
     barriers: list[threading.Event] = field(default_factory=list)
 
 
@@ -83,9 +89,9 @@ class Committer:
         if spans:
             self._put(spans)
 
-    def give_up(self, draft: Draft) -> None:
+    def give_up(self, draft: Draft, done: Callable[[], None]) -> None:
         """A refused store: its space is free again when its last write has ended."""
-        self._put(draft)
+        self._put(_GiveUp(draft, done))
 
     def barrier(self, timeout_s: float) -> bool:
         """True when all that was queued before has been dealt with."""
@@ -130,15 +136,16 @@ class Committer:
                         batch.stores.append(job)
                     elif isinstance(job, list):
                         batch.deletes += job
-                    elif isinstance(job, Draft):
+                    elif isinstance(job, _GiveUp):
                         batch.given_up.append(job)
                     else:
                         batch.barriers.append(job)
             self._commit(batch)
-            for draft in batch.given_up:
+            for job in batch.given_up:
                 with contextlib.suppress(StoreFailed):  # a write that failed has ended too
-                    draft.settle(WRITE_TIMEOUT_S)
-                self._reclaim([draft.record])
+                    job.draft.settle(WRITE_TIMEOUT_S)
+                self._reclaim([job.draft.record])
+                job.done()
             for event in batch.barriers:
                 event.set()
         try:
@@ -207,16 +214,16 @@ class Committer:
         if not added and self._catalog.lookup(record.root, job.draft.prefix) < record.end_window:
             lost = StoreFailed("store: the prefix before these rows went bad meanwhile")
             self.fail(lost)
-        job.stored.settle(error=lost)
         job.done()
+        job.stored.settle(error=lost)
         self._counters.add("stored_tokens", added * record.window)
         self._counters.add("stored_bytes", record.data_bytes if added else 0)
         return added > 0
 
     def _drop(self, job: StoreJob, error: Exception | None) -> None:
         self._reclaim([job.draft.record])
-        job.stored.settle(error=error)
         job.done()
+        job.stored.settle(error=error)
         if error is not None:
             self._counters.add("refused/failed")
             self.fail(error)

@@ -79,7 +79,9 @@ class Config(BaseModel):
 def default_store_dir() -> Path:
     """Where commands look without --store: $IMPRESS_STORE, else the user's cache directory."""
     chosen = os.environ.get("IMPRESS_STORE")
-    if chosen:
-        return Path(chosen)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "impress" / "store"
+    return Path(chosen) if chosen else cache_dir() / "store"
+
+
+def cache_dir() -> Path:
+    """Where things that can be made again are kept for this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "impress"

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from impress.config import cache_dir
 from impress.errors import BadInput, Unsupported
 
 if TYPE_CHECKING:
@@ -249,9 +250,8 @@ def _add_file(digest: hashlib.blake2b, path: Path) -> None:
 
 
 def _cache_path(directory: Path) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.blake2b(str(directory).encode(), digest_size=16).hexdigest()
-    return Path(cache) / "impress" / "weights" / f"{name}.json"
+    return cache_dir() / "weights" / f"{name}.json"
 
 
 def _read_cached(path: Path, stamp: list[list[Any]]) -> bytes | None:

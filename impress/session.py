@@ -256,9 +256,10 @@ class Session:
                 if not ticket.wait(max(load.started_s + limit_s - monotonic(), 0.0)):
                     return PrefixLost("late", f"layer {load.layer} took more than {limit_s:g} s")
             except MediumError as err:
-                span = load.bad_span[medium]
-                self._r.cache.drop_span(span)
-                if medium == "ssd":
-                    self._r.quarantine(span)
+                span = load.bad_span.get(medium)  # None: never read, the store was closed
+                if span is not None:
+                    self._r.cache.drop_span(span)
+                    if medium == "ssd":
+                        self._r.quarantine(span)
                 return PrefixLost(err.reason if isinstance(err, ReadFailed) else "io", str(err))
         return None

@@ -289,19 +289,28 @@ class PrefixStore:
     # ---- keeping house ---------------------------------------------------------------------
 
     def evict(self, n_bytes: int) -> int:
-        """Drop least recently used spans, leaves first, never leased ones; bytes that frees."""
+        """Drop least recently used spans, leaves first, never leased ones; the bytes freed.
+
+        Segments left empty go back to the file system. Waits for the commit.
+        """
+        freed = self._evict(n_bytes)
+        self._ssd.trim()
+        return freed
+
+    def _evict(self, n_bytes: int) -> int:
         if self._committer is None:
             raise ImpressError('store: opened with mode="r"')
         spans = self._catalog.evict(n_bytes)
         freed = sum(r.data_bytes + r.meta.length for r in self._catalog.retired_records(spans))
         self.counters.add("evicted_spans", len(spans))
         self._committer.delete(spans)
+        if not self._committer.barrier(CLOSE_TIMEOUT_S):
+            raise StoreFailed(f"evict: not done within {CLOSE_TIMEOUT_S:g} s")
         return freed
 
     def _make_room(self, n_bytes: int) -> bool:
-        """Evict until n_bytes more will be free, and wait for it; False when nothing can go."""
-        assert self._committer is not None
-        return bool(self.evict(n_bytes)) and self._committer.barrier(CLOSE_TIMEOUT_S)
+        """Evict until n_bytes more are free; False when nothing can go."""
+        return self._evict(n_bytes) > 0
 
     def _quarantine(self, span: int) -> None:
         """A span at home went bad: never again a hit, nor what hangs from it."""
@@ -350,9 +359,10 @@ class PrefixStore:
             self._committer.close(CLOSE_TIMEOUT_S)
             for error in self._committer.take_failures():
                 log.warning("%s: a store failed before close: %s", self.path, error)
-        self._pool.close(self.config.read_timeout_s)
+        # A stuck thread may still use its file: then the files stay open until the process ends.
+        if self._pool.close(self.config.read_timeout_s):
+            self._ssd.close()
         self._index.close()
-        self._ssd.close()
         self._shard.unlock()
 
     # ---- answering questions ---------------------------------------------------------------
@@ -401,15 +411,18 @@ class PrefixStore:
         return self._ssd
 
     def check(self) -> None:
-        """Assert every invariant of tree, spans, caches and space. For tests, not requests."""
+        """Assert every invariant of tree, spans, caches and space.
+
+        When nothing is being stored or evicted (after `flush`, no writer open).
+        """
         self._catalog.check()
         self._cache.check()
         self._ssd.check()
-        if self._committer is not None and not self._media.slots.used_bytes:
-            records = self._catalog.all_records()
-            held = sum(r.data_bytes + r.meta.length for r in records)
+        if self._admission is not None:
+            records = [*self._catalog.all_records(), *self._admission.drafts()]
+            owned = sum(r.data_bytes + r.meta.length for r in records)
             used = self._ssd.usage().used
-            assert used >= held, f"ssd: {used} bytes used, spans own {held}"
+            assert used == owned, f"ssd: {used} bytes used, spans own {owned}"
 
     def _names_of(
         self, token_ids: Any, extra: Mapping[int, bytes] | None, tenant: str

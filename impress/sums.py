@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from functools import partial
 from impress.errors import FormatError
 from impress.format import SpanHeader, SpanRecord, decode_header
 from tiers.base import Read, Slot, Sums, round_up
-from tiers.errors import ReadFailed
+from tiers.errors import Cancelled, ReadFailed
 from tiers.iopool import IoPool, Lane
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
@@ -43,7 +44,8 @@ class SumsCache:
         def load(record: SpanRecord) -> None:
             results[record.span_id] = self._load(record)
 
-        self._pool.submit(Lane.DEMAND, [partial(load, r) for r in missing]).wait(timeout_s)
+        with contextlib.suppress(Cancelled):  # the store was closed: late says it
+            self._pool.submit(Lane.DEMAND, [partial(load, r) for r in missing]).wait(timeout_s)
         late = ReadFailed("late", f"ssd: a sums table took more than {timeout_s:g} s")
         for record in missing:
             table = results.get(record.span_id, late)

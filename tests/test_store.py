@@ -325,6 +325,20 @@ def test_a_session_outlives_its_lease_once_all_is_retrieved(
         session.retrieve(0, None)
 
 
+def test_a_closed_store_serves_nothing_rather_than_what_is_in_the_buffers(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Tasks that never ran once counted as done: a session handed out unread memory."""
+    store = open_store(geometry)
+    tokens = prompt(128)
+    put_prompt(store, tokens).wait(60)
+    session = store.lease(tokens).session()
+    store.close()
+    with pytest.raises(impress.PrefixLost) as lost:
+        session.retrieve(0, None)
+    assert lost.value.reason == "io"
+
+
 def test_an_expired_lease_is_a_lost_prefix(open_store: Open, geometry: impress.Geometry) -> None:
     store = open_store(geometry, lease_timeout_s=1e-9)
     tokens = prompt(128)

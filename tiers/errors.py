@@ -7,6 +7,10 @@ class MediumError(Exception):
     """The environment failed: no permission, an I/O error, a file that is gone."""
 
 
+class Cancelled(MediumError):
+    """A task that never ran: whatever it was to bring is not there."""
+
+
 class ReadFailed(MediumError):
     """A read that did not give back what was written; nothing of its destination may be used.
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from time import monotonic
 
+from tiers.errors import Cancelled
+
 Task = Callable[[], None]
 
 
@@ -40,7 +42,10 @@ class Ticket:
         return self._done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """True when done, False when timeout_s passed first. Raises the first task's error."""
+        """True when all tasks ran, False when timeout_s passed first.
+
+        Raises the first task's error, Cancelled where one did not run.
+        """
         if not self._done.wait(timeout_s):
             return False
         if self._error is not None:
@@ -63,7 +68,9 @@ class Ticket:
     def run(self, task: Task) -> None:
         """One task of this ticket, on a pool thread; its error is kept for wait()."""
         try:
-            if not self._cancelled and self._error is None:
+            if self._cancelled:
+                raise Cancelled("the task was cancelled before it ran")
+            if self._error is None:
                 task()
         except BaseException as err:
             with self._lock:
