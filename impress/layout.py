@@ -1,11 +1,13 @@
 """Where a span's rows lie: planes, chunks, pieces. Pure arithmetic (docs/FORMAT.md).
 
-A span's data is one logical space: for each layer its K plane, then its V plane; a plane is one
-chunk per window; a chunk is whole pieces; a piece is whole rows, padded to a multiple of 4 KiB.
+A span's data is one logical space: for each layer its K plane, then its V plane; behind them any
+probe records. A plane is one chunk per window; a chunk is whole pieces; a piece is whole rows,
+padded to a multiple of 4 KiB. A probe record's chunk is one piece.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -50,42 +52,51 @@ class PlaneLayout:
 
 @dataclass(frozen=True, slots=True)
 class SpanLayout:
-    """Offsets in the data space of a span of `n_windows`, and places in its sums table."""
+    """Offsets in the data space of a span of `n_windows`, and places in its sums table.
 
-    planes: tuple[PlaneLayout, PlaneLayout]
+    `planes` are K, V, then one per probe record. K and V alternate layer by layer; each probe
+    record follows behind them as a run of layers of its own.
+    """
+
+    planes: tuple[PlaneLayout, ...]
     n_layers: int
     n_windows: int
 
     @classmethod
-    def of(cls, geometry: Geometry, window: int, n_windows: int) -> SpanLayout:
+    def of(
+        cls, geometry: Geometry, window: int, n_windows: int, probe_bytes: Sequence[int] = ()
+    ) -> SpanLayout:
+        """`probe_bytes`: of each probe record, the bytes of one window."""
         rows = (geometry.k_row_bytes, geometry.v_row_bytes)
-        k, v = (PlaneLayout.of(row_bytes, window) for row_bytes in rows)
-        return cls((k, v), geometry.n_layers, n_windows)
+        kv = [PlaneLayout.of(row_bytes, window) for row_bytes in rows]
+        probes = [PlaneLayout(n, 1, round_up(n), 1) for n in probe_bytes]
+        return cls((*kv, *probes), geometry.n_layers, n_windows)
 
     @property
     def data_bytes(self) -> int:
-        return self.n_layers * self.n_windows * self.chunk_bytes
+        n_bytes = sum(plane.chunk_bytes for plane in self.planes)
+        return self.n_layers * self.n_windows * n_bytes
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one chunk, both planes."""
+        """Bytes of one chunk, K and V."""
         return self.planes[K].chunk_bytes + self.planes[V].chunk_bytes
 
     @property
     def n_sums(self) -> int:
-        return self.n_layers * self.n_windows * (self.planes[K].pieces + self.planes[V].pieces)
+        return self.n_layers * self.n_windows * sum(plane.pieces for plane in self.planes)
 
     def chunk_off(self, layer: int, plane: int, window: int) -> int:
         """Data-space offset of one chunk's plane."""
-        off = layer * self.n_windows * self.chunk_bytes
-        if plane == V:
-            off += self.n_windows * self.planes[K].chunk_bytes
-        return off + window * self.planes[plane].chunk_bytes
+        return self._place(layer, plane, window, [p.chunk_bytes for p in self.planes])
 
     def sums_at(self, layer: int, plane: int, window: int) -> int:
         """Index of one chunk's first piece in the sums table; in the order of the data space."""
-        k, v = self.planes[K].pieces, self.planes[V].pieces
-        at = layer * self.n_windows * (k + v)
-        if plane == V:
-            at += self.n_windows * k
-        return at + window * self.planes[plane].pieces
+        return self._place(layer, plane, window, [p.pieces for p in self.planes])
+
+    def _place(self, layer: int, plane: int, window: int, sizes: list[int]) -> int:
+        if plane in (K, V):
+            at = layer * (sizes[K] + sizes[V]) + (sizes[K] if plane == V else 0)
+        else:
+            at = self.n_layers * sum(sizes[:plane]) + layer * sizes[plane]
+        return at * self.n_windows + window * sizes[plane]

@@ -58,15 +58,16 @@ def test_chunks_tile_the_data_space_and_the_sums(
     layers: int, heads: int, k_dim: int, v_dim: int, windows: int
 ) -> None:
     geometry = impress.Geometry(layers, heads, heads, k_dim, "float16", v_dim)
-    layout = SpanLayout.of(geometry, 64, windows)
+    layout = SpanLayout.of(geometry, 64, windows, [5000, 64])
+    order = [(layer, plane) for layer in range(layers) for plane in (K, V)]
+    order += [(layer, probe) for probe in (2, 3) for layer in range(layers)]
     off = at = 0
-    for layer in range(layers):
-        for plane in (K, V):
-            for window in range(windows):
-                assert layout.chunk_off(layer, plane, window) == off
-                assert layout.sums_at(layer, plane, window) == at
-                off += layout.planes[plane].chunk_bytes
-                at += layout.planes[plane].pieces
+    for layer, plane in order:
+        for window in range(windows):
+            assert layout.chunk_off(layer, plane, window) == off
+            assert layout.sums_at(layer, plane, window) == at
+            off += layout.planes[plane].chunk_bytes
+            at += layout.planes[plane].pieces
     assert (off, at) == (layout.data_bytes, layout.n_sums)
 
 
