@@ -26,14 +26,15 @@ SUM_XXH3_64: Final = 1
 SUM_NONE: Final = 0  # the second sum of an entry, for one a GPU can compute
 
 #: Section kinds of a header record. Unknown kinds are skipped by readers.
-PARTS, LABELS, IMPORTANCE, SUMS, NAME = 1, 2, 3, 4, 5
-# 6 row order (index maps), 7 probe record, 8 probe parameters: reserved for later writers of v1.
+PARTS, LABELS, IMPORTANCE, SUMS, NAME, PROBES = 1, 2, 3, 4, 5, 7
+# 6 row order (index maps), 8 probe parameters: reserved for later writers of v1.
 
 _FIXED = struct.Struct("<8sHHI16s32s32s32s32sQIII12sHHHHIIQ")
 _SECTION = struct.Struct("<HHIQQQ")
 _PART = struct.Struct("<IIQQ")
 _INDEX = struct.Struct("<HHHHIIII32s32s32s32sIIQQ")
 _PLACE = struct.Struct("<8xI12x32x32s32s32s")  # the four fields of _INDEX that opening needs
+_PROBE = struct.Struct("<32sII32s")
 _MOST_SECTIONS = 64
 
 
@@ -64,6 +65,20 @@ class SpanRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeRecord:
+    """What one probe codec made of a span's keys, in all layers; see `impress/probes.py`."""
+
+    codec: str  # ASCII, at most 32 bytes
+    group: int  # tokens a group, divides the window
+    group_bytes: int
+    params: bytes = bytes(32)  # digest of the parameters it was made with; zeros: none
+
+    def window_bytes(self, window: int) -> int:
+        """Bytes of one window's groups, before padding."""
+        return window // self.group * self.group_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SpanHeader:
     """A decoded header record: everything a scan needs to rebuild an index value."""
 
@@ -73,12 +88,13 @@ class SpanHeader:
     sums: Sums
     importance: npt.NDArray[np.float32] | None
     name: str
+    probes: tuple[ProbeRecord, ...] = ()
 
 
 def meta_bytes(n_parts: int, n_windows: int, window: int, n_layers: int, n_sums: int) -> int:
     """An upper bound for a header record, known when a writer opens."""
     body = n_parts * _PART.size + n_windows * 4 * window + n_windows * window * n_layers * 4
-    return PAGE + round_up(body + 512) + round_up(16 * n_sums)
+    return PAGE + round_up(body + 1024) + round_up(16 * n_sums)
 
 
 def encode_header(header: SpanHeader) -> bytes:
@@ -91,6 +107,8 @@ def encode_header(header: SpanHeader) -> bytes:
     ]
     if header.importance is not None:
         sections.append((IMPORTANCE, header.importance.astype("<f4").tobytes()))
+    if header.probes:
+        sections.append((PROBES, b"".join(_packed(probe) for probe in header.probes)))
     table = np.zeros((len(header.sums), 2), dtype="<u8")
     table[:, 0] = header.sums
     sections.append((SUMS, table.tobytes()))
@@ -115,6 +133,10 @@ def encode_header(header: SpanHeader) -> bytes:
     return bytes(page) + bytes(body) + bytes(total - PAGE - len(body))
 
 
+def _packed(probe: ProbeRecord) -> bytes:
+    return _PROBE.pack(probe.codec.encode(), probe.group, probe.group_bytes, probe.params)
+
+
 def header_page_length(page: bytes) -> int:
     """Bytes of the whole header record that begins with this page; FormatError if none does."""
     if page[:8] != MAGIC:
@@ -129,7 +151,13 @@ def header_page_length(page: bytes) -> int:
 
 def decode_header(raw: bytes | Bytes, meta: Extent) -> SpanHeader:
     """Decode a whole header record read from `meta`. Raises FormatError on anything unsound."""
-    raw = bytes(raw)
+    try:
+        return _decode_header(bytes(raw), meta)
+    except (struct.error, ValueError) as err:
+        raise FormatError(f"span header: {err}") from None
+
+
+def _decode_header(raw: bytes, meta: Extent) -> SpanHeader:
     total = header_page_length(raw[:PAGE])
     if total > len(raw):
         raise FormatError(f"span header: {total} bytes announced, {len(raw)} there")
@@ -146,12 +174,17 @@ def decode_header(raw: bytes | Bytes, meta: Extent) -> SpanHeader:
     if IMPORTANCE in found:
         rows = np.frombuffer(found[IMPORTANCE], dtype="<f4")
         importance = rows.reshape(geometry.n_layers, -1)
+    probes = tuple(
+        ProbeRecord(codec.rstrip(b"\0").decode(errors="replace"), group, group_bytes, params)
+        for codec, group, group_bytes, params in _PROBE.iter_unpack(found.get(PROBES, b""))
+    )
     sums = np.frombuffer(found[SUMS], dtype="<u8").reshape(-1, 2)[:, 0].copy()
     record = SpanRecord(
         span_id, namespace, root, before, after, first, n_windows, window, meta, parts,
         found[LABELS],
     )  # fmt: skip
-    return SpanHeader(uuid, geometry, record, sums, importance, found.get(NAME, b"").decode())
+    name = found.get(NAME, b"").decode(errors="replace")
+    return SpanHeader(uuid, geometry, record, sums, importance, name, probes)
 
 
 def _sections(raw: bytes, n_sections: int) -> dict[int, bytes]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from impress.catalog import Held
 from impress.chunks import ChunkCache, Ids
+from impress.format import ProbeRecord
 from impress.layout import K, SpanLayout, V
 from tiers.base import Bytes, Read, Slot, Sums
 
@@ -21,6 +22,7 @@ class Source:
     layout: SpanLayout
     slot: Slot
     sums: Sums
+    probes: tuple[ProbeRecord, ...]
     at: int
 
     @property

@@ -31,10 +31,10 @@ from impress.plan import Source
 from impress.rows import check_rows
 from impress.session import Lease
 from impress.stats import Counters, serve_metrics
-from impress.sums import SumsCache
+from impress.tables import TableCache, Tables
 from impress.types import Geometry
 from impress.writer import Media, Stored, Writer, importance_of
-from tiers.base import Slot, Sums
+from tiers.base import Slot
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
 from tiers.slots import BufferPool
@@ -123,7 +123,7 @@ class PrefixStore:
         self._cache = ChunkCache(
             config.dram_bytes - sums_budget, chunk_bytes, self.geometry.n_layers
         )
-        self._sums = SumsCache(self._ssd, self._pool, sums_budget)
+        self._tables = TableCache(self._ssd, self._pool, sums_budget)
         slots = BufferPool(config.write_buffer_bytes)
         self._media = Media(self._ssd, self._pool, slots)
         self.buffers = BufferPool(None)
@@ -139,7 +139,9 @@ class PrefixStore:
                 self._index, self._ssd, self._catalog, self.counters, self.geometry,
                 self._identity.uuid, self._reclaim, durable=config.durable,
             )  # fmt: skip
-            self._committer.delete(superfluous)
+            if superfluous:
+                self._committer.delete(superfluous)
+                self._committer.barrier(CLOSE_TIMEOUT_S)
             self._admission = Admission(
                 self.geometry, self.window, self.namespace, self.name, last + 1, self._catalog,
                 self._media, self._committer, self.counters, self._release_held, self._make_room,
@@ -191,7 +193,7 @@ class PrefixStore:
         """
         root, labels, _ = self._names_of(token_ids, extra, tenant)
         held = self._catalog.hold(root, labels, count=True)
-        tables = self._sums.of([h.record for h in held], self.config.read_timeout_s) if held else {}
+        tables = self._tables.of([h.record for h in held], self.config.read_timeout_s) if held else {}
         sources: list[Source] = []
         at = 0
         for h in held:
@@ -212,9 +214,10 @@ class PrefixStore:
             self._leases.add(lease)
         return lease
 
-    def _source(self, held: Held, table: Sums, at: int) -> Source:
-        layout = SpanLayout.of(self.geometry, self.window, held.record.n_windows)
-        return Source(held, layout, Slot(held.record.parts), table, at)
+    def _source(self, held: Held, table: Tables, at: int) -> Source:
+        probe_bytes = [probe.window_bytes(self.window) for probe in table.probes]
+        layout = SpanLayout.of(self.geometry, self.window, held.record.n_windows, probe_bytes)
+        return Source(held, layout, Slot(held.record.parts), table.sums, table.probes, at)
 
     def _release(self, lease: Lease) -> None:
         with self._leases_lock:
@@ -327,14 +330,14 @@ class PrefixStore:
         """Nobody views or holds these spans any more: caches and space go."""
         for record in records:
             self._cache.drop_span(record.span_id)
-            self._sums.drop(record.span_id)
+            self._tables.drop(record.span_id)
             if self.writable:
                 bury(self._ssd, record)
 
     def drop_caches(self) -> None:
         """Empty the DRAM tier and the cached sums tables; home keeps everything."""
         self._cache.clear()
-        self._sums.clear()
+        self._tables.clear()
 
     def flush(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Wait until all that was stored is READY. Raises StoreFailed for what failed since."""
@@ -377,7 +380,7 @@ class PrefixStore:
             **self._catalog.counts(),
             "tokens": self._catalog.counts()["windows"] * self.window,
             "tiers": tiers,
-            "sums_bytes": self._sums.used_bytes,
+            "sums_bytes": self._tables.used_bytes,
             "leases": len(started),
             "oldest_lease_s": monotonic() - min(started) if started else 0.0,
             "lookups": c["lookups"],

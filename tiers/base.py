@@ -96,20 +96,27 @@ def round_up(n: int, unit: int = PAGE) -> int:
 
 def sums_of(data: Bytes, piece_bytes: int) -> Sums:
     """One xxh3_64 per piece. Pure. (xxh3_64: 31.8 GB/s a core, the fastest of those measured.)"""
-    view = memoryview(data)
-    digest = xxhash.xxh3_64_intdigest
-    ends = range(0, len(view), piece_bytes)
-    return np.array([digest(view[at : at + piece_bytes]) for at in ends], dtype=np.uint64)
+    return np.array(_digests(data, piece_bytes), dtype=np.uint64)
+
+
+def _digests(data: Bytes, piece_bytes: int) -> list[int]:
+    view, digest = memoryview(data), xxhash.xxh3_64_intdigest
+    return [digest(view[at : at + piece_bytes]) for at in range(0, len(view), piece_bytes)]
 
 
 def verify(read: Read, where: str) -> None:
     """Compare dest with its sums. Raises ReadFailed("checksum") naming the first bad piece."""
     if read.sums is None:
         return
-    bad = np.flatnonzero(sums_of(read.dest, read.piece_bytes) != read.sums)
-    if bad.size:
-        off = read.off + int(bad[0]) * read.piece_bytes
-        raise ReadFailed("checksum", f"{where}: {bad.size} bad pieces, first at slot byte {off}")
+    # Lists: for the few pieces of a read they are compared in a third of an array's time.
+    found, want = _digests(read.dest, read.piece_bytes), read.sums.tolist()
+    if found != want:
+        bad = [i for i, pair in enumerate(zip(found, want, strict=True)) if pair[0] != pair[1]]
+        off, segment = read.off + bad[0] * read.piece_bytes, read.slot.parts[0].segment
+        raise ReadFailed(
+            "checksum",
+            f"{where}, segment {segment}: {len(bad)} bad pieces, first at slot byte {off}",
+        )
 
 
 def as_bytes(data: Any) -> Bytes:

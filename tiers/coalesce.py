@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from tiers.base import Bytes, Extent, Read, Slot
 
@@ -15,12 +16,16 @@ RUN_VIEWS = 256
 
 @dataclass(slots=True)
 class Run:
-    """One system call: contiguous segment bytes from `off` into views, in order."""
+    """One system call: contiguous segment bytes from `off` into views, in order.
+
+    `ends`: the reads that are complete with it, where runs are read in order.
+    """
 
     segment: int
     off: int
     views: list[Bytes]
     n_bytes: int
+    ends: list[Read]
 
 
 def locate(slot: Slot, off: int, n_bytes: int) -> list[Extent]:
@@ -41,30 +46,47 @@ def locate(slot: Slot, off: int, n_bytes: int) -> list[Extent]:
 
 def coalesce(reads: Iterable[Read]) -> list[Run]:
     """The fewest runs for these reads: neighbours on the medium merge, in medium order. Pure."""
-    places = []
+    places: list[tuple[int, int, Bytes, Read]] = []
     for read in reads:
-        at = 0
-        for segment, off, length in locate(read.slot, read.off, len(read.dest)):
-            for start in range(0, length, RUN_BYTES):
-                size = min(RUN_BYTES, length - start)
-                places.append((segment, off + start, read.dest[at + start : at + start + size]))
-            at += length
-    places.sort(key=lambda place: place[:2])
-    runs: list[Run] = []
-    for segment, off, view in places:
-        last = runs[-1] if runs else None
-        if (
-            last is not None
-            and last.segment == segment
-            and last.off + last.n_bytes == off
-            and last.n_bytes + len(view) <= RUN_BYTES
-            and len(last.views) < RUN_VIEWS
-        ):
-            last.views.append(view)
-            last.n_bytes += len(view)
+        n_bytes, part = len(read.dest), read.slot.parts[0]
+        if n_bytes <= RUN_BYTES and read.off + n_bytes <= part.length:
+            places.append((part.segment, part.off + read.off, read.dest, read))
         else:
-            runs.append(Run(segment, off, [view], len(view)))
+            places += _places(read)
+    places.sort(key=itemgetter(0, 1))
+    runs: list[Run] = []
+    last: dict[int, tuple[Run, Read]] = {}  # of reads in several places
+    run = Run(-1, 0, [], 0, [])
+    for segment, off, view, read in places:
+        n_bytes = len(view)
+        if (
+            off == run.off + run.n_bytes
+            and segment == run.segment
+            and run.n_bytes + n_bytes <= RUN_BYTES
+            and len(run.views) < RUN_VIEWS
+        ):
+            run.views.append(view)
+            run.n_bytes += n_bytes
+        else:
+            run = Run(segment, off, [view], n_bytes, [])
+            runs.append(run)
+        if view is read.dest:
+            run.ends.append(read)
+        else:
+            last[id(read)] = (run, read)
+    for run, read in last.values():
+        run.ends.append(read)
     return runs
+
+
+def _places(read: Read) -> Iterator[tuple[int, int, Bytes, Read]]:
+    """A read cut where its slot is, and at RUN_BYTES."""
+    at = 0
+    for segment, off, length in locate(read.slot, read.off, len(read.dest)):
+        for start in range(0, length, RUN_BYTES):
+            size = min(RUN_BYTES, length - start)
+            yield segment, off + start, read.dest[at + start : at + start + size], read
+        at += length
 
 
 def slices(reads: Sequence[Read], slice_bytes: int) -> list[list[Read]]:

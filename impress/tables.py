@@ -1,4 +1,4 @@
-"""Sums tables of spans in use: read with the lease, kept under a share of the DRAM budget."""
+"""Tables of spans in use: read with the lease, kept under a share of the DRAM budget."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from impress.errors import FormatError
-from impress.format import SpanHeader, SpanRecord, decode_header
+from impress.format import ProbeRecord, SpanHeader, SpanRecord, decode_header
 from tiers.base import Read, Slot, Sums, round_up
 from tiers.errors import Cancelled, ReadFailed
 from tiers.iopool import IoPool, Lane
@@ -17,7 +18,19 @@ from tiers.slots import aligned
 from tiers.ssd import SsdTier
 
 
-class SumsCache:
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What reading a span takes besides its record: the sum of every piece, its probe records."""
+
+    sums: Sums
+    probes: tuple[ProbeRecord, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return self.sums.nbytes
+
+
+class TableCache:
     """Least recently used tables go first. Thread-safe; no lock is held while reading."""
 
     def __init__(self, ssd: SsdTier, pool: IoPool, budget_bytes: int) -> None:
@@ -25,12 +38,12 @@ class SumsCache:
         self._pool = pool
         self._budget_bytes = budget_bytes
         self._lock = threading.Lock()
-        self._tables: OrderedDict[int, Sums] = OrderedDict()
+        self._tables: OrderedDict[int, Tables] = OrderedDict()
         self.used_bytes = 0
 
-    def of(self, records: Sequence[SpanRecord], timeout_s: float) -> dict[int, Sums | ReadFailed]:
+    def of(self, records: Sequence[SpanRecord], timeout_s: float) -> dict[int, Tables | ReadFailed]:
         """One table per span, read together where they are not cached; or why it cannot be had."""
-        found: dict[int, Sums | ReadFailed] = {}
+        found: dict[int, Tables | ReadFailed] = {}
         with self._lock:
             for record in records:
                 if record.span_id in self._tables:
@@ -39,7 +52,7 @@ class SumsCache:
         missing = [record for record in records if record.span_id not in found]
         if not missing:
             return found
-        results: dict[int, Sums | ReadFailed] = {}
+        results: dict[int, Tables | ReadFailed] = {}
 
         def load(record: SpanRecord) -> None:
             results[record.span_id] = self._load(record)
@@ -57,25 +70,26 @@ class SumsCache:
     def drop(self, span: int) -> None:
         with self._lock:
             table = self._tables.pop(span, None)
-            self.used_bytes -= 0 if table is None else table.nbytes
+            self.used_bytes -= 0 if table is None else table.n_bytes
 
     def clear(self) -> None:
         with self._lock:
             self._tables.clear()
             self.used_bytes = 0
 
-    def _keep(self, span: int, table: Sums) -> None:
+    def _keep(self, span: int, table: Tables) -> None:
         with self._lock:
-            if span in self._tables or table.nbytes > self._budget_bytes:
+            if span in self._tables or table.n_bytes > self._budget_bytes:
                 return
             self._tables[span] = table
-            self.used_bytes += table.nbytes
+            self.used_bytes += table.n_bytes
             while self.used_bytes > self._budget_bytes:
-                self.used_bytes -= self._tables.popitem(last=False)[1].nbytes
+                self.used_bytes -= self._tables.popitem(last=False)[1].n_bytes
 
-    def _load(self, record: SpanRecord) -> Sums | ReadFailed:
+    def _load(self, record: SpanRecord) -> Tables | ReadFailed:
         try:
-            return read_header(self._ssd, record).sums
+            header = read_header(self._ssd, record)
+            return Tables(header.sums, header.probes)
         except ReadFailed as err:
             return err
 
