@@ -82,7 +82,8 @@ class Admission:
 
     def _draft(self, root: bytes, labels: bytes, first: int, n_windows: int) -> Draft | None:
         """Reserve space for a span of n_windows from window `first`; None when there is none."""
-        layout = SpanLayout.of(self._geometry, self._window, n_windows)
+        probe_bytes = [probe.window_bytes(self._window) for probe in self._media.probes]
+        layout = SpanLayout.of(self._geometry, self._window, n_windows, probe_bytes)
         meta = self._reserve_meta(n_windows, layout)
         slot = self._reserve(layout.data_bytes) if meta is not None else None
         if meta is None or slot is None:
@@ -96,7 +97,7 @@ class Admission:
             next(self._spans), self._namespace, root, before, key_after(before, own, self._window),
             first, n_windows, self._window, meta, slot.parts, own,
         )  # fmt: skip
-        return Draft(record, self._geometry, slot, labels, self._media)
+        return Draft(record, self._geometry, layout, slot, labels, self._media)
 
     def _reserve_meta(self, n_windows: int, layout: SpanLayout) -> Extent | None:
         size = meta_bytes(64, n_windows, self._window, self._geometry.n_layers, layout.n_sums)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from impress.blockhash import chain
+from impress.errors import FormatError
 from impress.format import (
     SpanRecord,
     decode_index,
@@ -172,6 +173,8 @@ class Catalog:
         free = []
         with self.lock:
             for span in spans:
+                if span not in self._kept:
+                    continue  # damaged: it never had space of its own here
                 self._gone.add(span)
                 if span not in self._pins:
                     free.append(self._forget(span))
@@ -181,19 +184,23 @@ class Catalog:
 
     def load(
         self, values: Iterable[tuple[int, bytes]], heat: dict[int, tuple[int, int]]
-    ) -> list[int]:
-        """Fill an empty catalog from index values in id order; ids of those that added nothing,
-        retired.
+    ) -> tuple[list[int], list[int]]:
+        """Fill an empty catalog from index values in id order.
+
+        Returns ids of those that added nothing, retired; and of the damaged, passed over.
 
         Spans hang from keys: where a span begins behind a window, that window's place is noted
         when its own span is grafted. So nothing is compared but what really overlaps. Ids only
         grow, so a span comes after those it hangs from; one that does not waits for the end. (By
         id, not by depth: a path's nodes then lie near each other in memory.)
         """
-        labels = []
+        labels, damaged = [], []
         for span, value in values:
-            self._kept[span], own = split_index(value)
-            labels.append(own)
+            try:
+                self._kept[span], own = split_index(value)
+                labels.append(own)
+            except FormatError:
+                damaged.append(span)
         early: list[tuple[int, int, bytes]] = []
         retired = []
         with self.lock:
@@ -208,7 +215,7 @@ class Catalog:
                 if not self._replant(span, own, places, heat):
                     retired.append(span)
             self._retired.update(retired)
-        return retired
+        return retired, damaged
 
     def _replant(
         self, span: int, labels: bytes, places: _Places, heat: dict[int, tuple[int, int]]

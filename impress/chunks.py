@@ -7,6 +7,7 @@ windows is looked up and pinned without a Python loop.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,16 @@ _ABSENT = -1
 class ChunkCache:
     """A byte budget of chunk copies. Thread-safe; eviction is a drop, home always has the bytes.
 
-    Entry i is bytes [i·chunk, (i+1)·chunk) of the arena: K pieces, then V pieces. Filling ->
-    ready -> (pinned while copied out) -> dropped.
+    Entry i is bytes [i·chunk, (i+1)·chunk) of the arena: the pieces of each of `planes`, one
+    plane after the other. Filling -> ready -> (pinned while copied out) -> dropped.
     """
 
-    def __init__(self, budget_bytes: int, chunk_bytes: int, n_layers: int) -> None:
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, budget_bytes: int, planes: Mapping[int, int], n_layers: int) -> None:
+        """`planes`: bytes a chunk has in each plane, by plane number."""
+        self.planes = tuple(planes)
+        sizes = list(planes.values())
+        self._offs = {plane: sum(sizes[:i]) for i, plane in enumerate(planes)}
+        self._chunk_bytes = chunk_bytes = sum(sizes)
         self.capacity = budget_bytes // chunk_bytes
         self.tier = DramTier(self.capacity * chunk_bytes)
         self._n_layers = n_layers
@@ -68,6 +73,10 @@ class ChunkCache:
         """Where an entry's bytes are."""
         return Slot((Extent(0, entry * self._chunk_bytes, self._chunk_bytes),))
 
+    def plane_off(self, plane: int) -> int:
+        """Where a plane's pieces begin in an entry."""
+        return self._offs[plane]
+
     def admit(self, span: int, n_windows: int, layer: int, windows: Ids) -> tuple[Ids, Ids]:
         """Take entries for these windows of a layer; (windows, entries) granted, to be filled.
 
@@ -106,11 +115,9 @@ class ChunkCache:
             self._forget(entries[self._owner[entries, 0] >= 0])
             self._free(entries)
 
-    def fill(self, entry: int, k: Bytes, v: Bytes) -> None:
-        """Copy one chunk's pieces in. The entry is this caller's until published."""
-        slot = self.slot(entry)
-        self.tier.write(slot, 0, k)
-        self.tier.write(slot, len(k), v)
+    def fill(self, entry: int, plane: int, pieces: Bytes) -> None:
+        """Copy one plane of a chunk in. The entry is this caller's until published."""
+        self.tier.write(self.slot(entry), self._offs[plane], pieces)
 
     def drop_span(self, span: int) -> None:
         """Its copies are found no more. Pinned and filling ones are freed by their last user."""

@@ -190,7 +190,13 @@ class Committer:
                 self._drop(job, None)  # another store of the same tokens was first
                 return False
             header = SpanHeader(
-                self._uuid, self._geometry, draft.record, draft.sums, draft.importance, job.name
+                self._uuid,
+                self._geometry,
+                draft.record,
+                draft.sums,
+                draft.importance,
+                job.name,
+                draft.probes,
             )
             raw = encode_header(header)
             meta = draft.record.meta

@@ -36,6 +36,8 @@ class Config(BaseModel):
     """Pooled slots that hold packed rows on their way to the disk."""
     read_timeout_s: float = Field(default=10.0, gt=0)
     """A layer's read that takes longer is late: PrefixLost."""
+    read_gap_bytes: int = Field(default=16 << 10, ge=0)
+    """Chosen rows closer than this are read through: a request costs as much as these bytes."""
     lease_timeout_s: float = Field(default=600.0, gt=0)
     """A lease older than this expires: its next read raises."""
     io_threads: int = Field(default=8, ge=1, le=64)

@@ -33,6 +33,7 @@ _FIXED = struct.Struct("<8sHHI16s32s32s32s32sQIII12sHHHHIIQ")
 _SECTION = struct.Struct("<HHIQQQ")
 _PART = struct.Struct("<IIQQ")
 _INDEX = struct.Struct("<HHHHIIII32s32s32s32sIIQQ")
+_META = struct.Struct("<152xI4xQQ")  # its last three
 _PLACE = struct.Struct("<8xI12x32x32s32s32s")  # the four fields of _INDEX that opening needs
 _PROBE = struct.Struct("<32sII32s")
 _MOST_SECTIONS = 64
@@ -232,9 +233,13 @@ def place_of(kept: bytes) -> tuple[int, bytes, bytes, bytes]:
 
 def extents_of(kept: bytes) -> list[Extent]:
     """The space a span owns, from a kept index value; cheap, for opening."""
-    fields = _INDEX.unpack_from(kept)
-    parts = [Extent(s, off, n) for s, _, off, n in _PART.iter_unpack(kept[_INDEX.size :])]
-    return [Extent(fields[12], fields[14], fields[15]), *parts]
+    segment, off, length = _META.unpack_from(kept)
+    rest = kept[_INDEX.size :]
+    if len(rest) == _PART.size:  # nearly always: a third of the time the general way takes
+        part_segment, _, part_off, part_length = _PART.unpack(rest)
+        return [Extent(segment, off, length), Extent(part_segment, part_off, part_length)]
+    parts = [Extent(s, off, n) for s, _, off, n in _PART.iter_unpack(rest)]
+    return [Extent(segment, off, length), *parts]
 
 
 def decode_index(span_id: int, kept: bytes, labels: bytes = b"") -> SpanRecord:

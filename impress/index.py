@@ -59,6 +59,7 @@ class Index:
             if create:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._env = _open_env(self._folder, create=create)
+            _check_whole(self._env, self._folder)
             self._dbs = {
                 name: self._env.open_db(name.encode(), create=create)
                 for name in ("spans", "heat", "names")
@@ -121,6 +122,14 @@ class Index:
             return self._env.begin()
         except lmdb.Error as err:
             raise FormatError(f"index: {self._folder}: {err}") from err
+
+
+def _check_whole(env: Any, folder: Path) -> None:
+    """Raises FormatError when the file is shorter than its pages: a touch would be SIGBUS."""
+    want = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    size = (folder / "data.mdb").stat().st_size
+    if size < want:
+        raise FormatError(f"index: {folder / 'data.mdb'} is cut short: {size} of {want} bytes")
 
 
 def _id(span: int) -> bytes:

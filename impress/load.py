@@ -1,4 +1,4 @@
-"""One layer of a prefix on its way from the tiers to memory, and its copies back up."""
+"""One layer's planes on their way from the tiers to memory, and their copies back up."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from impress.chunks import ChunkCache, Ids
 from impress.config import Config
+from impress.errors import PrefixLost
 from impress.layout import K, V
-from impress.plan import Missing, Source, plan_layer
-from impress.rows import as_tensor, dense_bytes, unpack
+from impress.plan import Gather, Missing, Source, gather, plan_reads, rows_by_tier, whole
+from impress.rows import as_tensor, dense_bytes, take_rows, unpack
 from impress.stats import Counters
 from impress.types import Geometry
 from tiers.base import PAGE, Bytes, Read, Tier
 from tiers.coalesce import slices
-from tiers.errors import MediumError
+from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool, Lane, Ticket
 from tiers.slots import Buffer, BufferPool
 from tiers.ssd import SsdTier
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
     Tensors = tuple[torch.Tensor, torch.Tensor]
+
+Positions = npt.NDArray[np.int64]
 
 #: A slice of reads for one thread: at least this, so that small layers do not drown in hand-offs.
 LEAST_SLICE = 256 << 10
@@ -43,7 +47,8 @@ class Reading:
     geometry: Geometry
     config: Config
     ssd: SsdTier
-    cache: ChunkCache
+    cache: ChunkCache  # of K and V
+    probe_caches: dict[int, ChunkCache]  # by plane number
     pool: IoPool
     buffers: BufferPool
     counters: Counters
@@ -51,45 +56,65 @@ class Reading:
 
 
 class Load:
-    """A layer's reads under way, started by the constructor.
+    """Some planes of a layer being read, whole or chosen rows; started by the constructor.
 
-    `tickets` are by medium, in the order of `media`. Exactly one of `abandon`, or `unpin` and
-    later `give_back`, ends it.
+    Exactly one of `abandon`, or `wait` and later `give_back`, ends it.
     """
 
-    media = ("dram", "ssd")
-
     def __init__(
-        self, reading: Reading, sources: Sequence[Source], layer: int, outs: Tensors | None
+        self,
+        reading: Reading,
+        sources: Sequence[Source],
+        layer: int,
+        cache: ChunkCache,
+        planes: Sequence[int],
+        positions: Positions | None = None,
+        outs: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.layer = layer
-        self.outs = outs  # the caller's tensors, or None
+        self.planes = tuple(planes)
+        self.positions = positions  # None: every row
+        self.outs = outs  # the caller's tensors, one a plane, or None
         self.started_s = monotonic()
-        self.bad_span: dict[str, int] = {}  # medium -> span whose read failed
         self._r = reading
-        self._n_windows = sum(source.held.count for source in sources)
-        self._planes = sources[0].layout.planes
+        self._sources = sources
+        self._cache = cache
+        self._shapes = [sources[0].layout.planes[plane] for plane in planes]
+        self._n_windows = sum(source.count for source in sources)
         self._window = sources[0].held.record.window
+        self._bad_span: dict[str, int] = {}  # medium -> span whose read failed
         self._buffers: list[Buffer] = []  # rented
-        self._dests = (self._dest(K), self._dest(V))
-        cache = reading.cache
+        self._gathers: list[Gather] = []
+        if positions is not None:
+            gap = reading.config.read_gap_bytes
+            self._gathers = [gather(sources, plane, positions, gap) for plane in planes]
+        self._dests = [self._dest(i) for i in range(len(planes))]
         self._entries: list[Ids] = [
-            cache.pin(s.span, layer, s.held.first, s.held.count) for s in sources
+            cache.pin(s.span, layer, s.held.first, s.count) for s in sources
         ]
-        self.plan = plan_layer(sources, layer, self._entries, cache, self._dests)
-        self.tickets = [
-            self._submit(cache.tier, self.plan.dram),
-            self._submit(reading.ssd, self.plan.ssd),
-        ]
+        runs = [g.runs for g in self._gathers] or [whole(sources, plane) for plane in planes]
+        self._plan = plan_reads(sources, layer, planes, runs, self._entries, cache, self._dests)
+        self.bytes_by_tier = self._plan.n_bytes
+        self.rows_by_tier = rows_by_tier(sources, self._entries, positions)
+        media: dict[str, Tier] = {"dram": cache.tier, "ssd": reading.ssd}
+        self.tickets = {
+            medium: self._submit(media[medium], by_source)
+            for medium, by_source in self._plan.reads.items()
+        }
 
-    def _dest(self, plane: int) -> Bytes:
+    def _dest(self, i: int) -> Bytes:
         """Straight into a dense page-aligned out; else a rented buffer, in pieces."""
-        shape = self._planes[plane]
+        shape = self._shapes[i]
+        if self._gathers:
+            return self._rent(self._gathers[i].n_pieces * shape.piece_bytes)
         if self.outs is not None and shape.dense:
-            direct = dense_bytes(self.outs[plane])
+            direct = dense_bytes(self.outs[i])
             if direct is not None and direct.__array_interface__["data"][0] % PAGE == 0:
                 return direct
-        buffer = self._r.buffers.acquire(self._n_windows * shape.chunk_bytes)
+        return self._rent(self._n_windows * shape.chunk_bytes)
+
+    def _rent(self, n_bytes: int) -> Bytes:
+        buffer = self._r.buffers.acquire(n_bytes)
         assert buffer is not None, "the pool of read buffers has no budget"
         self._buffers.append(buffer)
         return buffer.array
@@ -108,76 +133,125 @@ class Load:
         try:
             tier.read(reads)
         except MediumError:
-            self.bad_span[tier.name] = span
+            self._bad_span[tier.name] = span
             raise
 
+    # ---- taking it -------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Return when every read is in. Raises PrefixLost; then the load has been abandoned."""
+        lost = self._failure()
+        if lost is not None:
+            self.abandon()
+            self._r.counters.add(f"lost/{lost.reason}")
+            raise lost
+        self._unpin()
+        self._r.counters.load_ms((monotonic() - self.started_s) * 1e3)
+        for tier, n in self.bytes_by_tier.items():
+            self._r.counters.add(f"read_bytes/{tier}", n)
+
+    def _failure(self) -> PrefixLost | None:
+        """None when all is in; a bad span is dropped where it is bad."""
+        limit_s = self._r.config.read_timeout_s
+        for medium, ticket in self.tickets.items():
+            try:
+                if not ticket.wait(max(self.started_s + limit_s - monotonic(), 0.0)):
+                    return PrefixLost("late", f"layer {self.layer} took more than {limit_s:g} s")
+            except MediumError as err:
+                span = self._bad_span.get(medium)  # None: never read, the store was closed
+                if span is not None:
+                    self._cache.drop_span(span)
+                    if medium == "ssd":
+                        self._r.quarantine(span)
+                return PrefixLost(err.reason if isinstance(err, ReadFailed) else "io", str(err))
+        return None
+
+    def pieces(self, i: int) -> Bytes:
+        """Plane number i of `planes` as it was read, padding included; once `wait` returned."""
+        return self._dests[i]
+
     def tensors(self) -> Tensors:
-        """What was read as [n_kv_heads, n_tokens, head_dim], in `outs` where they were given."""
-        g, n_tokens = self._r.geometry, self._n_windows * self._window
-        made = []
-        for plane, dim in ((K, g.head_dim), (V, g.v_dim)):
-            shape, data = self._planes[plane], self._dests[plane]
-            if not shape.dense:
-                dense = np.empty(n_tokens * shape.row_bytes, dtype=np.uint8)
-                unpack(data, dense, shape)
-                data = dense
-            rows = as_tensor(data, g, n_tokens, dim)
-            if self.outs is not None:
-                out = self.outs[plane]
-                if out.data_ptr() != rows.data_ptr():
-                    out.copy_(rows)
-                rows = out
-            made.append(rows)
-        return made[K], made[V]
+        """K and V as [n_kv_heads, m, head_dim], in `outs` where they were given."""
+        assert self.planes == (K, V)
+        k, v = self._tensor(0, self._r.geometry.head_dim), self._tensor(1, self._r.geometry.v_dim)
+        return k, v
+
+    def tensor(self) -> torch.Tensor:
+        """The only plane, K or V, as [n_kv_heads, m, head_dim]."""
+        (plane,) = self.planes
+        return self._tensor(0, self._r.geometry.head_dim if plane == K else self._r.geometry.v_dim)
+
+    def _tensor(self, i: int, dim: int) -> torch.Tensor:
+        shape, data = self._shapes[i], self._dests[i]
+        n_rows = self._n_windows * self._window
+        if self._gathers:
+            n_rows = len(self._gathers[i].rows)
+            data = take_rows(data, self._gathers[i].rows, shape)
+        elif not shape.dense:
+            dense = np.empty(n_rows * shape.row_bytes, dtype=np.uint8)
+            unpack(data, dense, shape)
+            data = dense
+        rows = as_tensor(data, self._r.geometry, n_rows, dim)
+        if self.outs is None:
+            return rows
+        out = self.outs[i]
+        if out.data_ptr() != rows.data_ptr():
+            out.copy_(rows)
+        return out
+
+    # ---- ending it -------------------------------------------------------------------------
 
     def promote(self) -> Ticket | None:
-        """Copy what came from home into DRAM, behind everything else; None if nothing did."""
-        if not self.plan.missing or not self._r.cache.capacity:
+        """Copy what came whole from home into DRAM, behind everything else; None if nothing did."""
+        if not self._plan.missing or not self._cache.capacity or self.positions is not None:
             return None
+        if self.planes != self._cache.planes:
+            return None  # a copy has all planes
         if self._r.pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS:
             self._r.counters.add("promotions_skipped")
             return None
         for buffer in self._buffers:
             buffer.retain()
-        tasks = [partial(self._copy_up, missing) for missing in self.plan.missing]
+        tasks = [partial(self._copy_up, missing) for missing in self._plan.missing]
         ticket = self._r.pool.submit(Lane.PROMOTE, tasks)
         for buffer in self._buffers:
             ticket.then(buffer.release)
         return ticket
 
     def _copy_up(self, missing: Missing) -> None:
-        source, cache = missing.source, self._r.cache
+        source, cache = missing.source, self._cache
         start = source.held.first + missing.first
         wanted = np.arange(start, start + missing.count, dtype=np.int64)
-        windows, entries = cache.admit(
-            source.span, source.held.record.n_windows, self.layer, wanted
-        )
-        sizes = [shape.chunk_bytes for shape in self._planes]
+        n_windows = source.held.record.n_windows
+        windows, entries = cache.admit(source.span, n_windows, self.layer, wanted)
         for window, entry in zip(windows.tolist(), entries.tolist(), strict=True):
             at = source.at + window - source.held.first
-            k, v = (self._dests[p][at * sizes[p] : (at + 1) * sizes[p]] for p in (K, V))
-            cache.fill(entry, k, v)
+            for plane, shape, dest in zip(self.planes, self._shapes, self._dests, strict=True):
+                cache.fill(
+                    entry, plane, dest[at * shape.chunk_bytes : (at + 1) * shape.chunk_bytes]
+                )
         cache.publish(entries)
-        self._r.counters.add("promoted_bytes/dram", len(entries) * source.layout.chunk_bytes)
+        n_bytes = sum(shape.chunk_bytes for shape in self._shapes)
+        self._r.counters.add("promoted_bytes/dram", len(entries) * n_bytes)
 
     def abandon(self) -> None:
         """Nobody will take it: its buffers and pins go when its last read has ended."""
-        for ticket in self.tickets:
+        for ticket in self.tickets.values():
             ticket.cancel()
 
         def ended() -> None:
-            self.unpin()
+            self._unpin()
             self.give_back()
 
-        when_all(self.tickets, ended)
+        when_all(list(self.tickets.values()), ended)
 
-    def unpin(self) -> None:
+    def _unpin(self) -> None:
         """Its DRAM copies have been copied out."""
         for entries in self._entries:
-            self._r.cache.unpin(entries)
+            self._cache.unpin(entries)
 
     def give_back(self) -> None:
-        """The session is done with the tensors."""
+        """Nobody looks at the pieces and tensors any more."""
         for buffer in self._buffers:
             buffer.release()
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from impress.catalog import Held
 from impress.chunks import ChunkCache, Ids
 from impress.format import ProbeRecord
-from impress.layout import K, SpanLayout, V
+from impress.layout import PlaneLayout, SpanLayout
 from tiers.base import Bytes, Read, Slot, Sums
 
 
@@ -29,13 +30,27 @@ class Source:
     def span(self) -> int:
         return self.held.record.span_id
 
+    @property
+    def count(self) -> int:
+        """Windows held."""
+        return self.held.count
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Pieces [first, first + count) of a source's plane, and the piece of dest they begin at."""
+
+    first: int
+    count: int
+    to: int
+
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Windows [first, first + count) of a source that no cache holds; read from home."""
+    """Windows [first, first + count) of a source's held run, read whole from home."""
 
     source: Source
-    first: int  # within the source's held run
+    first: int
     count: int
 
 
@@ -43,80 +58,157 @@ class Missing:
 class ReadPlan:
     """One layer's reads by medium, and what they cost."""
 
-    dram: list[tuple[Source, list[Read]]] = field(default_factory=list)
-    ssd: list[tuple[Source, list[Read]]] = field(default_factory=list)
+    reads: dict[str, list[tuple[Source, list[Read]]]] = field(
+        default_factory=lambda: {"dram": [], "ssd": []}
+    )
     missing: list[Missing] = field(default_factory=list)
-    windows_by_tier: dict[str, int] = field(default_factory=lambda: {"dram": 0, "ssd": 0})
-    bytes_by_tier: dict[str, int] = field(default_factory=lambda: {"dram": 0, "ssd": 0})
+
+    @property
+    def n_bytes(self) -> dict[str, int]:
+        """Bytes moved, by medium, padding and gaps included."""
+        return {
+            medium: sum(len(read.dest) for _, reads in by_source for read in reads)
+            for medium, by_source in self.reads.items()
+        }
 
 
-def plan_layer(
+def whole(sources: Sequence[Source], plane: int) -> list[list[Run]]:
+    """Runs of all windows, in lease order: for each source, one."""
+    shape = sources[0].layout.planes[plane]
+    return [[Run(0, s.count * shape.pieces, s.at * shape.pieces)] for s in sources]
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Chosen rows of a plane: the runs that hold them, and where each row lands in dest."""
+
+    runs: list[list[Run]]  # for each source
+    n_pieces: int  # of dest
+    rows: npt.NDArray[np.int64]  # for each chosen position, its row in dest
+
+
+def gather(
+    sources: Sequence[Source], plane: int, positions: npt.NDArray[np.int64], gap_bytes: int
+) -> Gather:
+    """Runs of pieces that hold these positions (ascending, on the lease).
+
+    Pieces closer than gap_bytes are read through: a request saved is worth that many bytes.
+    """
+    shape, window = sources[0].layout.planes[plane], sources[0].held.record.window
+    gap = gap_bytes // shape.piece_bytes
+    runs: list[list[Run]] = []
+    places = np.empty(len(positions), dtype=np.int64)
+    n_pieces = 0
+    for source in sources:
+        begin, end = (
+            int(np.searchsorted(positions, at * window))
+            for at in (source.at, source.at + source.count)
+        )
+        rows = positions[begin:end] - source.at * window
+        pieces = rows // shape.piece_rows
+        found, to = _merged(pieces, gap, n_pieces)
+        runs.append(found)
+        firsts = np.array([run.first for run in found], dtype=np.int64)
+        which = np.searchsorted(firsts, pieces, side="right") - 1
+        starts = np.array([run.to for run in found], dtype=np.int64)
+        if len(rows):
+            dest_piece = starts[which] + pieces - firsts[which]
+            places[begin:end] = dest_piece * shape.piece_rows + rows % shape.piece_rows
+        n_pieces = to
+    return Gather(runs, n_pieces, places)
+
+
+def _merged(pieces: npt.NDArray[np.int64], gap: int, to: int) -> tuple[list[Run], int]:
+    """Ascending pieces (repeats allowed) as runs; the next free piece of dest."""
+    if not len(pieces):
+        return [], to
+    cuts = np.flatnonzero(np.diff(pieces) > gap + 1)
+    firsts = pieces[np.concatenate(([0], cuts + 1))]
+    counts = pieces[np.concatenate((cuts, [len(pieces) - 1]))] - firsts + 1
+    starts = to + np.concatenate(([0], np.cumsum(counts[:-1])))
+    rows = zip(firsts.tolist(), counts.tolist(), starts.tolist(), strict=True)
+    return [Run(*row) for row in rows], to + int(counts.sum())
+
+
+def plan_reads(
     sources: Sequence[Source],
     layer: int,
+    planes: Sequence[int],
+    runs: Sequence[Sequence[Sequence[Run]]],
     cached: Sequence[Ids],
     cache: ChunkCache,
-    dests: tuple[Bytes, Bytes],
+    dests: Sequence[Bytes],
 ) -> ReadPlan:
-    """Reads of all windows of a layer into dests (K pieces, V pieces, in lease order).
+    """Reads of `runs[plane][source]` into `dests[plane]`.
 
-    `cached` holds the pinned DRAM entries of each source. Neighbouring windows at home become
-    one read a plane; the medium merges further.
+    `cached` holds each source's pinned entries, -1 where DRAM has no copy. Windows side by side at
+    home become one read a plane; the medium merges further.
     """
     plan = ReadPlan()
-    for source, entries in zip(sources, cached, strict=True):
-        there = np.flatnonzero(entries >= 0)
-        chunk = source.layout.chunk_bytes
-        if there.size:
-            reads = [
-                r for i in there.tolist() for r in _cached(source, layer, i, entries, cache, dests)
-            ]
-            plan.dram.append((source, reads))
-            plan.windows_by_tier["dram"] += len(there)
-            plan.bytes_by_tier["dram"] += len(there) * chunk
-        runs = _runs(entries < 0)
-        if runs:
-            home = []
-            for first, count in runs:
-                plan.missing.append(Missing(source, first, count))
-                home += [_home(source, layer, p, first, count, dests[p]) for p in (K, V)]
-                plan.windows_by_tier["ssd"] += count
-                plan.bytes_by_tier["ssd"] += count * chunk
-            plan.ssd.append((source, home))
+    for i, (source, entries) in enumerate(zip(sources, cached, strict=True)):
+        found: dict[str, list[Read]] = {"dram": [], "ssd": []}
+        for plane, plane_runs, dest in zip(planes, runs, dests, strict=True):
+            for run in plane_runs[i]:
+                for medium, read in _split(source, layer, plane, run, entries, cache, dest):
+                    found[medium].append(read)
+        for medium, reads in found.items():
+            if reads:
+                plan.reads[medium].append((source, reads))
+        plan.missing += [Missing(source, first, count) for first, count in runs_of(entries < 0)]
     return plan
 
 
-def _runs(wanted: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[tuple[int, int]]:
-    """(first, count) of each run of True."""
+def _split(
+    source: Source, layer: int, plane: int, run: Run, entries: Ids, cache: ChunkCache, dest: Bytes
+) -> Iterator[tuple[str, Read]]:
+    """One run as reads: each cached window from its copy, what lies between from home."""
+    shape = source.layout.planes[plane]
+    begin, end = run.first // shape.pieces, -(-(run.first + run.count) // shape.pieces)
+    windows = entries[begin:end]
+    for first, count in runs_of(windows < 0):
+        lo = max(run.first, (begin + first) * shape.pieces)
+        hi = min(run.first + run.count, (begin + first + count) * shape.pieces)
+        window, piece = divmod(lo, shape.pieces)
+        off = source.layout.chunk_off(layer, plane, source.held.first + window)
+        place = (source.slot, off + piece * shape.piece_bytes)
+        yield "ssd", _read(source, layer, plane, place, lo, hi, run, dest)
+    for i in np.flatnonzero(windows >= 0).tolist():
+        lo = max(run.first, (begin + i) * shape.pieces)
+        hi = min(run.first + run.count, (begin + i + 1) * shape.pieces)
+        off = cache.plane_off(plane) + lo % shape.pieces * shape.piece_bytes
+        place = (cache.slot(int(windows[i])), off)
+        yield "dram", _read(source, layer, plane, place, lo, hi, run, dest)
+
+
+def _read(
+    source: Source, layer: int, plane: int, place: tuple[Slot, int], lo: int, hi: int, run: Run,
+    dest: Bytes,
+) -> Read:  # fmt: skip
+    """Pieces [lo, hi) of a source's plane from `place` to where its run puts them."""
+    shape: PlaneLayout = source.layout.planes[plane]
+    to = (run.to + lo - run.first) * shape.piece_bytes
+    at = source.layout.sums_at(layer, plane, source.held.first) + lo
+    n_bytes = (hi - lo) * shape.piece_bytes
+    return Read(
+        place[0], place[1], dest[to : to + n_bytes], source.sums[at : at + hi - lo],
+        shape.piece_bytes,
+    )  # fmt: skip
+
+
+def runs_of(wanted: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """(first, count) of each run of True. Pure."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], wanted, [False])).astype(np.int8)))
     return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def _cached(
-    source: Source, layer: int, i: int, entries: Ids, cache: ChunkCache, dests: tuple[Bytes, Bytes]
-) -> list[Read]:
-    slot = cache.slot(int(entries[i]))
-    reads, off = [], 0
-    for plane in (K, V):
-        dest, sums = _place(source, layer, plane, i, 1, dests[plane])
-        reads.append(Read(slot, off, dest, sums, source.layout.planes[plane].piece_bytes))
-        off += len(dest)
-    return reads
-
-
-def _home(source: Source, layer: int, plane: int, first: int, count: int, dest: Bytes) -> Read:
-    part, sums = _place(source, layer, plane, first, count, dest)
-    off = source.layout.chunk_off(layer, plane, source.held.first + first)
-    return Read(source.slot, off, part, sums, source.layout.planes[plane].piece_bytes)
-
-
-def _place(
-    source: Source, layer: int, plane: int, first: int, count: int, dest: Bytes
-) -> tuple[Bytes, Sums]:
-    """Where windows of a source go in dest, and the sums of their pieces."""
-    shape = source.layout.planes[plane]
-    start = (source.at + first) * shape.chunk_bytes
-    at = source.layout.sums_at(layer, plane, source.held.first + first)
-    return (
-        dest[start : start + count * shape.chunk_bytes],
-        source.sums[at : at + count * shape.pieces],
-    )
+def rows_by_tier(
+    sources: Sequence[Source], cached: Sequence[Ids], positions: npt.NDArray[np.int64] | None
+) -> dict[str, int]:
+    """How many of the chosen rows (None: all) have a copy in DRAM, and how many come from home."""
+    window = sources[0].held.record.window
+    there = np.concatenate([entries >= 0 for entries in cached])
+    if positions is None:
+        n_cached, n_rows = int(there.sum()) * window, len(there) * window
+    else:
+        n_cached, n_rows = int(there[positions // window].sum()), len(positions)
+    return {"dram": n_cached, "ssd": n_rows - n_cached}

@@ -6,6 +6,7 @@ torch is imported only where a tensor is at hand or asked for; NumPy arrays work
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +49,20 @@ def check_rows(rows: Any, geometry: Geometry, head_dim: int, what: str) -> int:
     return int(shape[1])
 
 
+def check_layers(
+    keys: Sequence[Any], values: Sequence[Any], n_rows: int, geometry: Geometry
+) -> None:
+    """Lists over layers of n_rows keys and values. Touches no data. Raises BadInput."""
+    wanted = (("keys", keys, geometry.head_dim), ("values", values, geometry.v_dim))
+    for what, rows, dim in wanted:
+        if len(rows) != geometry.n_layers:
+            raise BadInput(f"store: want {geometry.n_layers} layers of {what}, got {len(rows)}")
+        for layer, tensor in enumerate(rows):
+            n = check_rows(tensor, geometry, dim, f"store: layer {layer} {what}")
+            if n != n_rows:
+                raise BadInput(f"store: layer {layer} {what}: want {n_rows} rows, got {n}")
+
+
 def host_words(rows: Any, geometry: Geometry) -> Words:
     """Checked rows [n_kv_heads, m, head_dim] as raw words on the host; no copy of host memory."""
     size = DTYPES[geometry.dtype]
@@ -71,10 +86,31 @@ def pack(words: Words, dest: Bytes, plane: PlaneLayout) -> None:
     np.copyto(rows, source)
 
 
+def plane_words(pieces: Bytes, plane: PlaneLayout, dtype: str, heads: int, dim: int) -> Words:
+    """Packed whole pieces as [heads, m, dim] raw words: a view where rows have no padding."""
+    used = plane.piece_rows * plane.row_bytes
+    rows = pieces.reshape(-1, plane.piece_bytes)[:, :used].view(_WORD[DTYPES[dtype]])
+    words: Words = rows.reshape(-1, heads, dim).transpose(1, 0, 2)
+    return words
+
+
 def unpack(pieces: Bytes, dest: Bytes, plane: PlaneLayout) -> None:
     """Strip the padding of whole pieces into dense rows."""
     used = plane.piece_rows * plane.row_bytes
     np.copyto(dest.reshape(-1, used), pieces.reshape(-1, plane.piece_bytes)[:, :used])
+
+
+def take_rows(pieces: Bytes, rows: npt.NDArray[np.int64], plane: PlaneLayout) -> Bytes:
+    """Dense copies of some rows of whole pieces, in the order given."""
+    used = plane.piece_rows * plane.row_bytes
+    by_piece = pieces.reshape(-1, plane.piece_bytes)[:, :used]
+    if plane.dense:
+        taken = by_piece.reshape(-1, plane.row_bytes).take(rows, axis=0)
+    else:
+        by_row = by_piece.reshape(-1, plane.piece_rows, plane.row_bytes)
+        taken = by_row[rows // plane.piece_rows, rows % plane.piece_rows]
+    dense: Bytes = taken.reshape(-1)
+    return dense
 
 
 def all_finite(data: Bytes, dtype: str) -> bool:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from impress.catalog import Held
 from impress.errors import BadInput, ImpressError, PrefixLost
+from impress.layout import K, V
 from impress.load import Load, Reading, ended
 from impress.plan import Source
 from impress.policy import Exact, Policy
 from impress.rows import torch_module
-from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import Ticket
 
 if TYPE_CHECKING:
@@ -163,7 +163,9 @@ class Session:
         elif out is not None:
             self._check_outs(out)
             load.outs = out  # read ahead into a buffer: copied out below
-        self._await(load)
+        begin_s = monotonic()
+        load.wait()
+        self._account(load, begin_s)
         stale = self._given.pop(layer, None)
         if stale is not None:
             stale.give_back()
@@ -193,7 +195,7 @@ class Session:
         if self._closed:
             return True
         self._closed = True
-        tickets = [ticket for load in self._loads.values() for ticket in load.tickets]
+        tickets = [ticket for load in self._loads.values() for ticket in load.tickets.values()]
         for load in self._loads.values():
             load.abandon()
         for load in self._given.values():
@@ -215,7 +217,7 @@ class Session:
     def _start(self, layer: int, outs: Tensors | None) -> Load:
         if outs is not None:
             self._check_outs(outs)
-        return Load(self._r, self._sources, layer, outs)
+        return Load(self._r, self._sources, layer, self._r.cache, (K, V), None, outs)
 
     def _check_outs(self, outs: Tensors) -> None:
         g = self._r.geometry
@@ -226,40 +228,12 @@ class Session:
                     f"retrieve: out wants {list(want)} {g.dtype}, got {list(out.shape)} {out.dtype}"
                 )
 
-    def _await(self, load: Load) -> None:
-        """Wait for a layer's reads. Raises PrefixLost; keeps the accounts and the promises."""
-        begin = monotonic()
-        error = self._failure(load)
-        if error is not None:
-            load.abandon()
-            self._r.counters.add(f"lost/{error.reason}")
-            raise error
-        load.unpin()
-        now = monotonic()
-        self._r.counters.load_ms((now - load.started_s) * 1e3)
-        window = self.n_tokens // sum(load.plan.windows_by_tier.values())
-        rows = {tier: n * window for tier, n in load.plan.windows_by_tier.items() if n}
-        moved = {tier: n for tier, n in load.plan.bytes_by_tier.items() if n}
-        for tier, n in moved.items():
-            self._r.counters.add(f"read_bytes/{tier}", n)
-        wait_ms = (now - begin) * 1e3
+    def _account(self, load: Load, begin_s: float) -> None:
+        """Note what a layer took, and promote it."""
+        rows = {tier: n for tier, n in load.rows_by_tier.items() if n}
+        moved = {tier: n for tier, n in load.bytes_by_tier.items() if n}
+        wait_ms = (monotonic() - begin_s) * 1e3
         self._layers.append({"layer": load.layer, "rows": rows, "bytes": moved, "wait_ms": wait_ms})
         promotion = load.promote()
         if promotion is not None and load.outs is not None:
             self._promotions.append(promotion)  # reads `outs`: close waits for it
-
-    def _failure(self, load: Load) -> PrefixLost | None:
-        """None when every read of the layer is in; a bad span is dropped where it is bad."""
-        limit_s = self._r.config.read_timeout_s
-        for medium, ticket in zip(load.media, load.tickets, strict=True):
-            try:
-                if not ticket.wait(max(load.started_s + limit_s - monotonic(), 0.0)):
-                    return PrefixLost("late", f"layer {load.layer} took more than {limit_s:g} s")
-            except MediumError as err:
-                span = load.bad_span.get(medium)  # None: never read, the store was closed
-                if span is not None:
-                    self._r.cache.drop_span(span)
-                    if medium == "ssd":
-                        self._r.quarantine(span)
-                return PrefixLost(err.reason if isinstance(err, ReadFailed) else "io", str(err))
-        return None

@@ -10,6 +10,13 @@ from typing import Any
 BUCKETS_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
 
 
+_PLAIN = (
+    "lookups", "hits", "hit_tokens", "stored_tokens", "stored_bytes", "evicted_spans",
+    "quarantined_spans", "damaged_spans",
+)  # fmt: skip
+_GROUPED = ("misses", "lost", "read_bytes", "refused", "promoted_bytes")
+
+
 class Counters:
     """Named counts and one latency histogram. Thread-safe; names may carry one label, a/b."""
 
@@ -39,6 +46,12 @@ class Counters:
         with self._lock:
             start = name + "/"
             return {k[len(start) :]: v for k, v in self._counts.items() if k.startswith(start)}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Every count of a store, as `PrefixStore.stats` shows it."""
+        counts: dict[str, Any] = {name: self[name] for name in _PLAIN}
+        counts.update({name: self.grouped(name) for name in _GROUPED})
+        return {**counts, "load_latency": self.latency()}
 
     def latency(self) -> dict[str, Any]:
         """{"count", "sum_ms", "le_ms": {bound: cumulative count}}."""

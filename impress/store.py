@@ -25,10 +25,10 @@ from impress.directory import Identity, Shard, matching_identity
 from impress.errors import BadInput, ConfigError, FormatError, ImpressError, StoreFailed
 from impress.format import SpanRecord
 from impress.index import Index
-from impress.layout import SpanLayout
+from impress.layout import K, SpanLayout, V
 from impress.load import Reading
 from impress.plan import Source
-from impress.rows import check_rows
+from impress.rows import check_layers
 from impress.session import Lease
 from impress.stats import Counters, serve_metrics
 from impress.tables import TableCache, Tables
@@ -114,23 +114,23 @@ class PrefixStore:
         superfluous, last = self._load_catalog()
         self._pool = IoPool(config.io_threads)
         sums_budget = config.dram_bytes // SUMS_SHARE
-        chunk_bytes = SpanLayout.of(self.geometry, self.window, 1).chunk_bytes
+        layout = SpanLayout.of(self.geometry, self.window, 1)
+        chunk_bytes = layout.chunk_bytes
         if config.write_buffer_bytes < chunk_bytes:
             raise ConfigError(
                 f"config: write_buffer_bytes {config.write_buffer_bytes} cannot hold one chunk "
                 f"of {chunk_bytes} bytes"
             )
-        self._cache = ChunkCache(
-            config.dram_bytes - sums_budget, chunk_bytes, self.geometry.n_layers
-        )
+        planes = {plane: layout.planes[plane].chunk_bytes for plane in (K, V)}
+        self._cache = ChunkCache(config.dram_bytes - sums_budget, planes, self.geometry.n_layers)
         self._tables = TableCache(self._ssd, self._pool, sums_budget)
         slots = BufferPool(config.write_buffer_bytes)
-        self._media = Media(self._ssd, self._pool, slots)
+        self._media = Media(self._ssd, self._pool, slots, self.geometry)
         self.buffers = BufferPool(None)
         """Page-aligned buffers for whoever reads: sessions and engines."""
         self._reading = Reading(
-            self.geometry, config, self._ssd, self._cache, self._pool, self.buffers, self.counters,
-            self._quarantine,
+            self.geometry, config, self._ssd, self._cache, {}, self._pool, self.buffers,
+            self.counters, self._quarantine,
         )  # fmt: skip
         self._committer: Committer | None = None
         self._admission: Admission | None = None
@@ -159,12 +159,9 @@ class PrefixStore:
         collecting = gc.isenabled()
         gc.disable()  # a million short-lived tuples would be walked again and again
         try:
-            superfluous = self._catalog.load(self._index.spans(), self._index.heat())
-            if self.writable:
-                extents, last = self._catalog.extents()
-                self._ssd.claim(extents)
-            else:
-                last = 0
+            superfluous, damaged = self._catalog.load(self._index.spans(), self._index.heat())
+            extents, last = self._catalog.extents()
+            self._ssd.claim(extents)
         except ValueError as err:
             raise FormatError(
                 f"{self._shard.index}: two spans claim the same space ({err})"
@@ -172,7 +169,10 @@ class PrefixStore:
         finally:
             if collecting:
                 gc.enable()
-        return superfluous, last
+        if damaged:
+            log.warning("%s: %d damaged index values passed over", self.path, len(damaged))
+            self.counters.add("damaged_spans", len(damaged))
+        return superfluous + damaged, max([last, *damaged])
 
     # ---- looking up ------------------------------------------------------------------------
 
@@ -193,7 +193,9 @@ class PrefixStore:
         """
         root, labels, _ = self._names_of(token_ids, extra, tenant)
         held = self._catalog.hold(root, labels, count=True)
-        tables = self._tables.of([h.record for h in held], self.config.read_timeout_s) if held else {}
+        tables = (
+            self._tables.of([h.record for h in held], self.config.read_timeout_s) if held else {}
+        )
         sources: list[Source] = []
         at = 0
         for h in held:
@@ -249,19 +251,7 @@ class PrefixStore:
         layers = self.geometry.n_layers
         tokens = as_tokens(token_ids)
         n_rows = len(tokens) - start
-        for what, rows, dim in (
-            ("keys", keys, self.geometry.head_dim),
-            ("values", values, self.geometry.v_dim),
-        ):
-            if len(rows) != layers:
-                raise BadInput(f"store: want {layers} layers of {what}, got {len(rows)}")
-            for layer, tensor in enumerate(rows):
-                n = check_rows(tensor, self.geometry, dim, f"store: layer {layer} {what}")
-                if n != n_rows:
-                    raise BadInput(
-                        f"store: layer {layer} {what}: want {n_rows} rows "
-                        f"(from token {start}), got {n}"
-                    )
+        check_layers(keys, values, n_rows, self.geometry)
         importance = importance_of(importance, (layers, n_rows), "store")
         with self.writer(tokens, start, extra, wait_s, tenant) as w:
             for layer in range(layers):
@@ -372,31 +362,18 @@ class PrefixStore:
 
     def stats(self) -> dict[str, Any]:
         """Counters since open, occupancy now. Plain numbers, ready for JSON."""
-        c = self.counters
         with self._leases_lock:
             started = [lease.started_s for lease in self._leases]
-        tiers = {tier.name: tier.usage()._asdict() for tier in (self._cache.tier, self._ssd)}
+        media = (self._cache.tier, self._ssd)
         return {
             **self._catalog.counts(),
             "tokens": self._catalog.counts()["windows"] * self.window,
-            "tiers": tiers,
-            "sums_bytes": self._tables.used_bytes,
+            "tiers": {tier.name: tier.usage()._asdict() for tier in media},
+            "tables_bytes": self._tables.used_bytes,
             "leases": len(started),
             "oldest_lease_s": monotonic() - min(started) if started else 0.0,
-            "lookups": c["lookups"],
-            "hits": c["hits"],
-            "misses": c.grouped("misses"),
-            "hit_tokens": c["hit_tokens"],
-            "lost": c.grouped("lost"),
-            "read_bytes": c.grouped("read_bytes"),
-            "stored_tokens": c["stored_tokens"],
-            "stored_bytes": c["stored_bytes"],
-            "refused": c.grouped("refused"),
-            "evicted_spans": c["evicted_spans"],
-            "quarantined_spans": c["quarantined_spans"],
-            "promoted_bytes": c.grouped("promoted_bytes"),
+            **self.counters.snapshot(),
             "dram_evictions": self._cache.evictions,
-            "load_latency": c.latency(),
             "direct_io": self._ssd.direct,
         }
 

@@ -7,25 +7,27 @@ visible. The rows are packed into pooled slots inside `put`, so the caller may r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from impress.errors import BadInput, StoreFailed
-from impress.format import SpanRecord
+from impress.format import ProbeRecord, SpanRecord
 from impress.layout import K, SpanLayout, V
-from impress.rows import Words, all_finite, check_rows, host_words, pack
+from impress.rows import Words, all_finite, check_rows, host_words, pack, plane_words
 from impress.types import Geometry
 from tiers.base import Slot, sums_of
 from tiers.errors import MediumError
 from tiers.iopool import IoPool, Lane
-from tiers.slots import Buffer, BufferPool
+from tiers.slots import Buffer, BufferPool, aligned
 from tiers.ssd import SsdTier
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from impress.probes import ProbeCodec
 
 #: Rows of at most this many bytes share a slot: large enough to write well, small enough to pool.
 SLOT_BYTES = 4 << 20
@@ -71,8 +73,19 @@ class Stored:
 class Media:
     """What a writer writes with; the same for all writers of a store."""
 
-    def __init__(self, ssd: SsdTier, pool: IoPool, slots: BufferPool) -> None:
+    def __init__(
+        self,
+        ssd: SsdTier,
+        pool: IoPool,
+        slots: BufferPool,
+        geometry: Geometry,
+        codecs: Sequence[ProbeCodec] = (),
+    ) -> None:
         self.ssd = ssd
+        self.codecs = tuple(codecs)  # a probe record of each goes with every span
+        self.probes = tuple(
+            ProbeRecord(codec.name, codec.group, codec.probe_bytes(geometry)) for codec in codecs
+        )
         self.pool = pool
         self.slots = slots
         # Several slots at least, so that packing goes on while one is written.
@@ -83,14 +96,21 @@ class Draft:
     """A span in the making: its space, its sums, what has arrived of it. Thread-safe."""
 
     def __init__(
-        self, record: SpanRecord, geometry: Geometry, slot: Slot, prefix: bytes, media: Media
+        self,
+        record: SpanRecord,
+        geometry: Geometry,
+        layout: SpanLayout,
+        slot: Slot,
+        prefix: bytes,
+        media: Media,
     ) -> None:
         self.record = record
         self.slot = slot
         self.prefix = prefix  # labels from the root to this span's end
-        self.layout = SpanLayout.of(geometry, record.window, record.n_windows)
+        self.layout = layout
         self.sums = np.zeros(self.layout.n_sums, dtype=np.uint64)
         self.importance: npt.NDArray[np.float32] | None = None
+        self.probes = media.probes
         self._geometry = geometry
         self._media = media
         self._lock = threading.Condition()
@@ -116,6 +136,8 @@ class Draft:
                 self.sums[start : start + count * shape.pieces] = sums_of(data, shape.piece_bytes)
                 off = self.layout.chunk_off(layer, plane, first)
                 self._media.ssd.write(self.slot, off, data)
+            for i, codec in enumerate(self._media.codecs):
+                self._write_probe(codec, V + 1 + i, layer, first, count, buffer)
         except (StoreFailed, MediumError) as err:
             with self._lock:
                 self._error = self._error or err
@@ -124,6 +146,20 @@ class Draft:
             with self._lock:
                 self._writing -= 1
                 self._lock.notify_all()
+
+    def _write_probe(
+        self, codec: ProbeCodec, plane: int, layer: int, first: int, count: int, buffer: Buffer
+    ) -> None:
+        """What a codec makes of these windows' keys: a padded piece a window."""
+        g, shape = self._geometry, self.layout.planes[plane]
+        packed = buffer.array[: count * self.layout.planes[K].chunk_bytes]
+        keys = plane_words(packed, self.layout.planes[K], g.dtype, g.n_kv_heads, g.head_dim)
+        data = aligned(count * shape.chunk_bytes)
+        groups = codec.encode(keys, g).reshape(count, -1)
+        data.reshape(count, -1)[:, : groups.shape[1]] = groups
+        start = self.layout.sums_at(layer, plane, first)
+        self.sums[start : start + count] = sums_of(data, shape.piece_bytes)
+        self._media.ssd.write(self.slot, self.layout.chunk_off(layer, plane, first), data)
 
     def settle(self, timeout_s: float) -> None:
         """Wait for its writes. Raises StoreFailed when one failed or is stuck."""

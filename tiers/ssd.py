@@ -10,11 +10,13 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
+from tiers.aio import DEPTH, AioContext
 from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import Run, coalesce, locate
 from tiers.errors import MediumError, ReadFailed
@@ -44,7 +46,8 @@ class SsdTier:
         self._space = Space()
         self._lock = threading.Lock()
         self._fds: dict[int, int] = {}
-        self._bounce = threading.local()
+        self._local = threading.local()  # of each thread: a queue, a bounce buffer
+        self._queues = True  # the kernel gives them
         try:
             if not read_only:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -78,12 +81,43 @@ class SsdTier:
 
     def read(self, reads: Sequence[Read]) -> None:
         where = f"ssd: {self.folder}"
-        for run in coalesce(reads):
-            self._read_run(run)
+        with closing(self._runs(coalesce(reads))) as runs:
             # At once, while the bytes are in the CPU's cache, and in short turns: hashing holds
             # the interpreter, and other threads wait to send their next read.
-            for read in run.ends:
-                verify(read, where)
+            for run in runs:
+                for read in run.ends:
+                    verify(read, where)
+
+    def _runs(self, runs: list[Run]) -> Generator[Run, None, None]:
+        """Read the runs; each is given back in its turn, when its views are filled.
+
+        Closed early, it returns when nothing writes to any view any more.
+        """
+        queue = self._queue() if len(runs) > 1 and self.direct else None
+        if queue is None:
+            for run in runs:
+                self._read_run(run)
+                yield run
+            return
+        for at in range(0, len(runs), DEPTH):
+            part = runs[at : at + DEPTH]
+            with closing(queue.read(part, [self._fd(run.segment) for run in part])) as ended:
+                for i in ended:
+                    run = part[max(i, ~i)]
+                    if i < 0:
+                        self._read_run(run)
+                    yield run
+
+    def _queue(self) -> AioContext | None:
+        """This thread's; None where the kernel has none to give."""
+        mine: AioContext | None = getattr(self._local, "queue", None)
+        if mine is None and self._queues:
+            try:
+                mine = self._local.queue = AioContext()
+            except OSError as err:
+                self._queues = False
+                log.info("ssd: %s; reading with preadv alone", err)
+        return mine
 
     def sync(self, slots: Iterable[Slot]) -> None:
         """Return when every byte written to these slots is on stable storage."""
@@ -241,9 +275,9 @@ class SsdTier:
             got += more
 
     def _scratch(self) -> Bytes:
-        scratch: Bytes | None = getattr(self._bounce, "memory", None)
+        scratch: Bytes | None = getattr(self._local, "bounce", None)
         if scratch is None:
-            scratch = self._bounce.memory = aligned(BOUNCE_BYTES)
+            scratch = self._local.bounce = aligned(BOUNCE_BYTES)
         return scratch
 
 

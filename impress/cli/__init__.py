@@ -1,0 +1,1 @@
+"""The `impress` command. Light: nothing here imports torch until a model is run."""

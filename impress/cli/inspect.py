@@ -1,0 +1,199 @@
+"""`impress inspect`: what a store holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+from rich.tree import Tree
+
+from impress.cli.live import live_counters
+from impress.cli.options import Json, Store, print_json, store_dir
+from impress.cli.survey import (
+    open_for_reading,
+    read_token_file,
+    stored_prefixes,
+    survey,
+    tree_of,
+)
+from impress.terminal import out, share, size
+
+#: Lines of a drawn tree; more than this nobody reads (--json gives all).
+MOST_LINES = 500
+
+
+def inspect(
+    store: Store = None,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Draw the radix tree: windows, tokens, spans, leases.")
+    ] = False,
+    prefix: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            readable=False,
+            help="How much of this prompt is stored, and in which spans. FILE holds token ids: "
+            "a JSON list, integers apart by white space, or a .npy array.",
+        ),
+    ] = None,
+    metrics: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT", min=1, max=65535,
+            help="Also ask the process that serves this store's metrics (Config.metrics_port) "
+            "for its counters: hits, misses by reason, bytes by tier, DRAM in use.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Show what a store holds: tiers, spans, namespaces, hottest prefixes.
+
+    Reads a snapshot of the index and no rows, needs no model and takes no lock: it works while
+    another process writes to the store. The SSD tier is the directory; DRAM belongs to the process
+    that has the store open, so its use is shown only with --metrics. Leases of a running writer
+    are counted here after it closes.
+
+    **Exit status**
+
+    0 shown · 2 there is no store, or it cannot be read
+
+    **Examples**
+
+    impress inspect
+
+    impress inspect --store demo-out/store --tree
+
+    impress inspect --prefix prompt.json --json | jq '.prefix.stored'
+    """
+    tokens = read_token_file(prefix) if prefix is not None else None
+    opened, identity = open_for_reading(store_dir(store))
+    with opened:
+        found = survey(opened, identity)
+        if tokens is not None:
+            stored = stored_prefixes(opened, tokens)
+            found["prefix"] = {"tokens": len(tokens), "stored": stored}
+        if tree:
+            found["tree"] = tree_of(opened)
+    if metrics is not None:
+        found["live"] = live_counters(metrics)
+        found["tiers"]["dram"] = found["live"]["tiers"].get("dram")
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+def _print(found: dict[str, Any]) -> None:
+    g = found["geometry"]
+    heads = f"{g['n_heads']} heads, {g['n_kv_heads']} stored, of {g['head_dim']}"
+    out.print(found["store"], style="bold", markup=False, soft_wrap=True)
+    out.print(
+        f"format {found['format']} · {g['n_layers']} layers · {heads} · {g['dtype']} · "
+        f"windows of {found['window']} tokens · {size(g['token_bytes'])} a token"
+    )
+    out.print(
+        f"{found['tokens']:,} tokens in {found['spans']:,} spans, {found['nodes']:,} tree nodes\n"
+    )
+    out.print(_tiers(found["tiers"]))
+    if found["namespaces"]:
+        out.print(_namespaces(found["namespaces"]))
+        out.print(_hottest(found["hottest"]))
+    if "live" in found:
+        out.print(_live(found["live"]))
+    if "prefix" in found:
+        _print_prefix(found["prefix"])
+    if "tree" in found:
+        _print_tree(found)
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Columns called with a leading ">" hold numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name.lstrip(">"), justify="right" if name[0] == ">" else "left")
+    return table
+
+
+def _called(row: dict[str, Any]) -> str:
+    """An engine derives its namespace from the model: a digest, without a name."""
+    return escape(row["name"]) or f"model {row['namespace'][:12]}"
+
+
+def _tiers(tiers: dict[str, Any]) -> Table:
+    table = _table("Tiers", "tier", ">used", ">free", ">total", ">full")
+    for name in ("dram", "ssd"):
+        usage = tiers[name]
+        if usage is None:
+            table.add_row(name, "of each process (see --metrics)", "", "", "")
+        else:
+            sizes = (size(usage[key]) for key in ("used", "free", "total"))
+            table.add_row(name, *sizes, share(usage["used"], usage["total"]))
+    return table
+
+
+def _namespaces(rows: list[dict[str, Any]]) -> Table:
+    table = _table("\nNamespaces", "root", "name", ">spans", ">tokens", ">on SSD")
+    for row in rows:
+        table.add_row(
+            row["root"][:12], _called(row), f"{row['spans']:,}", f"{row['tokens']:,}",
+            size(row["bytes"]),
+        )  # fmt: skip
+    return table
+
+
+def _hottest(rows: list[dict[str, Any]]) -> Table:
+    table = _table("\nHottest prefixes", "key", "root", ">tokens", ">leases")
+    for row in rows:
+        table.add_row(row["key"][:12], row["root"][:12], f"{row['tokens']:,}", str(row["leases"]))
+    return table
+
+
+def _live(live: dict[str, Any]) -> Table:
+    table = _table("\nThe running process", "counter", "value")
+    for name, value in live.items():
+        if name != "tiers":
+            table.add_row(name.replace("_", " "), _cell(value))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{label} {n:,}" for label, n in value.items()) or "0"
+    return f"{value:.2f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _print_prefix(prefix: dict[str, Any]) -> None:
+    out.print(f"\n[bold]This prompt[/bold]: {prefix['tokens']:,} tokens")
+    if not prefix["stored"]:
+        out.print("nothing of it is stored")
+    for row in prefix["stored"]:
+        part = share(row["tokens"], prefix["tokens"])
+        out.print(f"{row['tokens']:,} tokens stored ({part}) under {_called(row)}, in")
+        for held in row["spans"]:
+            first, last = held["first_window"], held["first_window"] + held["n_windows"] - 1
+            out.print(f"  span {held['span']}: windows {first} to {last}")
+
+
+def _print_tree(found: dict[str, Any]) -> None:
+    """One drawing per root; the rows come parents first."""
+    names = {row["root"]: _called(row) for row in found["namespaces"]}
+    drawn: dict[str, list[Tree]] = {}  # root -> the branch last drawn at each depth
+    for row in found["tree"][:MOST_LINES]:
+        root = row["root"]
+        branches = drawn.setdefault(root, [Tree(f"[bold]{names.get(root, root[:12])}[/bold]")])
+        last = row["first_window"] + row["n_windows"] - 1
+        branch = branches[row["depth"]].add(
+            f"windows {row['first_window']}–{last} · {row['tokens']:,} tokens · "
+            f"span {row['span']} · {row['leases']} leases"
+        )
+        del branches[row["depth"] + 1 :]
+        branches.append(branch)
+    for branches in drawn.values():
+        out.print()
+        out.print(branches[0])
+    left = len(found["tree"]) - MOST_LINES
+    if left > 0:
+        out.print(f"… and {left:,} more nodes: --json lists all")

@@ -1,0 +1,68 @@
+"""Counters of a running process, from its store's Prometheus endpoint (Config.metrics_port)."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from urllib.error import URLError
+from urllib.request import ProxyHandler, build_opener
+
+from impress.errors import StoreFailed
+
+_TIMEOUT_S: Final = 5.0
+#: Counter families, and what `store.stats()` calls them.
+_COUNTERS: Final = (
+    "lookups", "hits", "misses", "hit_tokens", "lost", "read_bytes", "stored_tokens",
+    "stored_bytes", "refused", "evicted_spans", "promoted_bytes",
+)  # fmt: skip
+_GAUGES: Final = ("spans", "nodes", "windows", "leases", "oldest_lease_s")
+
+
+def live_counters(port: int) -> dict[str, Any]:
+    """Counters, occupancy by tier and mean layer load of the process serving 127.0.0.1:port.
+
+    Raises StoreFailed when nothing answers there, or something that is no store.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, Any] = {name: {} for name in (*_COUNTERS, *_GAUGES)}
+    tiers: dict[str, dict[str, int]] = {}
+    load = {"count": 0.0, "sum": 0.0}
+    try:
+        families = list(text_string_to_metric_families(_scrape(port)))
+    except ValueError as err:
+        raise StoreFailed(f"port {port}: not Prometheus text ({err})") from None
+    for sample in (sample for family in families for sample in family.samples):
+        name = sample.name.removeprefix("impress_").removesuffix("_total")
+        if name.startswith("tier_"):
+            state = name.removeprefix("tier_").removesuffix("_bytes")
+            tiers.setdefault(sample.labels["tier"], {})[state] = int(sample.value)
+        elif name.startswith("layer_load_seconds_") and not sample.labels:
+            load[name.rpartition("_")[2]] = sample.value
+        elif name in found:
+            label = next(iter(sample.labels.values()), "")
+            found[name][label] = sample.value if name == "oldest_lease_s" else int(sample.value)
+    if not tiers:
+        raise StoreFailed(f"port {port}: whatever answers there is not an impress store")
+    flat = {name: _flat(name, values) for name, values in found.items()}
+    mean_ms = 1e3 * load["sum"] / load["count"] if load["count"] else 0.0
+    return {**flat, "tiers": tiers, "layer_loads": int(load["count"]), "layer_load_ms": mean_ms}
+
+
+def _flat(name: str, values: dict[str, Any]) -> Any:
+    """A single number where the family has no label."""
+    labelled = ("misses", "lost", "read_bytes", "refused", "promoted_bytes")
+    return values if name in labelled else values.get("", 0)
+
+
+def _scrape(port: int) -> str:
+    opener = build_opener(ProxyHandler({}))  # this machine's own port: never through a proxy
+    try:
+        with opener.open(f"http://127.0.0.1:{port}/metrics", timeout=_TIMEOUT_S) as answer:
+            text: str = answer.read().decode(errors="replace")
+            return text
+    except (URLError, OSError) as err:
+        reason = getattr(err, "reason", err)
+        raise StoreFailed(
+            f"port {port}: nobody serves metrics there ({reason}); "
+            "open the store with Config(metrics_port=...)"
+        ) from None

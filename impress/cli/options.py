@@ -1,0 +1,77 @@
+"""What every command shares: its common options, how it fails, how it prints JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, ParamSpec
+
+import typer
+
+from impress.config import default_store_dir
+from impress.terminal import line_of
+
+P = ParamSpec("P")
+
+Store = Annotated[
+    Path | None,
+    typer.Option(
+        "--store",
+        metavar="DIR",
+        readable=False,  # said by the command itself, in one line
+        help="The store's directory.",
+        show_default="$IMPRESS_STORE, else impress/store in the user's cache directory",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+def store_dir(given: Path | None) -> Path:
+    return given if given is not None else default_store_dir()
+
+
+def fail(line: str) -> NoReturn:
+    """One line on stderr, exit status 2."""
+    print(f"impress: {' '.join(line.split())}", file=sys.stderr, flush=True)
+    _leave(2)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process; what stdout refused to take is not tried again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(status)
+
+
+def one_line(command: Callable[P, None]) -> Callable[P, None]:
+    """The command, with whatever the user or the environment did wrong said in one line."""
+
+    @wraps(command)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            try:
+                command(*args, **kwargs)
+            finally:
+                sys.stdout.flush()  # here, where a full disk can still be said
+        except KeyboardInterrupt:
+            fail("interrupted")
+        except BrokenPipeError:  # whoever read stdout has seen enough
+            _leave(2)
+        except Exception as error:
+            line = line_of(error)
+            if line is None:  # a bug: its traceback is what a report needs
+                raise
+            fail(line)
+
+    return guarded
+
+
+def print_json(value: Any) -> None:
+    """One object, with keys in the order given."""
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")

@@ -1,0 +1,153 @@
+"""`impress run`: one question about one long text, on any local model, through the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from impress.cli.options import Json, Store, print_json, store_dir
+from impress.errors import BadInput, Unsupported
+from impress.terminal import err, out, size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def run(
+    model: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", readable=False, help="A local Transformers model with its tokenizer."
+        ),
+    ],
+    prefix: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", readable=False, help="The long text the question is about (UTF-8)."
+        ),
+    ],
+    query: Annotated[str, typer.Option(metavar="TEXT", help="What comes after the text.")],
+    store: Store = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Most tokens to generate.")
+    ] = 64,
+    as_json: Json = False,
+) -> None:
+    """Answer a question about a text; the text is computed once and reused ever after.
+
+    The prompt is the text followed by the question, tokenised apart so that the text's tokens do
+    not depend on the question. The longest stored prefix of it is read from the store, the rest is
+    computed and stored. Decoding is greedy. Families: OPT, Llama, Qwen2, Qwen3, Mistral. Nothing
+    is fetched from a network. Run it twice to see the difference.
+
+    Prints the answer, then how much of the prompt came from the store, the time to the first
+    token (TTFT), bytes by tier, and the mode: recompute, or exact (a stored prefix was reused).
+
+    **Exit status**
+
+    0 answered · 2 it could not: no such model, torch is missing, another model's store, no room
+
+    **Examples**
+
+    impress run --model demo-out/model --prefix demo-out/documents/json.txt --query "What is it?"
+    """
+    text = _text(prefix)
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (model / name).is_file():
+            raise BadInput(f"--model {model}: no {name} there; name a local Transformers model")
+    found = _answer(model, text, query, store_dir(store), max_new_tokens)
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise BadInput(f"--prefix {path}: not UTF-8 text") from None
+
+
+def _answer(model_dir: Path, text: str, query: str, where: Path, n_new: int) -> dict[str, Any]:
+    try:
+        import torch
+
+        from impress.engines import hf
+    except ImportError as error:
+        raise Unsupported(
+            f"running a model needs {error.name or 'torch'}: pip install 'impress-kv[hf]'"
+        ) from None
+    with err.status("loading the model"):
+        model, tokenizer = _load(model_dir)
+    ids = [*tokenizer(text)["input_ids"], *_without_specials(tokenizer, query)]
+    _check_length(model.config, len(ids), n_new)
+    with hf.attach(model, where) as engine, err.status("answering"):
+        sequences = engine.generate(
+            torch.tensor([ids], dtype=torch.int64), max_new_tokens=n_new, do_sample=False
+        )
+        engine.flush()
+        request = engine.last_request
+    assert request is not None, "a request has just returned"
+    return {
+        "answer": tokenizer.decode(sequences[0, len(ids) :], skip_special_tokens=True),
+        "prompt_tokens": request.n_tokens,
+        "hit_tokens": request.hit_tokens,
+        "new_tokens": request.n_new,
+        "mode": request.mode,
+        "ttft_ms": request.ttft_ms,
+        "bytes_by_tier": request.bytes_by_tier,
+        "stored_tokens": request.stored_tokens,
+        "refused": request.refused,
+        "lost": request.lost,
+        "store": str(where),
+    }
+
+
+def _load(model_dir: Path) -> tuple[Any, Any]:
+    """The model in the dtype it was saved in, and its tokenizer; from this directory only."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(model_dir), local_files_only=True, dtype="auto"
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
+    return model.eval(), tokenizer
+
+
+def _without_specials(tokenizer: Any, query: str) -> Sequence[int]:
+    ids: Sequence[int] = tokenizer(query, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise BadInput("--query: empty")
+    return ids
+
+
+def _check_length(config: Any, n_tokens: int, n_new: int) -> None:
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and n_tokens + n_new > most:
+        raise BadInput(
+            f"{n_tokens} tokens of text and question and {n_new} new ones are more than "
+            f"the model's {most}; shorten the text or set --max-new-tokens"
+        )
+
+
+def _print(found: dict[str, Any]) -> None:
+    out.print(found["answer"], markup=False, soft_wrap=True)
+    read = ", ".join(f"{size(n)} from {tier}" for tier, n in found["bytes_by_tier"].items())
+    out.print(
+        f"\n[bold]{found['mode']}[/bold]: {found['hit_tokens']:,} of {found['prompt_tokens']:,} "
+        f"prompt tokens from the store ({read or 'nothing read'}) · "
+        f"TTFT {found['ttft_ms']:,.0f} ms · {found['stored_tokens']:,} tokens newly stored",
+        soft_wrap=True,
+    )
+    for what in ("refused", "lost"):
+        if found[what]:
+            out.print(f"{what}: {found[what]}", markup=False, soft_wrap=True)

@@ -1,0 +1,153 @@
+"""What `impress inspect` shows, as plain data: gathered here, drawn in inspect.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from impress.blockhash import Tokens, as_tokens, key_after, labels_of
+from impress.config import Config
+from impress.directory import Identity, read_identity
+from impress.errors import BadInput, FormatError
+from impress.format import VERSION
+from impress.store import PrefixStore
+
+HOTTEST: Final = 5
+
+
+def open_for_reading(path: Path) -> tuple[PrefixStore, Identity]:
+    """A snapshot of any store, whatever model it is of. Takes no lock."""
+    identity = read_identity(path)
+    config = Config(window=identity.window, dram_bytes=0, io_threads=1)
+    try:
+        store = PrefixStore.open(path, identity.geometry, b"inspect", config, mode="r")
+    except FormatError as err:
+        raise FormatError(f"{err} (impress verify says what else)") from None
+    return store, identity
+
+
+def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
+    """Identity, occupancy, spans, namespaces, hottest prefixes. Ready for JSON."""
+    counts = store.catalog.counts()
+    g = identity.geometry
+    return {
+        "store": str(store.path),
+        "format": identity.format,
+        "reads_formats_up_to": VERSION,
+        "window": identity.window,
+        "geometry": {
+            "n_layers": g.n_layers, "n_heads": g.n_heads, "n_kv_heads": g.n_kv_heads,
+            "head_dim": g.head_dim, "v_head_dim": g.v_dim, "dtype": g.dtype,
+            "token_bytes": g.token_bytes,
+        },
+        "tiers": {"ssd": _ssd(store), "dram": None},
+        "spans": counts["spans"],
+        "nodes": counts["nodes"],
+        "windows": counts["windows"],
+        "tokens": counts["windows"] * identity.window,
+        "namespaces": _namespaces(store),
+        "hottest": _hottest(store),
+    }  # fmt: skip
+
+
+def _ssd(store: PrefixStore) -> dict[str, int]:
+    """Bytes of the segments; what spans own is used. A writer's unfinished stores count as free."""
+    total = store.ssd.usage().total
+    used = sum(extent.length for extent in store.catalog.extents()[0])
+    return {"total": total, "used": used, "free": total - used}
+
+
+def _namespaces(store: PrefixStore) -> list[dict[str, Any]]:
+    """One row per root, which is a namespace and a tenant; the most stored first."""
+    names = store.index.names()
+    rows: dict[bytes, dict[str, Any]] = {}
+    for record in store.catalog.records():
+        new = {
+            "root": record.root.hex(), "namespace": record.namespace.hex(),
+            "name": names.get(record.root, ""), "spans": 0, "tokens": 0, "bytes": 0,
+        }  # fmt: skip
+        row = rows.setdefault(record.root, new)
+        row["spans"] += 1
+        row["tokens"] += record.n_windows * record.window
+        row["bytes"] += record.data_bytes + record.meta.length
+    return sorted(rows.values(), key=lambda row: -int(row["tokens"]))
+
+
+def _hottest(store: PrefixStore) -> list[dict[str, Any]]:
+    """Whole prompts, most leased first. `key` is that of the last window: it names the prompt."""
+    return [
+        {
+            "tokens": p.n_windows * store.window,
+            "leases": p.hits,
+            "root": p.root.hex(),
+            "key": key_after(p.root, p.labels, store.window).hex(),
+        }
+        for p in store.catalog.hottest(HOTTEST)
+    ]
+
+
+def tree_of(store: PrefixStore) -> list[dict[str, Any]]:
+    """Every node, parents before children: its depth, its windows on the prompt, where they lie."""
+    rows = []
+    for depth, view, prefix in store.catalog.walk():
+        first = prefix.n_windows - view.n_windows
+        rows.append(
+            {
+                "depth": depth,
+                "root": prefix.root.hex(),
+                "first_window": first,
+                "n_windows": view.n_windows,
+                "tokens": view.n_windows * store.window,
+                "span": view.span,
+                "span_first_window": view.first,
+                "leases": prefix.hits,
+            }
+        )
+    return rows
+
+
+def stored_prefixes(store: PrefixStore, tokens: Tokens) -> list[dict[str, Any]]:
+    """How much of a prompt is stored, in each namespace that has any of it, longest first."""
+    labels = labels_of(tokens, store.window)
+    names = store.index.names()
+    found = []
+    for root, namespace in {(r.root, r.namespace) for r in store.catalog.records()}:
+        held = store.catalog.hold(root, labels, count=False)
+        store.catalog.release(h.record.span_id for h in held)
+        at, spans = 0, []
+        for h in held:
+            spans.append({
+                "span": h.record.span_id, "first_window": at, "n_windows": h.count,
+                "span_first_window": h.first,
+            })  # fmt: skip
+            at += h.count
+        if held:
+            found.append({
+                "root": root.hex(), "namespace": namespace.hex(), "name": names.get(root, ""),
+                "tokens": at * store.window, "spans": spans,
+            })  # fmt: skip
+    return sorted(found, key=lambda row: (-int(row["tokens"]), row["root"]))
+
+
+def read_token_file(path: Path) -> Tokens:
+    """Token ids from a file: a JSON list, integers apart by white space, or .npy."""
+    try:
+        if path.suffix == ".npy":
+            ids: Any = np.load(path, allow_pickle=False)
+        else:
+            text = path.read_text()
+            ids = json.loads(text) if text.lstrip().startswith("[") else _integers(text)
+    except (ValueError, EOFError) as err:
+        raise BadInput(f"{path}: not token ids: {err}") from None
+    try:
+        return as_tokens(ids)
+    except BadInput as err:
+        raise BadInput(f"{path}: {err}") from None
+
+
+def _integers(text: str) -> Sequence[int]:
+    return [int(word) for word in text.split()]

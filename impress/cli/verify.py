@@ -1,0 +1,79 @@
+"""`impress verify`: every checksum and invariant of a store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from impress.cli.options import Json, Store, print_json, store_dir
+from impress.terminal import err, out, size
+from impress.verify import Verdict, verify_store
+
+
+def verify(store: Store = None, as_json: Json = False) -> None:
+    """Read a whole store and compare everything with its checksums and invariants.
+
+    Reads every index value, every header record and every piece of every span; checks that they
+    agree with each other, that no two spans share space and that the radix tree they make is
+    sound. Writes nothing, and works while another process writes to the store. A span that does
+    not verify is no danger to a running model: its reads fail and the prompt is computed again.
+
+    **Exit status**
+
+    0 everything is sound · 1 something is wrong, and listed · 2 the store could not be read
+
+    **Examples**
+
+    impress verify
+
+    impress verify --store demo-out/store --json
+    """
+    where = store_dir(store)
+    verdict = _with_progress(where)
+    if as_json:
+        print_json({"store": str(where), "sound": not verdict.problems, **asdict(verdict)})
+    else:
+        _print(verdict, where)
+    if verdict.problems:
+        raise typer.Exit(1)
+
+
+def _with_progress(where: Path) -> Verdict:
+    columns = (
+        TextColumn("verifying"), BarColumn(), DownloadColumn(binary_units=True),
+        TransferSpeedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("verify", total=None)
+        return verify_store(where, lambda done, of: bar.update(task, completed=done, total=of))
+
+
+def _print(verdict: Verdict, where: Path) -> None:
+    read = f"{verdict.spans} spans, {verdict.pieces} pieces, {size(verdict.n_bytes)} of rows"
+    if verdict.gone:
+        read += f"; {verdict.gone} evicted by the store's writer meanwhile"
+    if not verdict.problems:
+        out.print(f"{where}: sound ({read})", markup=False, soft_wrap=True)
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("span", justify="right")
+    table.add_column("segment", justify="right")
+    table.add_column("what is wrong", overflow="fold")
+    for problem in verdict.problems:
+        numbers = ("–" if n is None else str(n) for n in (problem.span, problem.segment))
+        table.add_row(*numbers, escape(problem.what))
+    out.print(table)
+    n = len(verdict.problems)
+    out.print(f"{where}: {n} problem{'s' * (n > 1)} ({read})", markup=False, soft_wrap=True)

@@ -1,0 +1,86 @@
+"""The one form of every measurement this project writes: figures, rows, and the conditions."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from impress import __version__
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PACKAGES = ("numpy", "lmdb", "torch", "transformers")
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    figures: Mapping[str, float],
+    rows: Sequence[Mapping[str, Any]],
+    **meta: Any,
+) -> None:
+    """Write {"figures", "rows", "meta"} as JSON; `meta` goes before what `conditions` knows.
+
+    Raises OSError, and leaves no half a file.
+    """
+    report = {"figures": dict(figures), "rows": list(rows), "meta": {**conditions(), **meta}}
+    target = Path(path)
+    text = json.dumps(report, indent=1) + "\n"
+    if target.exists() and not target.is_file():  # a pipe or a device cannot be replaced
+        target.write_text(text)
+        return
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        draft.write_text(text)
+        draft.replace(target)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def conditions() -> dict[str, Any]:
+    """What a reader needs to judge a number: code, date, machine, packages. No paths, no names."""
+    return {
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": f"{platform.system()} {platform.release()} {platform.machine()}, {_cpu_name()}",
+        "cpus": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "argv": [Path(sys.argv[0]).name, *(a for a in sys.argv[1:] if os.sep not in a)],
+    }
+
+
+def commit() -> str:
+    """The commit of this code, "-dirty" when edited; the package's version outside its own git."""
+    if (_ROOT / ".git").exists():
+        asked = ("git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*")
+        try:
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False)
+            if done.returncode == 0:
+                return done.stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+    return __version__
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown CPU")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,399 @@
+"""The command line, through the real console script: what it prints and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+import impress
+from impress.directory import Shard
+from impress.verify import verify_store
+
+SCRIPT = Path(sys.executable).parent / "impress"
+GEOMETRY = impress.Geometry(n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, dtype="float32")
+CONFIG = impress.Config(segment_bytes=1 << 20, dram_bytes=1 << 20, io_threads=2)
+PROMPT = list(range(1000, 1320))  # 5 windows
+FORK = PROMPT[:128] + list(range(5000, 5192))  # shares 2 of its 5
+
+
+def rows_of(n_tokens, seed=0):
+    draw = np.random.default_rng(seed)
+    return [draw.standard_normal((2, n_tokens, 16), dtype=np.float32) for _ in range(2)]
+
+
+def opened(path, mode="rw"):
+    return impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG, mode)
+
+
+def put(store, tokens):
+    assert not store.store(tokens, rows_of(len(tokens)), rows_of(len(tokens), 1)).refused
+    store.flush()
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A store with two prompts that share their first two windows."""
+    with opened(tmp_path / "store") as store:
+        put(store, PROMPT)
+        put(store, FORK)
+    return tmp_path / "store"
+
+
+def run(*args, **options):
+    return ended([str(SCRIPT), *map(str, args)], **options)
+
+
+def ended(command, stdout=subprocess.PIPE, **options):
+    return subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        **options,
+    )  # fmt: skip
+
+
+def run_json(*args):
+    done = run(*args, "--json")
+    return done, json.loads(done.stdout)
+
+
+def assert_refused(done, *words):
+    """Exit status 2 and one line on stderr that has these words in it."""
+    assert done.returncode == 2, done
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("impress: "), done.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+def records_of(path):
+    with opened(path, "r") as store:
+        return sorted(store.catalog.records(), key=lambda record: record.span_id)
+
+
+def flip(path, extent, off=0):
+    """Change one byte of a segment."""
+    with (Shard(path).segments / f"{extent.segment:08d}.seg").open("r+b") as file:
+        file.seek(extent.off + off)
+        byte = file.read(1)[0]
+        file.seek(extent.off + off)
+        file.write(bytes([byte ^ 1]))
+
+
+@contextmanager
+def index_values(path):
+    """Span id -> index value, to be changed in place; written back at the end."""
+    with lmdb.open(str(Shard(path).index), map_size=64 << 30, max_dbs=8) as env:
+        db = env.open_db(b"spans")
+        with env.begin(write=True) as txn:
+            values = {int.from_bytes(k, "big"): bytearray(v) for k, v in txn.cursor(db)}
+            yield values
+            for span, value in values.items():
+                txn.put(span.to_bytes(8, "big"), bytes(value), db=db)
+
+
+def test_help_names_every_command_and_the_exit_status():
+    done = run("--help")
+    assert done.returncode == 0
+    for word in ("demo", "run", "inspect", "verify", "Exit status"):
+        assert word in done.stdout
+    assert run("--version").stdout == f"impress {impress.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["demo", "run", "inspect", "verify"])
+def test_help_of_a_command_has_examples_and_its_exit_status(command):
+    done = run(command, "--help")
+    assert done.returncode == 0
+    assert "Examples" in done.stdout and "Exit status" in done.stdout
+
+
+@pytest.mark.parametrize("args", [["--help"], ["inspect", "--tree"], ["verify"]])
+def test_light_commands_import_neither_torch_nor_transformers(path, args):
+    if args[0] != "--help":
+        args = [*args, "--store", str(path)]
+    code = f"""if True:
+        import sys
+        from impress.cli.main import run
+        sys.argv = ["impress", *{args!r}]
+        try:
+            run()
+        except SystemExit as end:
+            assert not end.code, end.code
+        heavy = {{"torch", "transformers", "tokenizers"}} & set(sys.modules)
+        assert not heavy, heavy
+    """
+    done = ended([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
+
+
+def test_inspect_shows_what_is_stored(path):
+    done = run("inspect", "--store", path, "--tree")
+    assert done.returncode == 0 and not done.stderr
+    for word in ("float32", "512 tokens in 2 spans, 3 tree nodes", "ssd", "a test", "windows 2–4"):
+        assert word in done.stdout
+
+
+def test_inspect_json_counts_tiers_spans_and_namespaces(path):
+    done, found = run_json("inspect", "--store", path, "--tree")
+    assert done.returncode == 0
+    assert (found["spans"], found["nodes"], found["tokens"]) == (2, 3, 512)
+    ssd = found["tiers"]["ssd"]
+    owned = sum(r.data_bytes + r.meta.length for r in records_of(path))
+    assert ssd["used"] == owned and ssd["used"] + ssd["free"] == ssd["total"]
+    (space,) = found["namespaces"]
+    assert (space["name"], space["spans"], space["tokens"]) == ("a test", 2, 512)
+    assert sorted(n["tokens"] for n in found["tree"]) == [128, 192, 192]
+    assert sorted(n["depth"] for n in found["tree"]) == [0, 1, 1]
+
+
+def test_inspect_counts_leases_of_the_hottest_prefix(path):
+    hot = list(range(64))
+    with opened(path) as store:
+        put(store, hot)
+        for _ in range(3):
+            store.lease(hot).release()
+    _, found = run_json("inspect", "--store", path)
+    assert [(p["tokens"], p["leases"]) for p in found["hottest"]] == [(64, 3), (320, 0), (320, 0)]
+
+
+def test_inspect_says_how_much_of_a_prompt_is_stored_from_any_kind_of_file(path, tmp_path):
+    tokens = FORK[:200] + [7] * 50
+    files = [tmp_path / name for name in ("ids.json", "ids.txt", "ids.npy")]
+    files[0].write_text(json.dumps(tokens))
+    files[1].write_text("\n".join(map(str, tokens)))
+    np.save(files[2], np.array(tokens, dtype=np.int64))
+    for file in files:
+        _, found = run_json("inspect", "--store", path, "--prefix", file)
+        (stored,) = found["prefix"]["stored"]
+        assert (found["prefix"]["tokens"], stored["tokens"]) == (250, 192)
+        assert [(s["span"], s["n_windows"]) for s in stored["spans"]] == [(1, 2), (2, 1)]
+    assert "span 2: windows 2 to 2" in run("inspect", "--store", path, "--prefix", files[0]).stdout
+
+
+@pytest.mark.parametrize("text", ["a b c", "[1, 2", "[-1]", "", "[1.5]", '["x"]'])
+def test_inspect_refuses_what_is_not_token_ids_in_one_line(path, tmp_path, text):
+    (tmp_path / "ids").write_text(text)
+    assert_refused(run("inspect", "--store", path, "--prefix", tmp_path / "ids"), "ids")
+
+
+def test_inspect_and_verify_work_while_a_writer_has_the_store_open(path):
+    with opened(path) as store:
+        put(store, list(range(9000, 9064)))
+        assert run_json("inspect", "--store", path)[1]["spans"] == 3
+        assert run("verify", "--store", path).returncode == 0
+        put(store, list(range(9500, 9564)))
+
+
+def test_inspect_shows_a_name_as_it_is(tmp_path):
+    with impress.PrefixStore.open(tmp_path / "[b]", GEOMETRY, "[/odd] [red]", CONFIG) as store:
+        put(store, PROMPT)
+    done = run("inspect", "--store", tmp_path / "[b]", "--tree")
+    assert done.returncode == 0 and "[b]" in done.stdout
+    assert done.stdout.count("[/odd] [red]") == 2
+
+
+def test_inspect_asks_a_running_process_for_its_counters(path):
+    config = CONFIG.model_copy(update={"metrics_port": 0})
+    with impress.PrefixStore.open(path, GEOMETRY, "a test", config) as store:
+        store.lease(PROMPT).release()
+        store.lease([1] * 64).release()
+        port = store.metrics_port
+        _, found = run_json("inspect", "--store", path, "--metrics", port)
+        shown = run("inspect", "--store", path, "--metrics", port).stdout
+    assert found["live"]["hits"] == 1 and found["live"]["misses"] == {"not_stored": 1}
+    assert found["tiers"]["dram"]["total"] > 0
+    assert "hit tokens" in shown and "not_stored 1" in shown
+    assert_refused(run("inspect", "--store", path, "--metrics", port), str(port))
+
+
+def test_verify_of_a_sound_store_ends_with_0(path):
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 0
+    assert (found["sound"], found["spans"], found["problems"]) == (True, 2, [])
+    assert found["pieces"] == sum(2 * 2 * r.n_windows * 2 for r in records_of(path))
+    assert "sound" in run("verify", "--store", path).stdout
+
+
+def test_verify_names_span_and_segment_of_a_flipped_byte(path):
+    record = records_of(path)[1]
+    flip(path, record.parts[0], off=8192 + 5)
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1 and not found["sound"]
+    (problem,) = found["problems"]
+    assert (problem["span"], problem["segment"]) == (record.span_id, record.parts[0].segment)
+    assert "1 pieces" in problem["what"] and f"byte {record.parts[0].off + 8192}" in problem["what"]
+    assert "1 problem " in run("verify", "--store", path).stdout
+
+
+@pytest.mark.parametrize("off", [0, 20, 4096 + 3])
+def test_verify_lists_a_damaged_header_and_still_reads_the_rest(path, off):
+    flip(path, records_of(path)[0].meta, off)
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1
+    assert [(p["span"], "header" in p["what"]) for p in found["problems"]] == [(1, True)]
+    assert found["pieces"] > 0
+
+
+def test_verify_lists_a_damaged_index_value_and_what_hung_from_it(path):
+    with index_values(path) as values:
+        values[1][30] ^= 1
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1
+    assert [p["span"] for p in found["problems"]] == [1, 2]
+    assert "checksum" in found["problems"][0]["what"]
+    assert "never found" in found["problems"][1]["what"]
+
+
+def test_verify_lists_two_spans_in_one_place(path):
+    with index_values(path) as values:
+        values[9] = values[2]
+    _, found = run_json("verify", "--store", path)
+    assert any("is also span" in p["what"] for p in found["problems"])
+
+
+def test_verify_lists_a_segment_that_is_gone(path):
+    for segment in Shard(path).segments.glob("*.seg"):
+        segment.unlink()
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1
+    assert [p["span"] for p in found["problems"]] == [1, 2]
+
+
+def test_verify_says_that_the_index_is_gone_or_no_index(path):
+    data = Shard(path).index / "data.mdb"
+    data.write_bytes(b"\x55" * 8192)
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1 and "index" in found["problems"][0]["what"]
+    for file in Shard(path).index.iterdir():
+        file.unlink()
+    Shard(path).index.rmdir()
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1 and "missing" in found["problems"][0]["what"]
+
+
+def test_verify_skips_spans_that_a_writer_evicts_meanwhile(path):
+    with opened(path) as store:
+
+        def evict(done, of):
+            if not done:
+                store.evict(1 << 40)
+                put(store, list(range(7000, 7320)))
+
+        verdict = verify_store(path, evict)
+    assert verdict.problems == [] and verdict.gone == 2
+
+
+def test_verify_prints_no_tokens(path):
+    flip(path, records_of(path)[0].parts[0])
+    flip(path, records_of(path)[1].meta, 20)
+    done = run("verify", "--store", path, "--json")
+    assert not any(str(token) in done.stdout for token in (PROMPT[3], FORK[-2]))
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_no_store_is_one_line_and_2(tmp_path, command):
+    assert_refused(run(command, "--store", tmp_path / "none"), "no store here")
+    (tmp_path / "file").write_text("x")
+    assert_refused(run(command, "--store", tmp_path / "file"), "not a directory")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_newer_format_is_refused(path, command):
+    identity = path / "impress.json"
+    identity.write_text(identity.read_text().replace('"format": 1', '"format": 99'))
+    assert_refused(run(command, "--store", path), "99")
+
+
+def test_the_default_store_comes_from_the_environment(path, tmp_path):
+    environment = {**os.environ, "IMPRESS_STORE": str(path)}
+    assert run("verify", env=environment).returncode == 0
+    environment["IMPRESS_STORE"] = str(tmp_path / "none")
+    assert_refused(run("verify", env=environment), "none")
+
+
+@pytest.mark.parametrize("args", [["verify", "--bogus"], ["inspect", "--metrics", "x"], ["bogus"]])
+def test_a_wrong_flag_ends_with_2_and_no_traceback(args):
+    done = run(*args)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+def test_a_store_without_permission_is_one_line_and_2(path):
+    if os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    path.chmod(0)
+    try:
+        for command in ("inspect", "verify"):
+            assert_refused(run(command, "--store", path), "ermission")
+    finally:
+        path.chmod(0o700)
+
+
+@pytest.mark.parametrize("args", [["inspect"], ["inspect", "--json"], ["verify", "--json"]])
+def test_a_full_disk_behind_stdout_is_one_line_and_2(path, args):
+    with Path("/dev/full").open("w") as full:
+        done = run(*args, "--store", path, stdout=full)
+    assert_refused(done, "No space left")
+
+
+def test_ctrl_c_during_verify_is_one_line_and_2(path):
+    """A segment that is a pipe holds the reads up for ever; a terminal shows that they began."""
+    for segment in Shard(path).segments.glob("*.seg"):
+        segment.unlink()
+        os.mkfifo(segment)
+    terminal, behind = pty.openpty()
+    command = [str(SCRIPT), "verify", "--store", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=behind, text=True) as process:
+        os.close(behind)
+        shown = os.read(terminal, 4096)  # the progress bar
+        process.send_signal(signal.SIGINT)
+        shown += drained(terminal)
+        assert process.wait(60) == 2
+        assert process.stdout.read() == ""
+    os.close(terminal)
+    text = shown.decode()
+    assert "impress: interrupted" in text.splitlines()[-1] and "Traceback" not in text
+
+
+def drained(terminal):
+    """What comes from a terminal until its last writer is gone, which Linux calls an I/O error."""
+    shown = b""
+    with suppress(OSError):
+        while part := os.read(terminal, 4096):
+            shown += part
+    return shown
+
+
+def test_run_refuses_in_one_line_what_is_not_there(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("a long text")
+    args = ["run", "--model", tmp_path, "--query", "what?", "--store", tmp_path / "store"]
+    assert_refused(run(*args, "--prefix", text), "config.json")
+    assert_refused(run(*args, "--prefix", tmp_path / "none"), "No such file")
+    text.write_bytes(b"\xff\xfe\xff")
+    assert_refused(run(*args, "--prefix", text), "UTF-8")
+    assert run("run", "--model", tmp_path).returncode == 2
+    assert not (tmp_path / "store").exists()
+
+
+def test_run_without_torch_says_what_to_install(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "text").write_text("a long text")
+    code = f"""if True:
+        import sys
+        sys.modules["torch"] = None
+        from impress.cli.main import run
+        sys.argv = ["impress", "run", "--model", {str(tmp_path)!r}, "--query", "what?",
+                    "--prefix", {str(tmp_path / "text")!r}]
+        run()
+    """
+    done = ended([sys.executable, "-c", code])
+    assert_refused(done, "pip install 'impress-kv[hf]'")
