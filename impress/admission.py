@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from impress.blockhash import Tokens, key_after
-from impress.catalog import Catalog, Held
+from impress.catalog import Held
 from impress.commit import Committer, StoreJob
 from impress.errors import BadInput, StoreFailed
 from impress.format import SpanRecord, meta_bytes
+from impress.home import Home
 from impress.layout import SpanLayout
 from impress.stats import Counters
 from impress.types import Geometry
@@ -23,21 +24,18 @@ class Admission:
     """Opens writers and takes them back. Thread-safe."""
 
     def __init__(
-        self, geometry: Geometry, window: int, namespace: bytes, name: str, next_span: int,
-        catalog: Catalog, media: Media, committer: Committer, counters: Counters,
-        release: Callable[[Sequence[Held]], None], make_room: Callable[[int], bool],
+        self, geometry: Geometry, window: int, namespace: bytes, name: str, home: Home,
+        committer: Committer, media: Media, counters: Counters,
     ) -> None:  # fmt: skip
         self._geometry = geometry
         self._window = window
         self._namespace = namespace
         self._name = name
-        self._spans = itertools.count(next_span)  # next() of it is atomic
-        self._catalog = catalog
-        self._media = media
+        self._home = home
         self._committer = committer
+        self._media = media
         self._counters = counters
-        self._release = release
-        self._make_room = make_room
+        self._spans = itertools.count(home.last_span + 1)  # next() of it is atomic
         self._drafts: dict[int, Draft] = {}  # space reserved, not yet READY or given back
 
     def writer(
@@ -46,11 +44,11 @@ class Admission:
         """A writer for the windows of this prompt that are not stored; see PrefixStore.writer."""
         if not isinstance(start, int) or not 0 <= start <= len(tokens):
             raise BadInput(f"store: start {start!r} is not in 0..{len(tokens)}")
-        held = self._catalog.hold(root, labels, count=False)  # ancestors stay until the commit
+        held = self._home.catalog.hold(root, labels, count=False)  # ancestors stay until the commit
         first = sum(h.count for h in held)
         n_windows = len(labels) // (4 * self._window)
         if start > first * self._window:
-            self._release(held)
+            self._home.release(held)
             raise BadInput(
                 f"store: start {start} is beyond what is stored ({first * self._window} tokens)"
             )
@@ -62,7 +60,7 @@ class Admission:
                 if draft is None:
                     stored.refused = "disk full"
         except BaseException:
-            self._release(held)
+            self._home.release(held)
             raise
         if draft is not None:
             self._drafts[draft.record.span_id] = draft
@@ -78,7 +76,7 @@ class Admission:
     def _done(self, draft: Draft, held: Sequence[Held]) -> None:
         """The committer is through with a draft."""
         del self._drafts[draft.record.span_id]
-        self._release(held)
+        self._home.release(held)
 
     def _draft(self, root: bytes, labels: bytes, first: int, n_windows: int) -> Draft | None:
         """Reserve space for a span of n_windows from window `first`; None when there is none."""
@@ -111,7 +109,7 @@ class Admission:
         """Room at home; when there is none, after making some."""
         try:
             slot = self._media.ssd.reserve(n_bytes)
-            if slot is None and self._make_room(round_up(n_bytes)):
+            if slot is None and self._home.make_room(round_up(n_bytes)):
                 slot = self._media.ssd.reserve(n_bytes)
         except MediumError as err:
             raise StoreFailed(str(err)) from None
@@ -127,7 +125,7 @@ class Admission:
         if draft is not None:
             self._committer.give_up(draft, partial(self._done, draft, held))
         else:
-            self._release(held)
+            self._home.release(held)
         if stored.refused:
             reason = stored.refused.split(":")[0].replace(" ", "_")
             self._counters.add(f"refused/{reason}")

@@ -7,6 +7,7 @@ index transaction names it, then the tree shows it. Stores that wait together co
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -25,6 +26,8 @@ from tiers.base import PAGE, Extent, Slot
 from tiers.errors import MediumError
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
+
+log = logging.getLogger("impress")
 
 #: A write that takes longer than this is stuck; its store fails.
 WRITE_TIMEOUT_S = 120.0
@@ -140,18 +143,25 @@ class Committer:
                         batch.given_up.append(job)
                     else:
                         batch.barriers.append(job)
-            self._commit(batch)
-            for job in batch.given_up:
-                with contextlib.suppress(StoreFailed):  # a write that failed has ended too
-                    job.draft.settle(WRITE_TIMEOUT_S)
-                self._reclaim([job.draft.record])
-                job.done()
+            try:
+                self._deal_with(batch)
+            except Exception as err:  # a bug: told by flush, and no later job is left waiting
+                log.exception("the committer failed")
+                self.fail(err)
             for event in batch.barriers:
                 event.set()
         try:
             self._index.commit({}, heat=self._catalog.heat())
         except StoreFailed as err:
             self.fail(err)
+
+    def _deal_with(self, batch: _Batch) -> None:
+        self._commit(batch)
+        for job in batch.given_up:
+            with contextlib.suppress(StoreFailed):  # a write that failed has ended too
+                job.draft.settle(WRITE_TIMEOUT_S)
+            self._reclaim([job.draft.record])
+            job.done()
 
     # ---- one batch -------------------------------------------------------------------------
 

@@ -1,0 +1,157 @@
+"""Home: what lies on the SSD, and who may take it away.
+
+Segments, index, catalog and committer of one shard. A span comes in READY through the committer,
+and goes out evicted or quarantined: tree first, then index, then space, when its last holder ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from impress.catalog import Catalog, Held
+from impress.commit import Committer, bury
+from impress.config import Config
+from impress.directory import Identity, Shard
+from impress.errors import FormatError, ImpressError, StoreFailed
+from impress.format import SpanRecord
+from impress.index import Index
+from impress.stats import Counters
+from tiers.ssd import SsdTier
+
+log = logging.getLogger("impress")
+
+#: Longest wait for the committer: a disk that takes longer is stuck.
+COMMIT_TIMEOUT_S = 150.0
+
+
+class Home:
+    """Thread-safe. `forget(span)` is called when a span's copies elsewhere are to go."""
+
+    def __init__(
+        self, path: Path, identity: Identity, config: Config, counters: Counters,
+        forget: Callable[[int], None], *, write: bool,
+    ) -> None:  # fmt: skip
+        self._path = path
+        self._counters = counters
+        self._forget = forget
+        shard = Shard(path)
+        if not write and not shard.index.is_dir():
+            raise FormatError(f"{path}: nothing has been stored here yet")
+        self.ssd = SsdTier(
+            shard.segments, config.segment_bytes, config.disk_bytes, read_only=not write
+        )
+        self.index = Index(shard.index, create=write)
+        self.catalog = Catalog(identity.window)
+        self._superfluous, self.last_span = self._load()
+        self.committer: Committer | None = None
+        if write:
+            self.committer = Committer(
+                self.index, self.ssd, self.catalog, counters, identity.geometry, identity.uuid,
+                self.reclaim, durable=config.durable,
+            )  # fmt: skip
+
+    def tidy(self) -> None:
+        """Delete what the index held in vain; once everything that `forget` needs is there."""
+        if self.committer is not None and self._superfluous:
+            self._delete(self._superfluous)
+            self._superfluous = []
+
+    def _load(self) -> tuple[list[int], int]:
+        """Fill the tree and the space accounts from the index; (spans to delete, the last id)."""
+        collecting = gc.isenabled()
+        gc.disable()  # a million short-lived tuples would be walked again and again
+        try:
+            superfluous, damaged = self.catalog.load(self.index.spans(), self.index.heat())
+            extents, last = self.catalog.extents()
+            self.ssd.claim(extents)
+        except ValueError as err:
+            raise FormatError(f"{self._path}: two spans claim the same space ({err})") from None
+        finally:
+            if collecting:
+                gc.enable()
+        if damaged:
+            log.warning("%s: %d damaged index values passed over", self._path, len(damaged))
+            self._counters.add("damaged_spans", len(damaged))
+        return superfluous + damaged, max([last, *damaged])
+
+    def _delete(self, spans: list[int]) -> None:
+        assert self.committer is not None
+        self.committer.delete(spans)
+        if not self.committer.barrier(COMMIT_TIMEOUT_S):
+            raise StoreFailed(f"{self._path}: no commit within {COMMIT_TIMEOUT_S:g} s")
+
+    def evict(self, n_bytes: int) -> int:
+        """Drop least recently used spans, leaves first, never held ones; the bytes freed.
+
+        Returns when they are out of the index and their space is free.
+        """
+        if self.committer is None:
+            raise ImpressError('store: opened with mode="r"')
+        spans = self.catalog.evict(n_bytes)
+        freed = sum(r.data_bytes + r.meta.length for r in self.catalog.retired_records(spans))
+        self._counters.add("evicted_spans", len(spans))
+        self._delete(spans)
+        return freed
+
+    def make_room(self, n_bytes: int) -> bool:
+        """Evict until n_bytes more are free; False when nothing can go."""
+        return self.evict(n_bytes) > 0
+
+    def quarantine(self, span: int) -> None:
+        """A span went bad: never again a hit, nor what hangs from it."""
+        retired = self.catalog.quarantine(span)
+        if retired:
+            log.warning(
+                "%s: span %d does not read back; dropped, with what follows it", self._path, span
+            )
+            self._counters.add("quarantined_spans", len(retired))
+            if self.committer is not None:
+                self.committer.delete(retired)
+
+    def release(self, held: Sequence[Held]) -> None:
+        """A lease or a writer lets go."""
+        self.reclaim(self.catalog.release(h.record.span_id for h in held))
+
+    def reclaim(self, records: Iterable[SpanRecord]) -> None:
+        """Nobody views or holds these spans any more: copies and space go."""
+        for record in records:
+            self._forget(record.span_id)
+            if self.committer is not None:
+                bury(self.ssd, record)
+
+    def flush(self, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
+        """Wait until all that was stored is READY. Raises StoreFailed for what failed since."""
+        if self.committer is None:
+            return
+        if not self.committer.barrier(timeout_s):
+            raise StoreFailed(f"flush: not done within {timeout_s:g} s")
+        failures = self.committer.take_failures()
+        if failures:
+            more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+            raise StoreFailed(f"{failures[0]}{more}") from failures[0]
+
+    def settle(self) -> None:
+        """Finish what is queued; what failed is only logged. No store comes after this."""
+        if self.committer is not None:
+            self.committer.close(COMMIT_TIMEOUT_S)
+            for error in self.committer.take_failures():
+                log.warning("%s: a store failed before close: %s", self._path, error)
+
+    def close(self, *, files: bool) -> None:
+        """Let the index go, and the segments unless a stuck thread may still use them."""
+        if files:
+            self.ssd.close()
+        self.index.close()
+
+    def check(self, drafts: Iterable[SpanRecord]) -> None:
+        """Assert that tree and space agree. `drafts`: stores under way, which own space too."""
+        self.catalog.check()
+        self.ssd.check()
+        if self.committer is not None:
+            records = [*self.catalog.all_records(), *drafts]
+            owned = sum(r.data_bytes + r.meta.length for r in records)
+            used = self.ssd.usage().used
+            assert used == owned, f"ssd: {used} bytes used, spans own {owned}"
