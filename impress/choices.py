@@ -244,7 +244,7 @@ def _least_order(order: Floats, mass: Floats, bound: float) -> int:
     while low < high:
         middle = (low + high) // 2
         left = mass @ (~top_k(order, middle)).astype(np.float32)
-        if float(left.max()) <= bound:
+        if float(left.max()) <= bound * (1 + 1e-6):  # float32 sums
             high = middle
         else:
             low = middle + 1

@@ -31,9 +31,9 @@ class ChunkCache:
         self.planes = tuple(planes)
         sizes = list(planes.values())
         self._offs = {plane: sum(sizes[:i]) for i, plane in enumerate(planes)}
-        self._chunk_bytes = chunk_bytes = sum(sizes)
-        self.capacity = budget_bytes // chunk_bytes
-        self.tier = DramTier(self.capacity * chunk_bytes)
+        self.chunk_bytes = sum(sizes)
+        self.capacity = budget_bytes // self.chunk_bytes
+        self.tier = DramTier(self.capacity * self.chunk_bytes)
         self._n_layers = n_layers
         self._lock = threading.Lock()
         self._maps: dict[int, Ids] = {}  # span -> [n_layers, n_windows] entry or _ABSENT
@@ -71,11 +71,11 @@ class ChunkCache:
 
     def slot(self, entry: int) -> Slot:
         """Where an entry's bytes are."""
-        return Slot((Extent(0, entry * self._chunk_bytes, self._chunk_bytes),))
+        return Slot((Extent(0, entry * self.chunk_bytes, self.chunk_bytes),))
 
     def plane_off(self, plane: int) -> int:
         """Where a plane's pieces begin in an entry."""
-        return self._offs[plane]
+        return self._offs.get(plane, 0)
 
     def admit(self, span: int, n_windows: int, layer: int, windows: Ids) -> tuple[Ids, Ids]:
         """Take entries for these windows of a layer; (windows, entries) granted, to be filled.
@@ -154,7 +154,7 @@ class ChunkCache:
 
     def _take(self, n: int) -> Ids:
         n = min(n, self.capacity)
-        free = self.tier.usage().free // self._chunk_bytes
+        free = self.tier.usage().free // self.chunk_bytes
         if free < n:
             idle = np.flatnonzero(self._ready & (self._pins == 0))
             want = min(len(idle), max(n - free, self.capacity // 64))
@@ -164,10 +164,10 @@ class ChunkCache:
             self._drop(idle if want else idle[:0])
         entries = []
         for _ in range(n):
-            slot = self.tier.reserve(self._chunk_bytes)
+            slot = self.tier.reserve(self.chunk_bytes)
             if slot is None:
                 break
-            entries.append(slot.parts[0].off // self._chunk_bytes)
+            entries.append(slot.parts[0].off // self.chunk_bytes)
         return np.array(entries, dtype=np.int64)
 
     def _drop(self, entries: Ids) -> None:

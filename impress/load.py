@@ -49,6 +49,7 @@ class Reading:
     ssd: SsdTier
     cache: ChunkCache  # of K and V
     probe_caches: dict[int, ChunkCache]  # by plane number
+    no_cache: ChunkCache  # for planes that none keeps
     pool: IoPool
     buffers: BufferPool
     counters: Counters

@@ -1,9 +1,12 @@
-"""Policies: what a session loads of a prefix. One for now; others come the same way."""
+"""Policies: what a session loads of a prefix. Data only; impress.identify has what they mean."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from impress.errors import BadInput
 
 
 class Policy(Protocol):
@@ -17,6 +20,15 @@ class Policy(Protocol):
     def needs_suffix_lse(self) -> bool:
         """Whether `retrieve` must be given the log-sum-exp over the new tokens."""
 
+    @property
+    def probe(self) -> str | None:
+        """The probe codec whose records it reads, None for none."""
+
+
+def _fixed(value: Any) -> Any:
+    """A field of the class, not of the caller."""
+    return field(default=value, init=False, repr=False)
+
 
 @dataclass(frozen=True, slots=True)
 class Exact:
@@ -24,3 +36,134 @@ class Exact:
 
     name: str = "exact"
     needs_suffix_lse: bool = False
+    probe: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """IMPRESS, section 4.3: three heads vote for `keep` of the tokens when they agree.
+
+    They agree when the mean Jaccard index of their top tokens is at least j^alpha, j that of
+    random sets; alpha 0 never agrees. `gate` False votes whatever they agree on. Where they do not
+    agree: fallback "layer" loads the layer whole, "heads" reads all its keys and takes the union of
+    every KV head's own top tokens. Raises BadInput.
+    """
+
+    keep: float = 0.25
+    alpha: float = 0.6
+    gate: bool = True
+    fallback: Literal["layer", "heads"] = "layer"
+    name: str = _fixed("paper")
+    needs_suffix_lse: bool = _fixed(True)
+    probe: str | None = _fixed("heads3-v1")
+
+    def __post_init__(self) -> None:
+        _check_keep(self.name, self.keep)
+        if not _is_number(self.alpha) or not 0 <= self.alpha < math.inf:
+            raise BadInput(f"paper: alpha must be a number of at least 0, got {self.alpha!r}")
+        if not isinstance(self.gate, bool):
+            raise BadInput(f"paper: gate must be True or False, got {self.gate!r}")
+        if self.fallback not in ("layer", "heads"):
+            raise BadInput(f"paper: fallback must be 'layer' or 'heads', got {self.fallback!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """The smallest set of rows that misses at most `max_missing_mass`, by a sketch of all keys.
+
+    The missing mass of a layer is the softmax weight (over prefix and new tokens) on prefix rows
+    not loaded, mean over query rows and over heads (`per` "mean") or of the worst head ("head").
+    `max_bytes` caps a layer's chosen rows and the sketch read to choose them; where it prevents
+    the bound, the estimate in the answer says so. Raises BadInput.
+    """
+
+    max_missing_mass: float = 0.1
+    max_bytes: int | None = None
+    per: Literal["mean", "head"] = "mean"
+    probe: str | None = "int4-v1"
+    name: str = _fixed("quality")
+    needs_suffix_lse: bool = _fixed(True)
+
+    def __post_init__(self) -> None:
+        mass, cap = self.max_missing_mass, self.max_bytes
+        if not _is_number(mass) or not 0 <= mass <= 1:
+            raise BadInput(f"quality: max_missing_mass must be a number in [0, 1], got {mass!r}")
+        if cap is not None and (not isinstance(cap, int) or isinstance(cap, bool) or cap < 1):
+            raise BadInput(f"quality: max_bytes must be None or an int of at least 1, got {cap!r}")
+        if self.per not in ("mean", "head"):
+            raise BadInput(f"quality: per must be 'mean' or 'head', got {self.per!r}")
+        if not isinstance(self.probe, str) or not self.probe:
+            raise BadInput(f"quality: probe must name a probe codec, got {self.probe!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAll:
+    """Every row, by the way that chosen rows take: what selection costs when it saves nothing."""
+
+    name: str = _fixed("keep_all")
+    needs_suffix_lse: bool = _fixed(False)
+    probe: str | None = _fixed(None)
+
+
+@dataclass(frozen=True, slots=True)
+class AllHeads:
+    """H2O: all keys of the layer are read; the top `keep` by the column sums of all heads."""
+
+    keep: float = 0.25
+    name: str = _fixed("all_heads")
+    needs_suffix_lse: bool = _fixed(True)
+    probe: str | None = _fixed(None)
+
+    def __post_init__(self) -> None:
+        _check_keep(self.name, self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Random:
+    """`keep` of the rows, by chance; the same for the same seed, layer and prefix length."""
+
+    keep: float = 0.25
+    seed: int = 0
+    name: str = _fixed("random")
+    needs_suffix_lse: bool = _fixed(False)
+    probe: str | None = _fixed(None)
+
+    def __post_init__(self) -> None:
+        _check_keep(self.name, self.keep)
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
+            raise BadInput(f"random: seed must be an int of at least 0, got {self.seed!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Recency:
+    """The last `keep` of the rows."""
+
+    keep: float = 0.25
+    name: str = _fixed("recency")
+    needs_suffix_lse: bool = _fixed(False)
+    probe: str | None = _fixed(None)
+
+    def __post_init__(self) -> None:
+        _check_keep(self.name, self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticH2O:
+    """The top `keep` by the importance given when the prefix was stored, whatever the query."""
+
+    keep: float = 0.25
+    name: str = _fixed("static_h2o")
+    needs_suffix_lse: bool = _fixed(False)
+    probe: str | None = _fixed(None)
+
+    def __post_init__(self) -> None:
+        _check_keep(self.name, self.keep)
+
+
+def _check_keep(policy: str, keep: Any) -> None:
+    if not _is_number(keep) or not 0 < keep <= 1:
+        raise BadInput(f"{policy}: keep must be a number in (0, 1], got {keep!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)

@@ -16,13 +16,15 @@ from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.layout import K, V
 from impress.load import Load, Reading, ended
 from impress.plan import Source
-from impress.policy import Exact, Policy
+from impress.policy import Exact, KeepAll, Policy
 from impress.rows import torch_module
 from tiers.iopool import Ticket
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from impress.load import Tensors
@@ -67,7 +69,12 @@ class Lease:
         """Reads of this prefix under a policy. Raises ImpressError on a miss or after release."""
         if not self.n_tokens:
             raise ImpressError("lease: a miss has nothing to read (check n_tokens first)")
-        return Session(self, policy or Exact(), self._reading)
+        policy = policy or Exact()
+        if isinstance(policy, Exact | KeepAll):
+            return Session(self, policy, self._reading)
+        from impress.sparse import sparse_session  # it builds on this module
+
+        return sparse_session(self, policy, self._reading)
 
     def check_active(self) -> None:
         """Raises PrefixLost when expired, ImpressError when released."""
@@ -99,16 +106,15 @@ class Session:
     """Brings a leased prefix layer by layer. For one thread; close it when done."""
 
     def __init__(self, lease: Lease, policy: Policy, reading: Reading) -> None:
-        if not isinstance(policy, Exact):
-            raise ImpressError(f"session: policy {policy!r} is not one this version can serve")
         lease.check_active()
         self.n_tokens = lease.n_tokens
         self.policy = policy
         self._lease = lease
         self._sources = lease.sources
         self._r = reading
+        self._window = self._sources[0].held.record.window
         self._loads: dict[int, Load] = {}  # under way
-        self._given: dict[int, Load] = {}  # retrieved, still valid
+        self._given: dict[int, list[Load]] = {}  # retrieved, still valid
         self._promotions: list[Ticket] = []
         self._layers: list[dict[str, Any]] = []
         self._closed = False
@@ -156,6 +162,22 @@ class Session:
             raise ImpressError("session: closed")
         if self.needs_suffix_lse and suffix_lse is None:
             raise ImpressError(f"retrieve: policy {self.policy.name} needs suffix_lse")
+        k, v, positions = self._bring(layer, query, scaling, suffix_lse, out)
+        if query is not None and query.device != k.device:
+            k, v = k.to(query.device), v.to(query.device)
+        if positions is None:
+            return k, v, torch.arange(self.n_tokens, dtype=torch.int64, device=k.device)
+        return k, v, torch.tensor(positions, dtype=torch.int64, device=k.device)
+
+    def _bring(
+        self,
+        layer: int,
+        query: torch.Tensor | None,
+        scaling: float | None,
+        suffix_lse: torch.Tensor | None,
+        out: Tensors | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64] | None]:
+        """The layer's K and V on the host, and which rows they are (None: all)."""
         load = self._loads.pop(layer, None)
         if load is None:
             self._lease.check_active()
@@ -166,14 +188,15 @@ class Session:
         begin_s = monotonic()
         load.wait()
         self._account(load, begin_s)
-        stale = self._given.pop(layer, None)
-        if stale is not None:
-            stale.give_back()
-        self._given[layer] = load
+        self._keep(layer, [load])
         k, v = load.tensors()
-        if query is not None and query.device != k.device:
-            k, v = k.to(query.device), v.to(query.device)
-        return k, v, torch.arange(self.n_tokens, dtype=torch.int64, device=k.device)
+        return k, v, None
+
+    def _keep(self, layer: int, loads: list[Load]) -> None:
+        """Hold what the caller now looks at; let go of what it looked at before."""
+        for stale in self._given.pop(layer, []):
+            stale.give_back()
+        self._given[layer] = loads
 
     def report(self) -> AccessReport:
         """What has been retrieved so far."""
@@ -198,8 +221,9 @@ class Session:
         tickets = [ticket for load in self._loads.values() for ticket in load.tickets.values()]
         for load in self._loads.values():
             load.abandon()
-        for load in self._given.values():
-            load.give_back()
+        for loads in self._given.values():
+            for load in loads:
+                load.give_back()
         self._loads.clear()
         self._given.clear()
         return ended([*tickets, *self._promotions], self._r.config.read_timeout_s)

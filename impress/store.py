@@ -25,13 +25,14 @@ from impress.index import Index
 from impress.layout import K, SpanLayout, V
 from impress.load import Reading
 from impress.plan import Source
+from impress.probes import codec_of
 from impress.rows import check_layers
 from impress.session import Lease
 from impress.stats import Counters, serve_metrics
 from impress.tables import TableCache, Tables
 from impress.types import Geometry
 from impress.writer import Media, Stored, Writer, importance_of
-from tiers.base import Slot
+from tiers.base import PAGE, Slot, round_up
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
 from tiers.slots import BufferPool
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 #: A sixteenth of the DRAM budget is kept for tables (8 bytes a piece: about .1 % of the KV).
 TABLES_SHARE = 16
+#: An eighth for probe records, where any are stored.
+PROBES_SHARE = 8
 
 
 class PrefixStore:
@@ -108,20 +111,32 @@ class PrefixStore:
             self.path, self._identity, config, self.counters, self._forget, write=self.writable
         )
         self._pool = IoPool(config.io_threads)
+        codecs = [codec_of(name) for name in config.probes]
         tables_budget = config.dram_bytes // TABLES_SHARE
+        probe_budget = config.dram_bytes // PROBES_SHARE if codecs else 0
         planes = {plane: layout.planes[plane].chunk_bytes for plane in (K, V)}
-        self._cache = ChunkCache(config.dram_bytes - tables_budget, planes, geometry.n_layers)
+        chunk_budget = config.dram_bytes - tables_budget - probe_budget
+        self._cache = ChunkCache(chunk_budget, planes, geometry.n_layers)
+        self._probe_caches = {
+            V + 1 + i: ChunkCache(
+                probe_budget // len(codecs),
+                {V + 1 + i: round_up(codec.probe_bytes(geometry) * self.window // codec.group)},
+                geometry.n_layers,
+            )
+            for i, codec in enumerate(codecs)
+        }
         self._tables = TableCache(home.ssd, self._pool, tables_budget)
         self.buffers = BufferPool(None)
         """Page-aligned buffers for whoever reads: sessions and engines."""
         self._reading = Reading(
-            geometry, config, home.ssd, self._cache, {}, self._pool, self.buffers,
+            geometry, config, home.ssd, self._cache, self._probe_caches,
+            ChunkCache(0, {-1: PAGE}, geometry.n_layers), self._pool, self.buffers,
             self.counters, home.quarantine,
         )  # fmt: skip
         self._admission: Admission | None = None
         if home.committer is not None:
             slots = BufferPool(config.write_buffer_bytes)
-            media = Media(home.ssd, self._pool, slots, geometry)
+            media = Media(home.ssd, self._pool, slots, geometry, codecs)
             self._admission = Admission(
                 geometry, self.window, self.namespace, self.name, home, home.committer, media,
                 self.counters,
@@ -136,7 +151,8 @@ class PrefixStore:
                 raise StoreFailed(f"metrics: port {config.metrics_port}: {err.strerror}") from None
 
     def _forget(self, span: int) -> None:
-        self._cache.drop_span(span)
+        for cache in (self._cache, *self._probe_caches.values()):
+            cache.drop_span(span)
         self._tables.drop(span)
 
     # ---- looking up ------------------------------------------------------------------------
@@ -254,7 +270,8 @@ class PrefixStore:
 
     def drop_caches(self) -> None:
         """Empty the DRAM tier and the cached tables; home keeps everything."""
-        self._cache.clear()
+        for cache in (self._cache, *self._probe_caches.values()):
+            cache.clear()
         self._tables.clear()
 
     def flush(self, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
@@ -311,7 +328,8 @@ class PrefixStore:
 
         When nothing is being stored or evicted (after `flush`, no writer open).
         """
-        self._cache.check()
+        for cache in (self._cache, *self._probe_caches.values()):
+            cache.check()
         self._home.check(self._admission.drafts() if self._admission else [])
 
     def _names_of(

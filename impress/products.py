@@ -1,0 +1,155 @@
+"""Products of a query with low-bit codes, as fast as the processor allows. Pure; memory reused.
+
+Codes stand for (u + 1/2 − 2^(b−1)) × scale (impress.quant), so with c = 2^(b−1) − 1/2
+
+    rows · keys = (rows · u − c Σ rows) × scale
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Final, Protocol
+
+from impress.quant import unpack_codes
+from impress.rows import torch_module
+from impress.scores import Product, sketch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+
+#: Keeps int32 sums in range (127 · 15 · ratio · head_dim / 2) for heads of up to 2,048.
+_MOST_RATIO: Final = 1024.0
+
+
+class CodeProduct(Protocol):
+    """Products of one KV head after the other, made for the rows [n_kv, r, dim] of all of them."""
+
+    def __call__(self, kv: int, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Rows of a KV head on its packed codes uint8 [n, bytes] with scales float32 [n].
+
+        float32 [r, n], overwritten by the next call.
+        """
+
+
+def code_product(rows: torch.Tensor, n: int, bits: int, dtype: str) -> CodeProduct:
+    """The best this device has, for rows float32 [n_kv, r, dim] and n tokens of codes.
+
+    `dtype` is the store's: where products are made in floats, a float32 store's are in float32.
+    """
+    if not integer_products(rows.device.type):
+        return FloatProduct(rows.to(sketch_dtype(rows.device.type, dtype)), n, bits)
+    if bits == 4 and rows.shape[-1] % 2 == 0:
+        return HalvesProduct(rows, n)
+    return IntegerProduct(rows, n, bits)
+
+
+class FloatProduct:
+    """Codes made floats of the rows' dtype, on their device: runs everywhere."""
+
+    def __init__(self, rows: torch.Tensor, n: int, bits: int) -> None:
+        module = torch_module()
+        self._rows, self._bits = rows, bits
+        self._centres = _centres(rows, bits)
+        shape = (n, rows.shape[-1])
+        self._codes = module.empty(shape, dtype=module.uint8, device=rows.device)
+        self._wide = module.empty(shape, dtype=rows.dtype, device=rows.device)
+        self._multiply = Product(rows.shape[1], n, rows)
+
+    def __call__(self, kv: int, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        unpack_codes(packed, self._codes.shape[1], self._bits, self._codes)
+        scores = self._multiply(self._rows[kv], self._wide.copy_(self._codes))
+        return scores.sub_(self._centres[kv]).mul_(scales)
+
+
+class IntegerProduct:
+    """int8 products on the host; rows are rounded to 8 bits, far finer than the codes are."""
+
+    def __init__(self, rows: torch.Tensor, n: int, bits: int) -> None:
+        module = torch_module()
+        self._bits = bits
+        whole, self._steps = _rounded(rows)
+        self._rows = whole.to(module.int8)
+        self._centres = _centres(whole, bits)
+        self._codes = module.empty(n, rows.shape[-1], dtype=module.uint8)
+        self._dots = module.empty(rows.shape[1], n, dtype=module.int32)
+        self._scores = module.empty(rows.shape[1], n, dtype=module.float32)
+
+    def __call__(self, kv: int, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        unpack_codes(packed, self._codes.shape[1], self._bits, self._codes)
+        _int_mm(self._rows[kv], self._codes, self._dots)
+        scores: torch.Tensor = self._scores.copy_(self._dots)
+        return scores.sub_(self._centres[kv]).mul_(scales * self._steps[kv, 0])
+
+
+class HalvesProduct:
+    """As IntegerProduct, for 4-bit codes, without unpacking the high halves.
+
+    A byte read as int8 is x = 16·(hi − 8) + lo, so that
+
+        q_hi·hi + q_lo·lo = (q_hi / 16)·x + (q_lo − q_hi / 16)·lo + 8 Σ q_hi
+
+    The two products are made with steps whose ratio is whole, and add up as integers.
+    """
+
+    def __init__(self, rows: torch.Tensor, n: int) -> None:
+        module = torch_module()
+        half = rows.shape[-1] // 2
+        most = rows.abs().amax(dim=1, keepdim=True)
+        most_low, most_high = (part.amax(dim=-1, keepdim=True) for part in most.split(half, dim=-1))
+        steps = module.maximum(most_high / 16, most_low / (_MOST_RATIO - 1)) / 127
+        self._steps = steps.clamp_(min=1e-30)
+        high = (rows[..., half:] / (16 * self._steps)).round_()
+        left = rows[..., :half] - high * self._steps
+        ratios = (left.abs().amax(dim=(1, 2), keepdim=True) / (127.0 * self._steps)).ceil_()
+        ratios.nan_to_num_(nan=1.0).clamp_(1, 2 * _MOST_RATIO)  # a query of nan scores nan
+        low = (left / (ratios * self._steps)).round_().clamp_(-127, 127)
+        self._ratios = ratios.flatten().to(module.int64).tolist()
+        self._high, self._low = high.to(module.int8), low.to(module.int8)
+        # In steps, q_hi = 16 high and q_lo = low × ratio + high: 8 Σ q_hi − 7.5 Σ (q_hi + q_lo)
+        tops = high.sum(dim=-1, keepdim=True)
+        self._centres = 8 * tops - 7.5 * (low.sum(dim=-1, keepdim=True) * ratios + tops)
+        self._bytes = module.empty(2, n, half, dtype=module.uint8)
+        self._dots = module.empty(2, rows.shape[1], n, dtype=module.int32)
+        self._scores = module.empty(rows.shape[1], n, dtype=module.float32)
+
+    def __call__(self, kv: int, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        raw, low = self._bytes
+        raw.copy_(packed)
+        torch_module().bitwise_and(raw, 15, out=low)
+        dots, low_dots = self._dots
+        _int_mm(self._high[kv], raw, dots)
+        _int_mm(self._low[kv], low, low_dots)
+        dots.add_(low_dots, alpha=self._ratios[kv])
+        scores: torch.Tensor = self._scores.copy_(dots)
+        return scores.add_(self._centres[kv]).mul_(scales * self._steps[kv, 0])
+
+
+@cache
+def integer_products(device_type: str) -> bool:
+    """Whether int8 matrix products are there and fast: a processor with VNNI, through oneDNN."""
+    module = torch_module()
+    ask = getattr(module.cpu, "_is_vnni_supported", None)
+    usable = device_type == "cpu" and module.backends.mkldnn.is_available()
+    return usable and ask is not None and hasattr(module, "_int_mm") and bool(ask())
+
+
+def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [n_kv, r, dim] as whole numbers up to 127, in float32, and their steps [n_kv, 1, 1].
+
+    One step for all rows of a head: what counts is the error of a score, not of a row.
+    """
+    steps = rows.abs().amax(dim=(1, 2), keepdim=True).clamp_(min=1e-30) / 127.0
+    return (rows / steps).round_(), steps
+
+
+def _int_mm(rows: torch.Tensor, codes: torch.Tensor, out: torch.Tensor) -> None:
+    module = torch_module()
+    module._int_mm(rows, codes.view(module.int8).t(), out=out)
+
+
+def _centres(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """c Σ rows, float32 [n_kv, r, 1]."""
+    module = torch_module()
+    sums: torch.Tensor = rows.sum(dim=-1, keepdim=True, dtype=module.float32)
+    return sums * ((1 << (bits - 1)) - 0.5)

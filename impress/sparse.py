@@ -1,0 +1,226 @@
+"""Sessions that choose: read a little to know what matters, then read what matters.
+
+    retrieve(layer, query): probe records ─identify→ Selection ─gather→ K and V of the chosen rows
+
+Probe records do not depend on the query, so `prefetch` reads them ahead for every layer. A prefix
+stored without the records a policy wants gets them made from its keys, which must then be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from impress.catalog import Held
+from impress.choices import Selection
+from impress.errors import BadInput, ImpressError, PrefixLost
+from impress.identify import Asked, select
+from impress.layout import K, V
+from impress.load import Load, Reading
+from impress.policy import Policy
+from impress.probes import codec_of
+from impress.rows import host_words
+from impress.session import Lease, Session
+from impress.tables import read_header
+from tiers.base import Bytes
+from tiers.errors import ReadFailed
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+    from impress.load import Tensors
+
+
+class SparseSession(Session):
+    """A session under a policy with an identifier (`impress.identify`)."""
+
+    def __init__(self, lease: Lease, policy: Policy, reading: Reading) -> None:
+        super().__init__(lease, policy, reading)
+        self._codec = codec_of(policy.probe) if policy.probe else None
+        self._plane = self._probe_plane()
+        self._probes: dict[int, Load] = {}  # records on their way, by layer
+        self._importance: npt.NDArray[np.float32] | None = None  # [n_layers, n_tokens]
+
+    def _probe_plane(self) -> int | None:
+        """The plane that holds the codec's records in every span of the prefix; else None."""
+        if self._codec is None:
+            return None
+        wanted = (self._codec.name, self._codec.group, self._codec.probe_bytes(self._r.geometry))
+        planes = set()
+        for source in self._sources:
+            found = [(p.codec, p.group, p.group_bytes) for p in source.probes]
+            planes.add(V + 1 + found.index(wanted) if wanted in found else None)
+        return planes.pop() if len(planes) == 1 else None
+
+    def prefetch(self, outs: Sequence[Tensors] | None = None) -> None:
+        """Start reading every layer's probe records. Rows cannot be read before they are chosen."""
+        if outs is not None:
+            raise BadInput(f"prefetch: policy {self.policy.name} chooses how many rows there are")
+        self._lease.check_active()
+        for layer in range(self._r.geometry.n_layers):
+            if self._plane is not None and layer not in self._probes:
+                self._probes[layer] = self._start_probes(layer, self._plane)
+
+    def _start_probes(self, layer: int, plane: int) -> Load:
+        cache = self._r.probe_caches.get(plane, self._r.no_cache)
+        if cache.chunk_bytes != self._sources[0].layout.planes[plane].chunk_bytes:
+            cache = self._r.no_cache  # this prefix was stored with other codecs than the store's
+        return Load(self._r, self._sources, layer, cache, (plane,))
+
+    def _bring(
+        self,
+        layer: int,
+        query: torch.Tensor | None,
+        scaling: float | None,
+        suffix_lse: torch.Tensor | None,
+        out: Tensors | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64] | None]:
+        if out is not None:
+            raise BadInput(f"retrieve: policy {self.policy.name} chooses how many rows there are")
+        self._lease.check_active()
+        begin_s = monotonic()
+        used: list[Load] = []  # everything this layer read
+        try:
+            selection, keys = self._choose(layer, query, scaling, suffix_lse, used)
+            positions = selection.positions
+            planes = (K, V) if keys is None else (V,)
+            rows = self._read(Load(self._r, self._sources, layer, self._r.cache, planes, positions))
+            used.append(rows)
+            k, v = rows.tensors() if keys is None else (_taken(keys, positions), rows.tensor())
+        except BaseException:
+            for load in used:
+                load.give_back()
+            raise
+        self._keep(layer, used)
+        self._note(layer, selection, used, rows, begin_s)
+        return k, v, positions
+
+    def _read(self, load: Load) -> Load:
+        load.wait()
+        promotion = load.promote()
+        if promotion is not None:
+            self._promotions.append(promotion)
+        return load
+
+    def _choose(
+        self,
+        layer: int,
+        query: torch.Tensor | None,
+        scaling: float | None,
+        suffix_lse: torch.Tensor | None,
+        used: list[Load],
+    ) -> tuple[Selection, torch.Tensor | None]:
+        """The rows this layer needs, and all its keys where they had to be read for that."""
+        g = self._r.geometry
+        found: list[torch.Tensor] = []
+
+        def all_keys() -> torch.Tensor:
+            if not found:
+                load = self._read(Load(self._r, self._sources, layer, self._r.cache, (K,)))
+                used.append(load)
+                found.append(load.tensor())
+            return found[0]
+
+        asked = Asked(
+            layer,
+            self.n_tokens,
+            g,
+            self._window,
+            query,
+            g.head_dim**-0.5 if scaling is None else scaling,
+            suffix_lse,
+            self._codec,
+            None if self._codec is None else self._records(layer, all_keys, used),
+            None,
+            all_keys,
+            self._given_importance(layer),
+        )
+        return select(self.policy, asked), found[0] if found else None
+
+    def _records(self, layer: int, all_keys: Any, used: list[Load]) -> Bytes:
+        """The layer's probe records, contiguous [groups, probe_bytes]."""
+        assert self._codec is not None
+        n_bytes = self._codec.probe_bytes(self._r.geometry)
+        if self._plane is None:
+            return self._codec.encode(host_words(all_keys(), self._r.geometry), self._r.geometry)
+        load = self._probes.pop(layer, None) or self._start_probes(layer, self._plane)
+        used.append(self._read(load))
+        by_window = load.pieces(0).reshape(self.n_tokens // self._window, -1)
+        exact = by_window[:, : self._window // self._codec.group * n_bytes]
+        return np.ascontiguousarray(exact).reshape(-1, n_bytes)
+
+    def _given_importance(self, layer: int) -> npt.NDArray[np.float32] | None:
+        """The importance given at store time; None where some rows have none."""
+        if self.policy.name != "static_h2o":
+            return None
+        if self._importance is None:
+            parts = [self._importance_of(source.held) for source in self._sources]
+            self._importance = np.concatenate(parts, axis=1)
+        scores = self._importance[layer]
+        return None if np.isnan(scores).any() else scores
+
+    def _importance_of(self, held: Held) -> npt.NDArray[np.float32]:
+        try:
+            given = read_header(self._r.ssd, held.record).importance
+        except ReadFailed as err:
+            self._r.quarantine(held.record.span_id)
+            raise PrefixLost(err.reason, str(err)) from None
+        if given is None:
+            raise ImpressError("static_h2o: this prefix was stored without importance")
+        rows = slice(held.first * self._window, (held.first + held.count) * self._window)
+        return given[:, rows]
+
+    def _note(
+        self, layer: int, selection: Selection, used: list[Load], rows: Load, begin_s: float
+    ) -> None:
+        """The layer's line in the report."""
+        g = self._r.geometry
+        moved: dict[str, int] = {}
+        for load in used:
+            for tier, n in load.bytes_by_tier.items():
+                moved[tier] = moved.get(tier, 0) + n
+        n_rows = selection.n_rows(self.n_tokens)
+        records = 0 if self._codec is None else self._codec.probe_bytes(g)
+        group = 1 if self._codec is None else self._codec.group
+        self._layers.append(
+            {
+                "layer": layer,
+                "rows": {tier: n for tier, n in rows.rows_by_tier.items() if n},
+                "bytes": {tier: n for tier, n in moved.items() if n},
+                "wait_ms": (monotonic() - begin_s) * 1e3,
+                "chosen": n_rows,
+                "wanted_bytes": n_rows * (g.k_row_bytes + g.v_row_bytes)
+                + self.n_tokens // group * records,
+                "fell_back": selection.fell_back,
+                "reason": selection.reason,
+                "estimated_missing_mass": selection.estimated_missing_mass,
+                "missing_mass_worst_head": selection.missing_mass_worst_head,
+                "agreement": selection.agreement,
+            }
+        )
+
+    def close(self) -> bool:
+        for load in self._probes.values():
+            load.abandon()
+        self._probes.clear()
+        return super().close()
+
+
+def sparse_session(lease: Lease, policy: Policy, reading: Reading) -> SparseSession:
+    """A session under a policy that has an identifier. Raises ImpressError where it has none."""
+    if type(policy) not in select.registry:
+        raise ImpressError(f"session: policy {policy!r} is not one this version can serve")
+    return SparseSession(lease, policy, reading)
+
+
+def _taken(keys: torch.Tensor, positions: npt.NDArray[np.int64] | None) -> torch.Tensor:
+    """Rows of keys [heads, n, dim] at these positions."""
+    if positions is None:
+        return keys
+    import torch
+
+    return keys.index_select(1, torch.from_numpy(np.array(positions)))

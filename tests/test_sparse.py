@@ -1,0 +1,220 @@
+"""Sessions that choose rows: what they choose, and that what they bring is what was stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL, prompt
+
+import impress
+from impress.policy import (
+    AllHeads,
+    Exact,
+    KeepAll,
+    Paper,
+    Policy,
+    Quality,
+    Random,
+    Recency,
+    StaticH2O,
+)
+from impress.scores import suffix_lse_of
+from impress.session import Lease
+
+Open = Callable[..., impress.PrefixStore]
+
+SHAPES = {
+    "mha": impress.Geometry(2, 8, 8, 32, "float16"),
+    "gqa": impress.Geometry(2, 8, 2, 64, "bfloat16"),
+    "padded": impress.Geometry(2, 4, 4, 10, "float32"),
+}
+POLICIES: list[Policy] = [
+    Paper(keep=0.1, gate=False),
+    Paper(keep=0.25),
+    Paper(keep=0.2, alpha=0.0, fallback="heads"),
+    Quality(max_missing_mass=0.1),
+    Quality(max_missing_mass=0.3, per="head"),
+    AllHeads(keep=0.15),
+    Random(keep=0.3, seed=1),
+    Recency(keep=0.01),
+    StaticH2O(keep=0.2),
+    KeepAll(),
+]
+N_TOKENS, N_QUERY = 448, 5
+
+
+def kv(geometry: impress.Geometry) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    generator, dtype = torch.Generator().manual_seed(0), getattr(torch, geometry.dtype)
+    shape = (geometry.n_layers, geometry.n_kv_heads, N_TOKENS, geometry.head_dim)
+    keys = (3 * torch.randn(shape, generator=generator)).to(dtype)
+    return list(keys), list(torch.randn(shape, generator=generator).to(dtype))
+
+
+def asked(geometry: impress.Geometry, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A query, and what its new tokens see of each other."""
+    generator, dtype = torch.Generator().manual_seed(layer + 7), getattr(torch, geometry.dtype)
+    query = torch.randn(geometry.n_heads, N_QUERY, geometry.head_dim, generator=generator).to(dtype)
+    new = torch.randn(geometry.n_kv_heads, N_QUERY, geometry.head_dim, generator=generator)
+    return query, suffix_lse_of(query, new.to(dtype), geometry.head_dim**-0.5)
+
+
+def fill(store: impress.PrefixStore) -> None:
+    """One prompt in three spans, stored with importance."""
+    tokens = prompt(N_TOKENS)
+    keys, values = kv(store.geometry)
+    scores = np.random.default_rng(0).random((2, N_TOKENS), dtype=np.float32)
+    for end in (192, 256, N_TOKENS):
+        rows = slice(store.lookup(tokens), end)
+        store.store(
+            tokens[:end], [k[:, rows] for k in keys], [v[:, rows] for v in values],
+            start=rows.start, importance=scores[:, rows],
+        ).wait(60)  # fmt: skip
+    assert store.lookup(tokens) == N_TOKENS
+
+
+def retrieve_all(lease: Lease, policy: Policy, *, ahead: bool = False) -> tuple[list, list[dict]]:
+    """(k, v, pos) of every layer, and the report's lines."""
+    geometry = lease._reading.geometry
+    with lease.session(policy) as session:
+        if ahead:
+            session.prefetch()
+        got = []
+        for layer in range(geometry.n_layers):
+            query, lse = asked(geometry, layer)
+            k, v, pos = session.retrieve(layer, query, suffix_lse=lse)
+            got.append((k.clone(), v.clone(), pos.clone()))
+        return got, session.report().per_layer
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_rows_brought_are_the_stored_rows_whatever_is_chosen(
+    open_store: Open, shape: str, policy: Policy
+) -> None:
+    store = open_store(SHAPES[shape], probes=("heads3-v1", "int4-v1"), read_gap_bytes=4096)
+    fill(store)
+    keys, values = kv(store.geometry)
+    with store.lease(prompt(N_TOKENS)) as lease:
+        for ahead in (False, True, False):
+            got, lines = retrieve_all(lease, policy, ahead=ahead)
+            for layer, (k, v, pos) in enumerate(got):
+                assert torch.equal(k, keys[layer][:, pos]) and torch.equal(v, values[layer][:, pos])
+                assert (pos.diff() > 0).all()
+                assert sum(lines[layer]["rows"].values()) == len(pos)
+    store.check()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("policy", POLICIES[:6], ids=lambda p: p.name)
+def test_selections_are_the_same_from_every_tier_after_restart_and_without_records(
+    open_store: Open, shape: str, policy: Policy, tmp_path: Path
+) -> None:
+    probes = ("heads3-v1", "int4-v1")
+    store = open_store(SHAPES[shape], probes=probes)
+    fill(store)
+    tokens = prompt(N_TOKENS)
+    with store.lease(tokens) as lease:
+        first, _ = retrieve_all(lease, policy)
+        retrieve_all(lease, Exact())  # brings the chunks into DRAM
+        again, _ = retrieve_all(lease, policy)
+    store.close()
+    reopened = open_store(SHAPES[shape], probes=probes)
+    with reopened.lease(tokens) as lease:
+        restarted, _ = retrieve_all(lease, policy)
+    config = impress.Config(**SMALL)
+    bare = impress.PrefixStore.open(tmp_path / "bare", SHAPES[shape], "test", config)
+    with bare:
+        fill(bare)
+        with bare.lease(tokens) as lease:
+            rebuilt, lines = retrieve_all(lease, policy)
+        keys_bytes = N_TOKENS * SHAPES[shape].k_row_bytes
+        assert all(sum(line["bytes"].values()) >= keys_bytes for line in lines)
+    for other in (again, restarted, rebuilt):
+        for (_, _, want), (_, _, pos) in zip(first, other, strict=True):
+            assert torch.equal(want, pos)
+
+
+def test_the_paper_reads_little_to_know_and_then_what_it_chose(open_store: Open) -> None:
+    geometry = SHAPES["mha"]
+    store = open_store(geometry, probes=("heads3-v1",), dram_bytes=0, read_gap_bytes=0)
+    fill(store)
+    with store.lease(prompt(N_TOKENS)) as lease:
+        _, lines = retrieve_all(lease, Paper(keep=0.05, gate=False))
+    for line in lines:
+        assert line["chosen"] == 23  # ceil(.05 · 448)
+        probe_bytes = N_TOKENS * 3 * 32 * 2
+        assert line["wanted_bytes"] == 23 * geometry.token_bytes // 2 + probe_bytes
+        pieces = PIECES_AT_MOST * 23 * 4096
+        assert probe_bytes + 23 * 2 * 512 <= line["bytes"]["ssd"] <= probe_bytes + pieces
+
+
+PIECES_AT_MOST = 2  # one of K and one of V for each row, when none lie together
+
+
+def test_a_layer_that_falls_back_is_brought_whole(open_store: Open) -> None:
+    store = open_store(SHAPES["mha"], probes=("heads3-v1",))
+    fill(store)
+    with store.lease(prompt(N_TOKENS)) as lease:
+        got, lines = retrieve_all(lease, Paper(keep=0.05, alpha=0.0))
+    assert all(len(pos) == N_TOKENS for _, _, pos in got)
+    assert all(line["fell_back"] for line in lines)
+
+
+def test_quality_loads_all_where_attention_is_diffuse_and_says_what_it_misses(
+    open_store: Open,
+) -> None:
+    geometry = impress.Geometry(1, 8, 8, 32, "float32")
+    store = open_store(geometry, probes=("int4-v1",))
+    tokens, generator = prompt(256), torch.Generator().manual_seed(0)
+    keys = 0.01 * torch.randn(1, 8, 256, 32, generator=generator)
+    store.store(tokens, list(keys), list(keys)).wait(60)
+    query = torch.randn(8, 3, 32, generator=generator)
+    lse = torch.full((8, 3), -50.0)
+    with store.lease(tokens) as lease:
+        with lease.session(Quality(max_missing_mass=0.1)) as session:
+            assert len(session.retrieve(0, query, suffix_lse=lse)[2]) == 256
+        cap = 64 * geometry.token_bytes
+        with lease.session(Quality(max_missing_mass=0.1, max_bytes=cap)) as session:
+            assert len(session.retrieve(0, query, suffix_lse=lse)[2]) <= 64
+            (line,) = session.report().per_layer
+            assert line["reason"] == "capped" and line["estimated_missing_mass"] > 0.5
+
+
+def test_what_a_sparse_session_cannot_do_is_said(open_store: Open) -> None:
+    store = open_store(SHAPES["mha"], probes=("heads3-v1",))
+    fill(store)
+    query, lse = asked(store.geometry, 0)
+    with store.lease(prompt(N_TOKENS)) as lease, lease.session(Paper()) as session:
+        assert session.needs_suffix_lse
+        with pytest.raises(impress.ImpressError, match="paper needs suffix_lse"):
+            session.retrieve(0, query)
+        out = (torch.empty(8, N_TOKENS, 32), torch.empty(8, N_TOKENS, 32))
+        with pytest.raises(impress.BadInput, match="chooses how many rows"):
+            session.retrieve(0, query, suffix_lse=lse, out=out)
+        with pytest.raises(impress.BadInput, match="chooses how many rows"):
+            session.prefetch([out, out])
+    store.close()
+    with pytest.raises(impress.ImpressError, match="probe codec 'heads4-v1' is not known"):
+        open_store(SHAPES["mha"], probes=("heads4-v1",))
+
+
+@pytest.mark.parametrize("at", ["probe", "rows"])
+def test_a_damaged_piece_is_a_loss_in_a_sparse_session_too(open_store: Open, at: str) -> None:
+    from test_store import flip_a_bit
+
+    store = open_store(SHAPES["mha"], probes=("heads3-v1",), dram_bytes=0)
+    fill(store)
+    record = store.catalog.records()[0]
+    part = record.parts[0]
+    flip_a_bit(store, part, part.length - 100 if at == "probe" else 20_000)
+    with store.lease(prompt(N_TOKENS)) as lease:
+        with pytest.raises(impress.PrefixLost):
+            retrieve_all(lease, Paper(keep=0.9, gate=False))
+    assert store.lookup(prompt(N_TOKENS)) < N_TOKENS
+    store.flush()
+    store.check()
+    assert store.buffers.used_bytes == 0
