@@ -16,7 +16,7 @@ from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.layout import K, V
 from impress.load import Load, Reading, ended
 from impress.plan import Source
-from impress.policy import Exact, KeepAll, Policy
+from impress.policy import Exact, Policy
 from impress.rows import torch_module
 from tiers.iopool import Ticket
 
@@ -50,7 +50,7 @@ class Lease:
 
     def __init__(
         self, sources: Sequence[Source], window: int, miss_reason: str, reading: Reading,
-        release: Callable[[Lease], None],
+        make_session: Callable[[Lease, Policy], Session], release: Callable[[Lease], None],
     ) -> None:  # fmt: skip
         self.sources = tuple(sources)
         self.n_tokens = sum(source.held.count for source in sources) * window
@@ -58,6 +58,7 @@ class Lease:
         self.started_s = monotonic()
         self.active = True
         self._reading = reading
+        self._make_session = make_session
         self._release = release
         self._lock = threading.Lock()
 
@@ -69,12 +70,7 @@ class Lease:
         """Reads of this prefix under a policy. Raises ImpressError on a miss or after release."""
         if not self.n_tokens:
             raise ImpressError("lease: a miss has nothing to read (check n_tokens first)")
-        policy = policy or Exact()
-        if isinstance(policy, Exact | KeepAll):
-            return Session(self, policy, self._reading)
-        from impress.sparse import sparse_session  # it builds on this module
-
-        return sparse_session(self, policy, self._reading)
+        return self._make_session(self, policy or Exact())
 
     def check_active(self) -> None:
         """Raises PrefixLost when expired, ImpressError when released."""

@@ -20,7 +20,7 @@ from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.identify import Asked, select
 from impress.layout import K, V
 from impress.load import Load, Reading
-from impress.policy import Policy
+from impress.policy import Exact, KeepAll, Policy
 from impress.probes import codec_of
 from impress.rows import host_words
 from impress.session import Lease, Session
@@ -210,8 +210,10 @@ class SparseSession(Session):
         return super().close()
 
 
-def sparse_session(lease: Lease, policy: Policy, reading: Reading) -> SparseSession:
-    """A session under a policy that has an identifier. Raises ImpressError where it has none."""
+def session_of(reading: Reading, lease: Lease, policy: Policy) -> Session:
+    """A session under any policy. Raises ImpressError where none has an identifier for it."""
+    if isinstance(policy, Exact | KeepAll):
+        return Session(lease, policy, reading)
     if type(policy) not in select.registry:
         raise ImpressError(f"session: policy {policy!r} is not one this version can serve")
     return SparseSession(lease, policy, reading)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from impress.plan import Source
 from impress.probes import codec_of
 from impress.rows import check_layers
 from impress.session import Lease
+from impress.sparse import session_of
 from impress.stats import Counters, serve_metrics
 from impress.tables import TableCache, Tables
 from impress.types import Geometry
@@ -192,7 +194,8 @@ class PrefixStore:
         reason = "" if sources else "lost" if held else "too short" if not labels else "not stored"
         self.counters.add("hits" if sources else f"misses/{reason.replace(' ', '_')}")
         self.counters.add("hit_tokens", at * self.window)
-        lease = Lease(sources, self.window, reason, self._reading, self._release)
+        make = partial(session_of, self._reading)
+        lease = Lease(sources, self.window, reason, self._reading, make, self._release)
         with self._leases_lock:
             self._leases.add(lease)
         return lease
