@@ -27,6 +27,7 @@ from impress.quant import (
 )
 from impress.rows import torch_module
 from impress.scores import Scored, key_scores
+from impress.scratch import scratch
 from impress.types import DTYPES, Geometry
 from tiers.base import Bytes
 
@@ -169,10 +170,11 @@ class LowBit:
         errors = scales.square().mean(dim=-1) * ERROR_OF_BITS[self.bits]
         shape = (n_kv, geometry.n_heads // n_kv, query.shape[1])
         noise = (rows.square().sum(dim=-1) * errors[:, None]).view(shape)
-        multiply = code_product(rows, n, self.bits, geometry.dtype)
-        for kv in range(n_kv):
-            scores = multiply(kv, codes[:, kv], scales[kv])
-            yield Scored(scores.view(*shape[1:], n), noise[kv])
+        with scratch(raw.device) as take:
+            multiply = code_product(rows, n, self.bits, geometry.dtype, take)
+            for kv in range(n_kv):
+                scores = multiply(kv, codes[:, kv], scales[kv])
+                yield Scored(scores.view(*shape[1:], n), noise[kv])
 
 
 _CODECS: Final[dict[str, ProbeCodec]] = {

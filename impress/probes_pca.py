@@ -3,7 +3,7 @@
 Heads are taken together in blocks of at most 512 dimensions (all of a small model's), because
 neighbouring heads share structure and a block's product costs no more than the plain one.
 
-    keys of a block [dims] − mean ─axes [dims, rank], ÷ spread→ z [rank] ─int4, a scale per 32→ record
+    keys of a block [dims] − mean ─axes [dims, rank], ÷ spread→ z ─int4, a scale per 32→ record
     score of head h = q·mean_h + (q · axes_h × spread) · z
 
 Coefficients are divided by their standard deviations, so that sharing a scale costs the small ones
@@ -35,6 +35,7 @@ from impress.quant import (
 )
 from impress.rows import torch_module
 from impress.scores import Product, Scored, sketch_dtype
+from impress.scratch import scratch
 from impress.types import Geometry
 from tiers.base import Bytes
 
@@ -108,26 +109,29 @@ class Pca:
         per_kv, dim = geometry.n_heads // geometry.n_kv_heads, geometry.head_dim
         most_rows = self._heads(geometry) * per_kv * query.shape[1]
         like = module.empty(0, dtype=kind, device=raw.device)
-        multiply = Product(most_rows, len(raw), like)
-        first = byte = 0
-        axes = [a * spread for a, spread in zip(basis.axes, basis.spreads, strict=True)]
-        for (n_heads, rank), wide in zip(self._shape(geometry), axes, strict=True):
-            heads = slice(first, first + n_heads)
-            part = query[first * per_kv : (first + n_heads) * per_kv].to(module.float32) * scaling
-            rows = part.reshape(n_heads, -1, dim)  # [kv heads, query heads of one * q, dim]
-            on = module.tensor(wide, device=raw.device).view(n_heads, dim, rank)
-            z = self._decode_block(raw[:, byte : byte + self._block_bytes(rank)], rank)
-            flat = module.bmm(rows, on).reshape(-1, rank)
-            scores = multiply(flat.to(kind), z.to(kind))
-            mean, residual = (
-                module.tensor(values[heads], device=raw.device)
-                for values in (basis.mean, basis.residual)
-            )
-            scores += module.bmm(rows, mean[:, :, None]).reshape(-1, 1)
-            noise = rows.square().sum(dim=-1) * residual[:, None]
-            shape = part.shape[:2]
-            yield Scored(scores.view(*shape, -1), noise.view(shape))
-            first, byte = first + n_heads, byte + self._block_bytes(rank)
+        with scratch(raw.device) as take:
+            multiply = Product(most_rows, len(raw), like, take)
+            first = byte = 0
+            axes = [a * spread for a, spread in zip(basis.axes, basis.spreads, strict=True)]
+            for (n_heads, rank), wide in zip(self._shape(geometry), axes, strict=True):
+                heads = slice(first, first + n_heads)
+                part = (
+                    query[first * per_kv : (first + n_heads) * per_kv].to(module.float32) * scaling
+                )
+                rows = part.reshape(n_heads, -1, dim)  # [kv heads, query heads of one * q, dim]
+                on = module.tensor(wide, device=raw.device).view(n_heads, dim, rank)
+                z = self._decode_block(raw[:, byte : byte + self._block_bytes(rank)], rank)
+                flat = module.bmm(rows, on).reshape(-1, rank)
+                scores = multiply(flat.to(kind), z.to(kind))
+                mean, residual = (
+                    module.tensor(values[heads], device=raw.device)
+                    for values in (basis.mean, basis.residual)
+                )
+                scores += module.bmm(rows, mean[:, :, None]).reshape(-1, 1)
+                noise = rows.square().sum(dim=-1) * residual[:, None]
+                shape = part.shape[:2]
+                yield Scored(scores.view(*shape, -1), noise.view(shape))
+                first, byte = first + n_heads, byte + self._block_bytes(rank)
 
     def fit(self, keys: Any, geometry: Geometry) -> bytes:
         """Mean, axes and residuals of one layer's keys [n_kv_heads, m, head_dim].
@@ -234,7 +238,7 @@ def _joint(values: Floats) -> Floats:
 
 
 def _principal(centred: Floats, rank: int) -> tuple[Floats, Floats]:
-    """The first `rank` axes [dims, rank], largest variance first, signs fixed, and their spreads."""
+    """The first axes [dims, rank], largest variance first, signs fixed, and their spreads."""
     covariance = centred.T.astype(np.float64) @ centred / len(centred)
     variances, axes = np.linalg.eigh(covariance)
     first = axes[:, ::-1][:, :rank]

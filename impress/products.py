@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from impress.quant import unpack_codes
 from impress.rows import torch_module
 from impress.scores import Product, sketch_dtype
+from impress.scratch import Take
 
 if TYPE_CHECKING:
     import torch
@@ -32,29 +33,29 @@ class CodeProduct(Protocol):
         """
 
 
-def code_product(rows: torch.Tensor, n: int, bits: int, dtype: str) -> CodeProduct:
+def code_product(rows: torch.Tensor, n: int, bits: int, dtype: str, take: Take) -> CodeProduct:
     """The best this device has, for rows float32 [n_kv, r, dim] and n tokens of codes.
 
     `dtype` is the store's: where products are made in floats, a float32 store's are in float32.
     """
     if not integer_products(rows.device.type):
-        return FloatProduct(rows.to(sketch_dtype(rows.device.type, dtype)), n, bits)
+        return FloatProduct(rows.to(sketch_dtype(rows.device.type, dtype)), n, bits, take)
     if bits == 4 and rows.shape[-1] % 2 == 0:
-        return HalvesProduct(rows, n)
-    return IntegerProduct(rows, n, bits)
+        return HalvesProduct(rows, n, take)
+    return IntegerProduct(rows, n, bits, take)
 
 
 class FloatProduct:
     """Codes made floats of the rows' dtype, on their device: runs everywhere."""
 
-    def __init__(self, rows: torch.Tensor, n: int, bits: int) -> None:
+    def __init__(self, rows: torch.Tensor, n: int, bits: int, take: Take) -> None:
         module = torch_module()
         self._rows, self._bits = rows, bits
         self._centres = _centres(rows, bits)
         shape = (n, rows.shape[-1])
-        self._codes = module.empty(shape, dtype=module.uint8, device=rows.device)
-        self._wide = module.empty(shape, dtype=rows.dtype, device=rows.device)
-        self._multiply = Product(rows.shape[1], n, rows)
+        self._codes = take(shape, module.uint8)
+        self._wide = take(shape, rows.dtype)
+        self._multiply = Product(rows.shape[1], n, rows, take)
 
     def __call__(self, kv: int, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         unpack_codes(packed, self._codes.shape[1], self._bits, self._codes)
@@ -65,15 +66,15 @@ class FloatProduct:
 class IntegerProduct:
     """int8 products on the host; rows are rounded to 8 bits, far finer than the codes are."""
 
-    def __init__(self, rows: torch.Tensor, n: int, bits: int) -> None:
+    def __init__(self, rows: torch.Tensor, n: int, bits: int, take: Take) -> None:
         module = torch_module()
         self._bits = bits
         whole, self._steps = _rounded(rows)
         self._rows = whole.to(module.int8)
         self._centres = _centres(whole, bits)
-        self._codes = module.empty(n, rows.shape[-1], dtype=module.uint8)
-        self._dots = module.empty(rows.shape[1], n, dtype=module.int32)
-        self._scores = module.empty(rows.shape[1], n, dtype=module.float32)
+        self._codes = take((n, rows.shape[-1]), module.uint8)
+        self._dots = take((rows.shape[1], n), module.int32)
+        self._scores = take((rows.shape[1], n), module.float32)
 
     def __call__(self, kv: int, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         unpack_codes(packed, self._codes.shape[1], self._bits, self._codes)
@@ -92,11 +93,12 @@ class HalvesProduct:
     The two products are made with steps whose ratio is whole, and add up as integers.
     """
 
-    def __init__(self, rows: torch.Tensor, n: int) -> None:
+    def __init__(self, rows: torch.Tensor, n: int, take: Take) -> None:
         module = torch_module()
         half = rows.shape[-1] // 2
         most = rows.abs().amax(dim=1, keepdim=True)
-        most_low, most_high = (part.amax(dim=-1, keepdim=True) for part in most.split(half, dim=-1))
+        most_low = most[..., :half].amax(dim=-1, keepdim=True)
+        most_high = most[..., half:].amax(dim=-1, keepdim=True)
         steps = module.maximum(most_high / 16, most_low / (_MOST_RATIO - 1)) / 127
         self._steps = steps.clamp_(min=1e-30)
         high = (rows[..., half:] / (16 * self._steps)).round_()
@@ -109,9 +111,9 @@ class HalvesProduct:
         # In steps, q_hi = 16 high and q_lo = low × ratio + high: 8 Σ q_hi − 7.5 Σ (q_hi + q_lo)
         tops = high.sum(dim=-1, keepdim=True)
         self._centres = 8 * tops - 7.5 * (low.sum(dim=-1, keepdim=True) * ratios + tops)
-        self._bytes = module.empty(2, n, half, dtype=module.uint8)
-        self._dots = module.empty(2, rows.shape[1], n, dtype=module.int32)
-        self._scores = module.empty(rows.shape[1], n, dtype=module.float32)
+        self._bytes = take((2, n, half), module.uint8)
+        self._dots = take((2, rows.shape[1], n), module.int32)
+        self._scores = take((rows.shape[1], n), module.float32)
 
     def __call__(self, kv: int, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         raw, low = self._bytes

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from impress.quant import Floats
 from impress.rows import torch_module
+from impress.scratch import Take, scratch
 
 if TYPE_CHECKING:
     import torch
@@ -60,26 +61,27 @@ def key_scores(
     # A power of two goes into the query, exactly; the rest waits until the scores are float32.
     mantissa, exponent = math.frexp(scaling)
     rows, n = (query * 2.0**exponent).to(keys.dtype), keys.shape[1]
-    multiply = Product(heads_per_kv * rows.shape[1], n, keys)
-    for kv in range(-(-len(rows) // heads_per_kv)):
-        group = rows[kv * heads_per_kv : (kv + 1) * heads_per_kv]
-        scores = multiply(group.reshape(-1, group.shape[-1]), keys[kv])
-        yield Scored(scores.mul_(mantissa).view(*group.shape[:2], n), None)
+    with scratch(keys.device) as take:
+        multiply = Product(heads_per_kv * rows.shape[1], n, keys, take)
+        for kv in range(-(-len(rows) // heads_per_kv)):
+            group = rows[kv * heads_per_kv : (kv + 1) * heads_per_kv]
+            scores = multiply(group.reshape(-1, group.shape[-1]), keys[kv])
+            yield Scored(scores.mul_(mantissa).view(*group.shape[:2], n), None)
 
 
 class Product:
     """rows [r ≤ most_rows, dim] · keys [n, dim] as float32 [r, n], overwritten by the next call.
 
-    Its memory is used again: fresh memory costs as much as the product does. 16-bit products are
-    taken keys first, which reads token-major keys as they lie, where rows first copies them.
+    16-bit products are taken keys first, which reads token-major keys as they lie, where rows
+    first copies them.
     """
 
-    def __init__(self, most_rows: int, n: int, like: torch.Tensor) -> None:
+    def __init__(self, most_rows: int, n: int, like: torch.Tensor, take: Take) -> None:
         module = torch_module()
         self._converts = like.device.type == "cpu" and not native(str(like.dtype))
-        self._dots = module.empty(most_rows * n, dtype=module.float32, device=like.device)
+        self._dots = take((most_rows * n,), module.float32)
         narrow = not self._converts and like.dtype != module.float32
-        self._narrow = module.empty_like(self._dots, dtype=like.dtype) if narrow else None
+        self._narrow = take((most_rows * n,), like.dtype) if narrow else None
 
     def __call__(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         module = torch_module()

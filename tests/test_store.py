@@ -410,6 +410,7 @@ def test_a_damaged_header_shortens_the_lease(open_store: Open, geometry: impress
     flip_a_bit(store, bad.meta, 40)
     assert_serves(store, tokens, 128)
     assert store.lookup(tokens) == 128
+    store.flush()
     store.check()
 
 

@@ -1,0 +1,464 @@
+"""Identifiers against plain references, and what each of them promises."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from impress import scores
+from impress.choices import (
+    mean_jaccard,
+    n_kept,
+    paper_choice,
+    quality_choice,
+    threshold,
+    top_k,
+    vote,
+)
+from impress.errors import BadInput, ImpressError
+from impress.identify import Asked, paper_select, select
+from impress.policy import AllHeads, Exact, KeepAll, Paper, Quality, Random, Recency, StaticH2O
+from impress.probes import codec_of
+from impress.scores import column_sums, key_scores, suffix_lse_of, true_missing_mass
+from impress.types import Geometry
+
+PER: tuple[Literal["mean", "head"], ...] = ("mean", "head")
+SMALL = st.integers(0, 4)  # few values: many ties
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- plain references --------------------------------------------------------------------------
+
+
+def plain_weights(
+    query: np.ndarray, keys: np.ndarray, new_keys: np.ndarray, scaling: float
+) -> np.ndarray:
+    """Softmax weights [n_heads, q, n] on the prefix of one causal softmax over prefix and new."""
+    n_heads, q, _ = query.shape
+    n, m, per_kv = keys.shape[1], new_keys.shape[1], n_heads // len(keys)
+    weights = np.zeros((n_heads, q, n))
+    for h, r in itertools.product(range(n_heads), range(q)):
+        seen = np.concatenate([keys[h // per_kv], new_keys[h // per_kv, : m - q + r + 1]])
+        raised = np.exp(scaling * (seen.astype(np.float64) @ query[h, r].astype(np.float64)))
+        weights[h, r] = (raised / raised.sum())[:n]
+    return weights
+
+
+def plain_top(values: list[float], k: int) -> set[int]:
+    return set(sorted(range(len(values)), key=lambda i: (-values[i], i))[:k])
+
+
+def plain_paper(columns: np.ndarray, keep: float, alpha: float, gate: bool) -> set[int] | None:
+    """The paper's set for probe heads' column sums [heads, n]; None: load the layer whole."""
+    n = columns.shape[1]
+    k = max(1, math.ceil(keep * n - 1e-9))
+    tops = [plain_top(list(head), k) for head in columns]
+    indices = [len(a & b) / len(a | b) for a, b in itertools.combinations(tops, 2)]
+    j = (k / n) / (2 - k / n)
+    if gate and (alpha == 0 or np.mean(indices) < j**alpha):
+        return None
+    total = columns.sum(axis=0)
+    rank = sorted(range(n), key=lambda i: (-sum(i in top for top in tops), -total[i], i))
+    return set(rank[:k])
+
+
+def a_layer(
+    geometry: Geometry, n: int = 96, q: int = 4, seed: int = 0, sharp: float = 1.0
+) -> dict[str, Any]:
+    """Random keys, query and new keys of the geometry's dtype, and the suffix_lse they make."""
+    make = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, geometry.dtype)
+    keys = torch.randn(n, geometry.n_kv_heads, geometry.head_dim, generator=make)
+    query = torch.randn(geometry.n_heads, q, geometry.head_dim, generator=make) * sharp
+    new = torch.randn(geometry.n_kv_heads, q + 1, geometry.head_dim, generator=make).to(dtype)
+    query, scaling = query.to(dtype), geometry.head_dim**-0.5
+    return {
+        "query": query, "keys": keys.to(dtype).transpose(0, 1), "new": new, "scaling": scaling,
+        "lse": suffix_lse_of(query, new, scaling),
+    }  # fmt: skip
+
+
+def asked(
+    geometry: Geometry, layer: dict[str, Any], codec: str | None = None, **more: Any
+) -> Asked:
+    keys = layer["keys"]
+    probe = codec_of(codec) if codec else None
+    given: dict[str, Any] = {
+        "codec": probe,
+        "records": probe.encode(keys, geometry) if probe else None,
+        "all_keys": lambda: keys,
+        **more,
+    }
+    return Asked(0, keys.shape[1], geometry, 16, layer["query"], layer["scaling"], layer["lse"],
+                 **given)  # fmt: skip
+
+
+# ---- parts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep", "value"), [(0.05, 0.111), (0.1, 0.171), (0.25, 0.311), (0.4, 0.435), (0.5, 0.517)]
+)
+def test_thresholds_are_the_papers(keep: float, value: float) -> None:
+    assert threshold(int(keep * 1000), 1000, 0.6) == pytest.approx(value, abs=5e-4)
+
+
+def test_kept_tokens_round_up_and_are_at_least_one() -> None:
+    assert [n_kept(0.25, n) for n in (1, 2, 4, 5, 8)] == [1, 1, 1, 2, 2]
+    assert n_kept(1.0, 7) == 7
+    assert n_kept(0.07, 100) == 7  # 0.07 * 100 is a hair over 7 in floating point
+    assert n_kept(1e-9, 10) == 1
+
+
+@given(values=st.lists(SMALL, min_size=1, max_size=20), data=st.data())
+@settings(deadline=None)
+def test_ties_go_to_the_lower_position(values: list[int], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(values)))
+    got = set(np.flatnonzero(top_k(np.array(values, dtype=np.float32), k)).tolist())
+    assert got == plain_top([float(v) for v in values], k)
+
+
+@given(
+    rows=st.integers(1, 14).flatmap(
+        lambda n: st.lists(st.lists(SMALL, min_size=n, max_size=n), min_size=1, max_size=3)
+    ),
+    keep=st.sampled_from([0.01, 0.1, 0.25, 0.5, 0.9, 1.0]),
+    alpha=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
+    gate=st.booleans(),
+)
+@settings(deadline=None, max_examples=300)
+def test_paper_choice_is_the_reference(
+    rows: list[list[int]], keep: float, alpha: float, gate: bool
+) -> None:
+    columns = np.array(rows, dtype=np.float32)
+    if len(rows) == 1:
+        columns = np.repeat(columns, 3, axis=0)
+    n = columns.shape[1]
+    got = paper_choice(columns, 1, Paper(keep, alpha, gate), lambda: columns)
+    want = plain_paper(columns, keep, alpha, gate)
+    assert got.fell_back == (want is None)
+    chosen = set(range(n)) if got.positions is None else set(got.positions.tolist())
+    assert chosen == (set(range(n)) if want is None else want)
+    if got.positions is not None:
+        assert got.positions.dtype == np.int64 and not got.positions.flags.writeable
+        assert (np.diff(got.positions) > 0).all()
+
+
+def test_the_vote_prefers_sets_to_scores() -> None:
+    sets = np.array([[1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]], dtype=bool)
+    columns = np.array([[1, 1, 0, 0], [1, 0, 5, 0], [1, 0, 0, 5]], dtype=np.float32)
+    assert np.flatnonzero(vote(sets, columns, 1)).tolist() == [0]
+    assert np.flatnonzero(vote(sets, columns, 2)).tolist() == [0, 2]  # 2 and 3 tie: the lower
+    assert mean_jaccard(sets) == pytest.approx(1 / 3)
+    assert mean_jaccard(sets[:1]) == 1.0
+
+
+# ---- attention arithmetic ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(4, 4, 16), (6, 2, 8), (4, 1, 32)])
+@pytest.mark.parametrize("native", [True, False])
+def test_column_sums_are_those_of_one_softmax(
+    shape: tuple[int, int, int], dtype: str, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(scores, "native", lambda name: name == "torch.float32")
+        monkeypatch.setattr(scores, "BLOCK_TOKENS", 40)
+    monkeypatch.setattr(scores, "MOST_ROWS", 3)
+    geometry = Geometry(1, *shape, dtype)
+    layer = a_layer(geometry, q=7)
+    per_kv = geometry.n_heads // geometry.n_kv_heads
+
+    def score(rows: torch.Tensor) -> Any:
+        return key_scores(rows, layer["keys"], layer["scaling"], per_kv)
+
+    got = column_sums(score, layer["query"], layer["lse"])
+    query, keys, new = (layer[i].to(torch.float64).numpy() for i in ("query", "keys", "new"))
+    want = plain_weights(query, keys, new, layer["scaling"]).sum(axis=1)
+    loose = {"float16": 3e-3, "bfloat16": 3e-2, "float32": 1e-5}[dtype]
+    np.testing.assert_allclose(got, want, rtol=loose, atol=loose * 1e-2)
+
+
+def test_very_sharp_attention_stays_finite_and_normal() -> None:
+    geometry = Geometry(1, 2, 2, 16, "float32")
+    layer = a_layer(geometry, sharp=300.0)
+    got = column_sums(
+        lambda rows: key_scores(rows, layer["keys"], 1.0, 1), layer["query"], layer["lse"]
+    )
+    assert np.isfinite(got).all() and got.max() <= 4.0 + 1e-4
+
+
+def test_without_new_tokens_the_prefix_holds_all_weight() -> None:
+    geometry = Geometry(1, 4, 2, 16, "float32")
+    layer = a_layer(geometry)
+    none = torch.full((4, 4), -math.inf)
+    got = column_sums(lambda rows: key_scores(rows, layer["keys"], 0.25, 2), layer["query"], none)
+    np.testing.assert_allclose(got.sum(axis=1), 4.0, rtol=1e-5)
+
+
+def test_missing_mass_is_the_weight_left_out() -> None:
+    geometry = Geometry(1, 6, 2, 8, "float32")
+    layer = a_layer(geometry)
+    query, keys, new = (layer[i].to(torch.float64).numpy() for i in ("query", "keys", "new"))
+    weights = plain_weights(query, keys, new, layer["scaling"])
+    chosen = np.arange(0, 96, 3)
+    got = true_missing_mass(layer["query"], layer["keys"], layer["scaling"], layer["lse"], chosen)
+    want = np.delete(weights, chosen, axis=2).sum(axis=2).mean(axis=1)
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+    every = true_missing_mass(layer["query"], layer["keys"], layer["scaling"], layer["lse"], None)
+    assert (every == 0).all()
+
+
+# ---- the paper ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(8, 8, 16), (8, 4, 16), (8, 2, 16)])
+def test_paper_by_records_is_paper_by_keys(shape: tuple[int, int, int], dtype: str) -> None:
+    geometry = Geometry(1, *shape, dtype)
+    layer = a_layer(geometry)
+    policy = Paper(0.25, gate=False)
+    by_records = select(policy, asked(geometry, layer, "heads3-v1"))
+    per_kv = geometry.n_heads // geometry.n_kv_heads
+    used = layer["keys"][: 2 // per_kv + 1]
+    by_keys = paper_select(layer["query"], used, layer["scaling"], layer["lse"], policy, per_kv)
+    assert by_records.positions is not None and by_keys.positions is not None
+    assert by_records.positions.tolist() == by_keys.positions.tolist()
+    assert by_records.estimated_missing_mass == by_keys.estimated_missing_mass
+    if dtype == "float32":
+        columns = column_sums(
+            lambda rows: key_scores(rows[:3], used, layer["scaling"], per_kv),
+            layer["query"], layer["lse"][:3],
+        )  # fmt: skip
+        assert set(by_keys.positions.tolist()) == plain_paper(columns, 0.25, 0.6, False)
+
+
+def test_heads_that_disagree_load_the_layer_or_each_heads_own() -> None:
+    geometry = Geometry(1, 6, 3, 16, "float32")
+    layer = a_layer(geometry, sharp=3.0)
+    whole = select(Paper(0.1, alpha=0.0), asked(geometry, layer, "heads3-v1"))
+    assert whole.positions is None and whole.fell_back and whole.reason == "disagree"
+    assert whole.estimated_missing_mass == 0
+    union = select(Paper(0.1, 0.0, fallback="heads"), asked(geometry, layer, "heads3-v1"))
+    columns = column_sums(
+        lambda rows: key_scores(rows, layer["keys"], layer["scaling"], 2), layer["query"],
+        layer["lse"],
+    )  # fmt: skip
+    want: set[int] = set()
+    for kv in range(3):
+        want |= plain_top(list(columns[2 * kv] + columns[2 * kv + 1]), 10)
+    assert union.fell_back and union.positions is not None
+    assert set(union.positions.tolist()) == want
+    with pytest.raises(ImpressError, match="needs the layer's keys"):
+        select(Paper(0.1, 0.0, fallback="heads"),
+               asked(geometry, layer, "heads3-v1", all_keys=None))  # fmt: skip
+
+
+def test_a_query_of_nan_loads_everything() -> None:
+    geometry = Geometry(1, 4, 4, 16, "float32")
+    layer = a_layer(geometry)
+    layer["query"][1, 0, 0] = math.nan
+    for policy in (Paper(), Quality(), AllHeads()):
+        got = select(policy, asked(geometry, layer, policy.probe))
+        assert got.positions is None and got.fell_back and got.reason == "not finite"
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_tiny_prefixes_select(n: int) -> None:
+    geometry = Geometry(1, 4, 2, 16, "float32")
+    layer = a_layer(geometry, n=n)
+    for policy in (Paper(), Quality(), AllHeads(), Random(), Recency(), KeepAll(), Exact()):
+        got = select(policy, asked(geometry, layer, policy.probe))
+        assert 1 <= got.n_rows(n) <= n
+
+
+# ---- the references ----------------------------------------------------------------------------
+
+
+def test_all_heads_take_the_top_of_all_column_sums() -> None:
+    geometry = Geometry(1, 6, 2, 8, "float32")
+    layer = a_layer(geometry)
+    got = select(AllHeads(0.2), asked(geometry, layer))
+    query, keys, new = (layer[i].to(torch.float64).numpy() for i in ("query", "keys", "new"))
+    columns = plain_weights(query, keys, new, layer["scaling"]).sum(axis=(0, 1))
+    assert got.positions is not None
+    assert set(got.positions.tolist()) == plain_top(list(columns), 20)
+    true = true_missing_mass(
+        layer["query"], layer["keys"], layer["scaling"], layer["lse"], got.positions
+    )
+    assert got.estimated_missing_mass == pytest.approx(true.mean(), rel=1e-3)
+    assert got.missing_mass_worst_head == pytest.approx(true.max(), rel=1e-3)
+
+
+def test_blind_references_choose_what_they_say() -> None:
+    geometry = Geometry(1, 2, 2, 8, "float32")
+    plain = asked(geometry, a_layer(geometry))
+    recent = select(Recency(0.25), plain)
+    assert recent.positions is not None and recent.positions.tolist() == list(range(72, 96))
+    assert math.isnan(recent.estimated_missing_mass)
+    once, again = select(Random(0.25, 7), plain), select(Random(0.25, 7), plain)
+    assert once.positions is not None and again.positions is not None
+    assert once.positions.tolist() == again.positions.tolist() and len(once.positions) == 24
+    importance = np.zeros(96, dtype=np.float32)
+    importance[[5, 90]] = 1.0
+    static = select(StaticH2O(0.03), asked(geometry, a_layer(geometry), importance=importance))
+    assert static.positions is not None and static.positions.tolist() == [0, 5, 90]
+    with pytest.raises(ImpressError, match="without importance"):
+        select(StaticH2O(), plain)
+    assert select(KeepAll(), plain).positions is None
+
+
+# ---- quality -----------------------------------------------------------------------------------
+
+
+def sparse_layer(
+    geometry: Geometry, n: int = 512, needles: int = 4, seed: int = 0
+) -> dict[str, Any]:
+    """Every head looks hard at a few tokens of its own."""
+    layer = a_layer(geometry, n=n, seed=seed)
+    rng, keys = np.random.default_rng(seed), layer["keys"].clone()
+    per_kv = geometry.n_heads // geometry.n_kv_heads
+    for h in range(geometry.n_heads):
+        want = layer["query"][h].mean(dim=0)
+        for t in rng.choice(n, needles, replace=False).tolist():
+            keys[h // per_kv, t] = want * (12 * geometry.head_dim**0.5 / want.square().sum())
+    layer["keys"] = keys
+    return layer
+
+
+def missing(layer: dict[str, Any], positions: Any) -> np.ndarray:
+    return true_missing_mass(
+        layer["query"], layer["keys"], layer["scaling"], layer["lse"], positions
+    )
+
+
+@given(
+    rows=st.integers(1, 12).flatmap(
+        lambda n: st.lists(st.lists(SMALL, min_size=n, max_size=n), min_size=1, max_size=3)
+    ),
+    bound=st.sampled_from([0.0, 0.05, 0.2, 0.5, 1.0]),
+)
+@settings(deadline=None, max_examples=200)
+def test_quality_takes_the_smallest_set(rows: list[list[int]], bound: float) -> None:
+    columns = np.array(rows, dtype=np.float32) / np.float32(64)
+    weight = columns.mean(axis=0)
+    got = quality_choice(columns, 1, Quality(bound), 1000, 0, 1)
+    order = sorted(range(len(weight)), key=lambda i: (-weight[i], i))
+    least = next(m for m in range(len(order) + 1) if weight[order[m:]].sum() <= bound)
+    if got.positions is None:
+        assert len(order) - max(1, least) < max(0.1 * len(order), 1)
+    else:
+        assert got.positions.tolist() == sorted(order[: max(1, least)])
+        assert got.estimated_missing_mass <= bound + 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("probe", ["int4-v1", "int3-v1"])
+@pytest.mark.parametrize("shape", [(8, 8, 32), (8, 2, 64)])
+@pytest.mark.parametrize("bound", [0.05, 0.2])
+def test_the_true_missing_mass_keeps_the_bound_on_sparse_attention(
+    shape: tuple[int, int, int], probe: str, dtype: str, bound: float
+) -> None:
+    geometry = Geometry(1, *shape, dtype)
+    for seed in range(3):
+        layer = sparse_layer(geometry, seed=seed)
+        mean = select(Quality(bound, probe=probe), asked(geometry, layer, probe))
+        assert mean.n_rows(512) < 0.9 * 512
+        assert mean.estimated_missing_mass <= bound + 1e-6
+        assert missing(layer, mean.positions).mean() <= bound * 1.02
+        head = select(Quality(bound, per="head", probe=probe), asked(geometry, layer, probe))
+        assert head.missing_mass_worst_head <= bound + 1e-6
+        assert missing(layer, head.positions).max() <= bound * 1.25
+        assert head.n_rows(512) >= mean.n_rows(512) * 0.9
+
+
+def test_diffuse_attention_loads_everything() -> None:
+    geometry = Geometry(1, 4, 4, 32, "float32")
+    layer = a_layer(geometry, n=512, sharp=0.05)
+    layer["lse"] = torch.full((4, 4), -math.inf)
+    got = select(Quality(0.05), asked(geometry, layer, "int4-v1"))
+    assert got.positions is None and got.reason == "diffuse" and not got.fell_back
+    assert got.estimated_missing_mass == 0
+
+
+def test_the_byte_cap_holds_and_the_estimate_owns_up() -> None:
+    geometry = Geometry(1, 4, 4, 32, "float32")
+    layer = a_layer(geometry, n=512, sharp=0.05)
+    layer["lse"] = torch.full((4, 4), -math.inf)
+    plain = asked(geometry, layer, "int4-v1")
+    cap = plain.probe_bytes + 100 * plain.row_bytes + 7
+    for per in PER:
+        got = select(Quality(0.05, max_bytes=cap, per=per), plain)
+        assert got.positions is not None and len(got.positions) == 100
+        assert got.reason == "capped" and got.estimated_missing_mass > 0.7
+        assert got.missing_mass_worst_head >= got.estimated_missing_mass
+    nothing = select(Quality(0.05, max_bytes=plain.probe_bytes), plain)
+    assert nothing.positions is not None and len(nothing.positions) == 0
+    roomy = select(Quality(0.05, max_bytes=plain.probe_bytes + 512 * plain.row_bytes), plain)
+    assert roomy.positions is None
+
+
+def test_a_worst_head_needs_more_rows_than_the_mean() -> None:
+    columns = np.zeros((4, 40), dtype=np.float32)
+    columns[:3, 0] = 1.0  # three heads look at one token, the fourth at twenty others
+    columns[3, 10:30] = 0.05
+    mean = quality_choice(columns, 1, Quality(0.1), 1, 0, 1)
+    head = quality_choice(columns, 1, Quality(0.1, per="head"), 1, 0, 1)
+    assert mean.positions is not None and head.positions is not None
+    assert mean.missing_mass_worst_head > 0.1 >= head.missing_mass_worst_head - 1e-6
+    assert len(head.positions) == 1 + 18
+
+
+# ---- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: Paper(0.0), "keep"),
+        (lambda: Paper(1.5), "keep"),
+        (lambda: AllHeads(-0.1), "keep"),
+        (lambda: Random(math.nan), "keep"),
+        (lambda: Recency(True), "keep"),
+        (lambda: StaticH2O("all"), "keep"),  # type: ignore[arg-type]
+        (lambda: Random(0.5, -1), "seed"),
+        (lambda: Paper(alpha=-1), "alpha"),
+        (lambda: Paper(alpha=math.inf), "alpha"),
+        (lambda: Paper(gate=1), "gate"),  # type: ignore[arg-type]
+        (lambda: Paper(fallback="none"), "fallback"),  # type: ignore[arg-type]
+        (lambda: Quality(-0.1), "max_missing_mass"),
+        (lambda: Quality(1.1), "max_missing_mass"),
+        (lambda: Quality(max_bytes=0), "max_bytes"),
+        (lambda: Quality(max_bytes=1.5), "max_bytes"),  # type: ignore[arg-type]
+        (lambda: Quality(per="token"), "per"),  # type: ignore[arg-type]
+        (lambda: Quality(probe=None), "probe"),
+    ],
+)
+def test_policies_refuse_bad_numbers_in_one_line(make: Any, what: str) -> None:
+    with pytest.raises(BadInput, match=what) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_policy_without_an_identifier_is_refused() -> None:
+    geometry = Geometry(1, 2, 2, 8, "float32")
+    with pytest.raises(ImpressError, match="no identifier"):
+        select(object(), asked(geometry, a_layer(geometry)))
+    with pytest.raises(ImpressError, match="probe records"):
+        select(Paper(), asked(geometry, a_layer(geometry)))
