@@ -1,4 +1,4 @@
-"""Copies of chunks in DRAM: which are there, which go when room is needed (LRU for now).
+"""Copies of chunks in a fast tier: which are there, which go when room is needed (LRU or LFU).
 
 A copy is found by (span, layer, window). Entries are rows of arrays, so a layer's worth of
 windows is looked up and pinned without a Python loop.
@@ -26,18 +26,27 @@ class ChunkCache:
     plane after the other. Filling -> ready -> (pinned while copied out) -> dropped.
     """
 
-    def __init__(self, budget_bytes: int, planes: Mapping[int, int], n_layers: int) -> None:
-        """`planes`: bytes a chunk has in each plane, by plane number."""
+    def __init__(
+        self,
+        budget_bytes: int,
+        planes: Mapping[int, int],
+        n_layers: int,
+        name: str = "dram",
+        eviction: str = "lru",
+    ) -> None:
+        """`planes`: bytes a chunk has in each plane, by plane number. `eviction`: lru or lfu."""
         self.planes = tuple(planes)
         sizes = list(planes.values())
         self._offs = {plane: sum(sizes[:i]) for i, plane in enumerate(planes)}
         self.chunk_bytes = sum(sizes)
         self.capacity = budget_bytes // self.chunk_bytes
-        self.tier = DramTier(self.capacity * self.chunk_bytes)
+        self.tier = DramTier(self.capacity * self.chunk_bytes, name)
+        self._by_count = eviction == "lfu"
         self._n_layers = n_layers
         self._lock = threading.Lock()
         self._maps: dict[int, Ids] = {}  # span -> [n_layers, n_windows] entry or _ABSENT
-        self._used = np.zeros(self.capacity, dtype=np.int64)
+        self._used = np.zeros(self.capacity, dtype=np.int64)  # tick of the last use
+        self._uses = np.zeros(self.capacity, dtype=np.int64)  # since it came in
         self._pins = np.zeros(self.capacity, dtype=np.int32)
         self._ready = np.zeros(self.capacity, dtype=bool)
         self._owner = np.full((self.capacity, 3), _ABSENT, dtype=np.int64)
@@ -59,6 +68,7 @@ class ChunkCache:
             there = found[found >= 0]
             self._tick += 1
             self._used[there] = self._tick
+            self._uses[there] += 1
             self._pins[there] += 1
             return found
 
@@ -106,6 +116,7 @@ class ChunkCache:
             self._tick += 1
             kept = entries[self._owner[entries, 0] >= 0]
             self._used[kept] = self._tick
+            self._uses[kept] = 1
             self._ready[kept] = True
             self._free(entries[self._owner[entries, 0] < 0])
 
@@ -125,6 +136,14 @@ class ChunkCache:
             table = self._maps.get(span)
             if table is not None:
                 self._drop(table[table >= 0])
+
+    def drop_windows(self, span: int, layer: int, windows: Ids) -> None:
+        """These windows of a layer are elsewhere now. Pinned copies go with their last reader."""
+        with self._lock:
+            table = self._maps.get(span)
+            if table is not None:
+                entries = table[layer, windows]
+                self._drop(entries[entries >= 0])
 
     def clear(self) -> None:
         """Drop everything that nobody reads."""
@@ -159,7 +178,7 @@ class ChunkCache:
             idle = np.flatnonzero(self._ready & (self._pins == 0))
             want = min(len(idle), max(n - free, self.capacity // 64))
             if want and want < len(idle):
-                idle = idle[np.argpartition(self._used[idle], want - 1)[:want]]
+                idle = idle[np.argpartition(self._worth(idle), want - 1)[:want]]
             self.evictions += len(idle) if want else 0
             self._drop(idle if want else idle[:0])
         entries = []
@@ -169,6 +188,12 @@ class ChunkCache:
                 break
             entries.append(slot.parts[0].off // self.chunk_bytes)
         return np.array(entries, dtype=np.int64)
+
+    def _worth(self, entries: Ids) -> Ids:
+        """What goes first has the least: by last use, or by uses and then last use."""
+        if not self._by_count:
+            return self._used[entries]
+        return self._uses[entries] * (self._tick + 1) + self._used[entries]
 
     def _drop(self, entries: Ids) -> None:
         self._forget(entries)

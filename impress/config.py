@@ -10,7 +10,7 @@ import difflib
 import os
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,6 +28,12 @@ class Config(BaseModel):
     """Tokens of a window, a power of two in 16..256; fixed when a directory is first written."""
     dram_bytes: int = Field(default=1024 * MIB, ge=0)
     """Budget of the DRAM tier: cached chunks and sums tables. 0 keeps nothing in DRAM."""
+    hbm_bytes: int = Field(default=0, ge=0)
+    """Budget of the HBM tier, above DRAM. 0: none."""
+    hbm_device: Literal["cuda", "cpu"] = "cuda"
+    """Where it is. "cpu" emulates it in host memory, and every report says so."""
+    eviction: Literal["lru", "lfu"] = "lru"
+    """Which copies go first when HBM or DRAM is full."""
     disk_bytes: int | None = Field(default=None, gt=0)
     """Most bytes of segments on disk; None: as much as the file system gives."""
     segment_bytes: int = Field(default=256 * MIB, ge=MIB)

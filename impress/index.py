@@ -69,20 +69,10 @@ class Index:
 
     def spans(self, after: int = -1) -> Iterator[tuple[int, bytes]]:
         """(span id, value) of every span with id > after, in id order. Holds a read transaction."""
-        if after < 0:
-            self._read_ahead()
         with self._read() as txn, txn.cursor(self._dbs["spans"]) as cursor:
             if cursor.set_range(_id(after + 1)):
                 for key, value in cursor:
                     yield int.from_bytes(key, "big"), value
-
-    def _read_ahead(self) -> None:
-        """Ask for the whole file at once: by page faults it came one page at a time (6 s a GB)."""
-        fd = os.open(self._folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(fd)
 
     def heat(self) -> dict[int, tuple[int, int]]:
         """Span id -> (leases, lease counter at the last one), as last committed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,19 @@ import numpy.typing as npt
 
 from impress.chunks import ChunkCache, Ids
 from impress.config import Config
+from impress.copies import Copies
 from impress.errors import PrefixLost
 from impress.layout import K, V
-from impress.plan import Gather, Missing, Source, gather, plan_reads, rows_by_tier, whole
+from impress.plan import (
+    Gather,
+    Missing,
+    Source,
+    gather,
+    plan_reads,
+    rows_by_tier,
+    runs_of,
+    whole,
+)
 from impress.rows import as_tensor, dense_bytes, take_rows, unpack
 from impress.stats import Counters
 from impress.types import Geometry
@@ -47,9 +58,7 @@ class Reading:
     geometry: Geometry
     config: Config
     ssd: SsdTier
-    cache: ChunkCache  # of K and V
-    probe_caches: dict[int, ChunkCache]  # by plane number
-    no_cache: ChunkCache  # for planes that none keeps
+    copies: Copies
     pool: IoPool
     buffers: BufferPool
     counters: Counters
@@ -67,7 +76,7 @@ class Load:
         reading: Reading,
         sources: Sequence[Source],
         layer: int,
-        cache: ChunkCache,
+        caches: Sequence[ChunkCache],
         planes: Sequence[int],
         positions: Positions | None = None,
         outs: Sequence[torch.Tensor] | None = None,
@@ -79,7 +88,7 @@ class Load:
         self.started_s = monotonic()
         self._r = reading
         self._sources = sources
-        self._cache = cache
+        self._caches = caches
         self._shapes = [sources[0].layout.planes[plane] for plane in planes]
         self._n_windows = sum(source.count for source in sources)
         self._window = sources[0].held.record.window
@@ -90,18 +99,31 @@ class Load:
             gap = reading.config.read_gap_bytes
             self._gathers = [gather(sources, plane, positions, gap) for plane in planes]
         self._dests = [self._dest(i) for i in range(len(planes))]
-        self._entries: list[Ids] = [
-            cache.pin(s.span, layer, s.held.first, s.count) for s in sources
+        self._entries: list[list[Ids]] = [
+            [cache.pin(s.span, layer, s.held.first, s.count) for s in sources] for cache in caches
         ]
+        for i in range(len(sources)):
+            self._only_fastest(i)
         runs = [g.runs for g in self._gathers] or [whole(sources, plane) for plane in planes]
-        self._plan = plan_reads(sources, layer, planes, runs, self._entries, cache, self._dests)
+        self._plan = plan_reads(sources, layer, planes, runs, self._entries, caches, self._dests)
         self.bytes_by_tier = self._plan.n_bytes
-        self.rows_by_tier = rows_by_tier(sources, self._entries, positions)
-        media: dict[str, Tier] = {"dram": cache.tier, "ssd": reading.ssd}
+        self.rows_by_tier = rows_by_tier(sources, self._entries, caches, positions)
+        media: dict[str, Tier] = {cache.tier.name: cache.tier for cache in caches}
+        media["ssd"] = reading.ssd
         self.tickets = {
             medium: self._submit(media[medium], by_source)
             for medium, by_source in self._plan.reads.items()
         }
+
+    def _only_fastest(self, source: int) -> None:
+        """A window being copied up may be in two tiers for a moment: take the faster one's."""
+        found = np.zeros(self._sources[source].count, dtype=bool)
+        for cache, entries in zip(self._caches, self._entries, strict=True):
+            ids = entries[source]
+            twice = found & (ids >= 0)
+            cache.unpin(ids[twice])
+            ids[twice] = -1
+            found |= ids >= 0
 
     def _dest(self, i: int) -> Bytes:
         """Straight into a dense page-aligned out; else a rented buffer, in pieces."""
@@ -161,7 +183,8 @@ class Load:
             except MediumError as err:
                 span = self._bad_span.get(medium)  # None: never read, the store was closed
                 if span is not None:
-                    self._cache.drop_span(span)
+                    for cache in self._caches:
+                        cache.drop_span(span)
                     if medium == "ssd":
                         self._r.quarantine(span)
                 return PrefixLost(err.reason if isinstance(err, ReadFailed) else "io", str(err))
@@ -203,24 +226,34 @@ class Load:
     # ---- ending it -------------------------------------------------------------------------
 
     def promote(self) -> Ticket | None:
-        """Copy what came whole from home into DRAM, behind everything else; None if nothing did."""
-        if not self._plan.missing or not self._cache.capacity or self.positions is not None:
+        """Copy what was read whole one tier up, behind everything else; None if nothing goes."""
+        levels = [cache for cache in self._caches if cache.capacity]
+        if self.positions is not None or not levels or self.planes != levels[0].planes:
+            return None  # a copy has all rows and all planes
+        tasks = [
+            partial(self._copy_up, missing, levels[-1], None) for missing in self._plan.missing
+        ]
+        for upper, lower in pairwise(levels):
+            entries = self._entries[self._caches.index(lower)]
+            for source, ids in zip(self._sources, entries, strict=True):
+                for first, count in runs_of(ids >= 0):
+                    missing = Missing(source, first, count)
+                    tasks.append(partial(self._copy_up, missing, upper, lower))
+        if not tasks:
             return None
-        if self.planes != self._cache.planes:
-            return None  # a copy has all planes
         if self._r.pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS:
             self._r.counters.add("promotions_skipped")
             return None
         for buffer in self._buffers:
             buffer.retain()
-        tasks = [partial(self._copy_up, missing) for missing in self._plan.missing]
         ticket = self._r.pool.submit(Lane.PROMOTE, tasks)
         for buffer in self._buffers:
             ticket.then(buffer.release)
         return ticket
 
-    def _copy_up(self, missing: Missing) -> None:
-        source, cache = missing.source, self._cache
+    def _copy_up(self, missing: Missing, cache: ChunkCache, below: ChunkCache | None) -> None:
+        """Into `cache`; out of the one `below`, since a chunk has one copy at most."""
+        source = missing.source
         start = source.held.first + missing.first
         wanted = np.arange(start, start + missing.count, dtype=np.int64)
         n_windows = source.held.record.n_windows
@@ -228,12 +261,13 @@ class Load:
         for window, entry in zip(windows.tolist(), entries.tolist(), strict=True):
             at = source.at + window - source.held.first
             for plane, shape, dest in zip(self.planes, self._shapes, self._dests, strict=True):
-                cache.fill(
-                    entry, plane, dest[at * shape.chunk_bytes : (at + 1) * shape.chunk_bytes]
-                )
+                n = shape.chunk_bytes
+                cache.fill(entry, plane, dest[at * n : (at + 1) * n])
+        if below is not None:
+            below.drop_windows(source.span, self.layer, windows)
         cache.publish(entries)
         n_bytes = sum(shape.chunk_bytes for shape in self._shapes)
-        self._r.counters.add("promoted_bytes/dram", len(entries) * n_bytes)
+        self._r.counters.add(f"promoted_bytes/{cache.tier.name}", len(entries) * n_bytes)
 
     def abandon(self) -> None:
         """Nobody will take it: its buffers and pins go when its last read has ended."""
@@ -247,9 +281,10 @@ class Load:
         when_all(list(self.tickets.values()), ended)
 
     def _unpin(self) -> None:
-        """Its DRAM copies have been copied out."""
-        for entries in self._entries:
-            self._cache.unpin(entries)
+        """The copies have been copied out."""
+        for cache, entries in zip(self._caches, self._entries, strict=True):
+            for ids in entries:
+                cache.unpin(ids)
 
     def give_back(self) -> None:
         """Nobody looks at the pieces and tensors any more."""

@@ -58,9 +58,7 @@ class Missing:
 class ReadPlan:
     """One layer's reads by medium, and what they cost."""
 
-    reads: dict[str, list[tuple[Source, list[Read]]]] = field(
-        default_factory=lambda: {"dram": [], "ssd": []}
-    )
+    reads: dict[str, list[tuple[Source, list[Read]]]]
     missing: list[Missing] = field(default_factory=list)
 
     @property
@@ -135,49 +133,58 @@ def plan_reads(
     layer: int,
     planes: Sequence[int],
     runs: Sequence[Sequence[Sequence[Run]]],
-    cached: Sequence[Ids],
-    cache: ChunkCache,
+    cached: Sequence[Sequence[Ids]],
+    caches: Sequence[ChunkCache],
     dests: Sequence[Bytes],
 ) -> ReadPlan:
     """Reads of `runs[plane][source]` into `dests[plane]`.
 
-    `cached` holds each source's pinned entries, -1 where DRAM has no copy. Windows side by side at
-    home become one read a plane; the medium merges further.
+    `cached[cache][source]` holds pinned entries, -1 where that cache has no copy; a window is in
+    at most one. Windows side by side at home become one read a plane; the medium merges further.
     """
-    plan = ReadPlan()
-    for i, (source, entries) in enumerate(zip(sources, cached, strict=True)):
-        found: dict[str, list[Read]] = {"dram": [], "ssd": []}
+    media = [*(cache.tier.name for cache in caches), "ssd"]
+    plan = ReadPlan({medium: [] for medium in media})
+    for i, source in enumerate(sources):
+        levels = list(zip(caches, (entries[i] for entries in cached), strict=True))
+        found: dict[str, list[Read]] = {medium: [] for medium in media}
         for plane, plane_runs, dest in zip(planes, runs, dests, strict=True):
             for run in plane_runs[i]:
-                for medium, read in _split(source, layer, plane, run, entries, cache, dest):
+                for medium, read in _split(source, layer, plane, run, levels, dest):
                     found[medium].append(read)
         for medium, reads in found.items():
             if reads:
                 plan.reads[medium].append((source, reads))
-        plan.missing += [Missing(source, first, count) for first, count in runs_of(entries < 0)]
+        nowhere = ~there(source, [entries for _, entries in levels])
+        plan.missing += [Missing(source, first, count) for first, count in runs_of(nowhere)]
     return plan
 
 
 def _split(
-    source: Source, layer: int, plane: int, run: Run, entries: Ids, cache: ChunkCache, dest: Bytes
+    source: Source,
+    layer: int,
+    plane: int,
+    run: Run,
+    levels: Sequence[tuple[ChunkCache, Ids]],
+    dest: Bytes,
 ) -> Iterator[tuple[str, Read]]:
     """One run as reads: each cached window from its copy, what lies between from home."""
     shape = source.layout.planes[plane]
     begin, end = run.first // shape.pieces, -(-(run.first + run.count) // shape.pieces)
-    windows = entries[begin:end]
-    for first, count in runs_of(windows < 0):
+    cached = there(source, [entries for _, entries in levels])[begin:end]
+    for first, count in runs_of(~cached):
         lo = max(run.first, (begin + first) * shape.pieces)
         hi = min(run.first + run.count, (begin + first + count) * shape.pieces)
         window, piece = divmod(lo, shape.pieces)
         off = source.layout.chunk_off(layer, plane, source.held.first + window)
         place = (source.slot, off + piece * shape.piece_bytes)
         yield "ssd", _read(source, layer, plane, place, lo, hi, run, dest)
-    for i in np.flatnonzero(windows >= 0).tolist():
-        lo = max(run.first, (begin + i) * shape.pieces)
-        hi = min(run.first + run.count, (begin + i + 1) * shape.pieces)
-        off = cache.plane_off(plane) + lo % shape.pieces * shape.piece_bytes
-        place = (cache.slot(int(windows[i])), off)
-        yield "dram", _read(source, layer, plane, place, lo, hi, run, dest)
+    for cache, entries in levels:
+        for window in (begin + np.flatnonzero(entries[begin:end] >= 0)).tolist():
+            lo = max(run.first, window * shape.pieces)
+            hi = min(run.first + run.count, (window + 1) * shape.pieces)
+            off = cache.plane_off(plane) + lo % shape.pieces * shape.piece_bytes
+            place = (cache.slot(int(entries[window])), off)
+            yield cache.tier.name, _read(source, layer, plane, place, lo, hi, run, dest)
 
 
 def _read(
@@ -201,14 +208,27 @@ def runs_of(wanted: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
+def there(source: Source, cached: Sequence[Ids]) -> npt.NDArray[np.bool_]:
+    """Which windows of a source have a copy in any of the caches. Pure."""
+    found = np.zeros(source.count, dtype=bool)
+    for entries in cached:
+        found |= entries >= 0
+    return found
+
+
 def rows_by_tier(
-    sources: Sequence[Source], cached: Sequence[Ids], positions: npt.NDArray[np.int64] | None
+    sources: Sequence[Source],
+    cached: Sequence[Sequence[Ids]],
+    caches: Sequence[ChunkCache],
+    positions: npt.NDArray[np.int64] | None,
 ) -> dict[str, int]:
-    """How many of the chosen rows (None: all) have a copy in DRAM, and how many come from home."""
+    """How many of the chosen rows (None: all) come from each cache, and how many from home."""
     window = sources[0].held.record.window
-    there = np.concatenate([entries >= 0 for entries in cached])
-    if positions is None:
-        n_cached, n_rows = int(there.sum()) * window, len(there) * window
-    else:
-        n_cached, n_rows = int(there[positions // window].sum()), len(positions)
-    return {"dram": n_cached, "ssd": n_rows - n_cached}
+    n_rows = sum(s.count for s in sources) * window if positions is None else len(positions)
+    rows = {}
+    for cache, entries in zip(caches, cached, strict=True):
+        copies = np.concatenate([ids >= 0 for ids in entries])
+        n = copies.sum() * window if positions is None else copies[positions // window].sum()
+        rows[cache.tier.name] = int(n)
+    rows["ssd"] = n_rows - sum(rows.values())
+    return rows

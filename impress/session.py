@@ -237,7 +237,7 @@ class Session:
     def _start(self, layer: int, outs: Tensors | None) -> Load:
         if outs is not None:
             self._check_outs(outs)
-        return Load(self._r, self._sources, layer, self._r.cache, (K, V), None, outs)
+        return Load(self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs)
 
     def _check_outs(self, outs: Tensors) -> None:
         g = self._r.geometry

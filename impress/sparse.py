@@ -66,10 +66,11 @@ class SparseSession(Session):
                 self._probes[layer] = self._start_probes(layer, self._plane)
 
     def _start_probes(self, layer: int, plane: int) -> Load:
-        cache = self._r.probe_caches.get(plane, self._r.no_cache)
-        if cache.chunk_bytes != self._sources[0].layout.planes[plane].chunk_bytes:
-            cache = self._r.no_cache  # this prefix was stored with other codecs than the store's
-        return Load(self._r, self._sources, layer, cache, (plane,))
+        cache = self._r.copies.probes.get(plane)
+        fits = self._sources[0].layout.planes[plane].chunk_bytes
+        # A prefix stored with other codecs than this store's now has no cache of its records.
+        caches = [cache] if cache is not None and cache.chunk_bytes == fits else []
+        return Load(self._r, self._sources, layer, caches, (plane,))
 
     def _bring(
         self,
@@ -88,7 +89,9 @@ class SparseSession(Session):
             selection, keys = self._choose(layer, query, scaling, suffix_lse, used)
             positions = selection.positions
             planes = (K, V) if keys is None else (V,)
-            rows = self._read(Load(self._r, self._sources, layer, self._r.cache, planes, positions))
+            rows = self._read(
+                Load(self._r, self._sources, layer, self._r.copies.chunks, planes, positions)
+            )
             used.append(rows)
             k, v = rows.tensors() if keys is None else (_taken(keys, positions), rows.tensor())
         except BaseException:
@@ -120,7 +123,7 @@ class SparseSession(Session):
 
         def all_keys() -> torch.Tensor:
             if not found:
-                load = self._read(Load(self._r, self._sources, layer, self._r.cache, (K,)))
+                load = self._read(Load(self._r, self._sources, layer, self._r.copies.chunks, (K,)))
                 used.append(load)
                 found.append(load.tensor())
             return found[0]

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from impress.admission import Admission
 from impress.blockhash import as_tokens, labels_of, namespace_digest, root_key
 from impress.catalog import Catalog, Held
-from impress.chunks import ChunkCache
 from impress.config import Config
+from impress.copies import Copies
 from impress.directory import Identity, Shard, matching_identity
 from impress.errors import BadInput, ConfigError, ImpressError, StoreFailed
 from impress.home import COMMIT_TIMEOUT_S, Home
 from impress.index import Index
-from impress.layout import K, SpanLayout, V
+from impress.layout import SpanLayout
 from impress.load import Reading
 from impress.plan import Source
 from impress.probes import codec_of
@@ -34,7 +34,7 @@ from impress.stats import Counters, serve_metrics
 from impress.tables import TableCache, Tables
 from impress.types import Geometry
 from impress.writer import Media, Stored, Writer, importance_of
-from tiers.base import PAGE, Slot, round_up
+from tiers.base import Slot
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
 from tiers.slots import BufferPool
@@ -42,11 +42,6 @@ from tiers.ssd import SsdTier
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-#: A sixteenth of the DRAM budget is kept for tables (8 bytes a piece: about .1 % of the KV).
-TABLES_SHARE = 16
-#: An eighth for probe records, where any are stored.
-PROBES_SHARE = 8
 
 
 class PrefixStore:
@@ -114,26 +109,13 @@ class PrefixStore:
         )
         self._pool = IoPool(config.io_threads)
         codecs = [codec_of(name) for name in config.probes]
-        tables_budget = config.dram_bytes // TABLES_SHARE
-        probe_budget = config.dram_bytes // PROBES_SHARE if codecs else 0
-        planes = {plane: layout.planes[plane].chunk_bytes for plane in (K, V)}
-        chunk_budget = config.dram_bytes - tables_budget - probe_budget
-        self._cache = ChunkCache(chunk_budget, planes, geometry.n_layers)
-        self._probe_caches = {
-            V + 1 + i: ChunkCache(
-                probe_budget // len(codecs),
-                {V + 1 + i: round_up(codec.probe_bytes(geometry) * self.window // codec.group)},
-                geometry.n_layers,
-            )
-            for i, codec in enumerate(codecs)
-        }
-        self._tables = TableCache(home.ssd, self._pool, tables_budget)
+        self._copies = Copies(config, geometry, self.window, codecs)
+        self._tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
         self.buffers = BufferPool(None)
         """Page-aligned buffers for whoever reads: sessions and engines."""
         self._reading = Reading(
-            geometry, config, home.ssd, self._cache, self._probe_caches,
-            ChunkCache(0, {-1: PAGE}, geometry.n_layers), self._pool, self.buffers,
-            self.counters, home.quarantine,
+            geometry, config, home.ssd, self._copies, self._pool, self.buffers, self.counters,
+            home.quarantine,
         )  # fmt: skip
         self._admission: Admission | None = None
         if home.committer is not None:
@@ -153,8 +135,7 @@ class PrefixStore:
                 raise StoreFailed(f"metrics: port {config.metrics_port}: {err.strerror}") from None
 
     def _forget(self, span: int) -> None:
-        for cache in (self._cache, *self._probe_caches.values()):
-            cache.drop_span(span)
+        self._copies.drop_span(span)
         self._tables.drop(span)
 
     # ---- looking up ------------------------------------------------------------------------
@@ -273,8 +254,7 @@ class PrefixStore:
 
     def drop_caches(self) -> None:
         """Empty the DRAM tier and the cached tables; home keeps everything."""
-        for cache in (self._cache, *self._probe_caches.values()):
-            cache.clear()
+        self._copies.clear()
         self._tables.clear()
 
     def flush(self, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
@@ -300,16 +280,17 @@ class PrefixStore:
         """Counters since open, occupancy now. Plain numbers, ready for JSON."""
         with self._leases_lock:
             started = [lease.started_s for lease in self._leases]
-        media = (self._cache.tier, self._home.ssd)
+        usage = {**self._copies.usage(), "ssd": self._home.ssd.usage()}
         return {
             **self._home.catalog.counts(),
             "tokens": self._home.catalog.counts()["windows"] * self.window,
-            "tiers": {tier.name: tier.usage()._asdict() for tier in media},
+            "tiers": {tier: use._asdict() for tier, use in usage.items()},
+            "emulated": list(self._copies.emulated),
             "tables_bytes": self._tables.used_bytes,
             "leases": len(started),
             "oldest_lease_s": monotonic() - min(started) if started else 0.0,
             **self.counters.snapshot(),
-            "dram_evictions": self._cache.evictions,
+            "evictions": self._copies.evictions(),
             "direct_io": self._home.ssd.direct,
         }
 
@@ -331,8 +312,7 @@ class PrefixStore:
 
         When nothing is being stored or evicted (after `flush`, no writer open).
         """
-        for cache in (self._cache, *self._probe_caches.values()):
-            cache.check()
+        self._copies.check()
         self._home.check(self._admission.drafts() if self._admission else [])
 
     def _names_of(

@@ -261,6 +261,59 @@ def test_reads_come_from_dram_once_promoted(open_store: Open, geometry: impress.
     assert_serves(store, tokens, 256)
 
 
+def tiers_of(store: impress.PrefixStore, tokens: np.ndarray) -> dict[str, int]:
+    """Rows by tier of one exact read; promotions have ended when it returns."""
+    with store.lease(tokens) as lease, lease.session() as session:
+        for layer in range(store.geometry.n_layers):
+            session.retrieve(layer, None)
+        report = session.report()
+    wait_for_promotions(store)
+    store.check()
+    return report.rows_by_tier
+
+
+def test_chunks_climb_one_tier_a_use_and_stand_in_one_at_a_time(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, hbm_bytes=MIB // 2, hbm_device="cpu")
+    tokens = prompt(256)
+    put_prompt(store, tokens).wait(60)
+    assert tiers_of(store, tokens) == {"ssd": 512}
+    assert tiers_of(store, tokens) == {"dram": 512}
+    # Half of it fits: the second layer took the place of the first, which home still has.
+    assert tiers_of(store, tokens) == {"hbm": 256, "ssd": 256}
+    stats = store.stats()
+    assert stats["emulated"] == ["hbm"]
+    assert stats["tiers"]["hbm"]["used"] == MIB // 2
+    chunks = 256 * geometry.token_bytes
+    assert stats["tiers"]["hbm"]["used"] + stats["tiers"]["dram"]["used"] <= chunks
+    assert_serves(store, tokens, 256)
+
+
+def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    often, last, newcomer = (prompt(128, seed) for seed in range(3))
+    budget = 20 * MIB // 16  # two prompts of 512 KiB, and the share of the tables
+    for eviction, kept in (("lru", last), ("lfu", often)):
+        store = open_store(geometry, dram_bytes=budget, eviction=eviction)
+        for tokens in (often, last, newcomer):
+            put_prompt(store, tokens).wait(60)
+        for tokens in (often, often, often, last, newcomer):
+            tiers_of(store, tokens)
+        assert tiers_of(store, kept) == {"dram": 256}, eviction
+        store.close()
+
+
+def test_a_device_that_is_not_there_is_refused_with_the_setting_to_change(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    with pytest.raises(impress.Unsupported, match='hbm_device = "cpu"'):
+        open_store(geometry, hbm_bytes=MIB)
+    with pytest.raises(impress.ConfigError, match="cannot hold one chunk"):
+        open_store(geometry, hbm_bytes=4096, hbm_device="cpu")
+
+
 def wait_for_promotions(store: impress.PrefixStore) -> None:
     """One task behind all promotions, in their lane, on every thread."""
     pool = store._pool
@@ -281,7 +334,7 @@ def test_a_dram_budget_holds_and_the_answers_stay_right(
             wait_for_promotions(store)
             assert store.stats()["tiers"]["dram"]["total"] <= MIB
             store.check()
-    assert store.stats()["dram_evictions"] > 0
+    assert store.stats()["evictions"]["dram"] > 0
 
 
 def test_prefetch_reads_straight_into_the_callers_tensors(
@@ -367,7 +420,7 @@ def test_a_flipped_bit_is_a_loss_then_a_miss_never_an_answer(
     if cached:  # sums tables in memory: the rows themselves must give the flip away
         assert_serves(store, tokens, 256)
         wait_for_promotions(store)
-        store._cache.clear()
+        store._copies.clear()
     flip_a_bit(store, store.catalog.records()[0].parts[0], 100_001)
     with store.lease(tokens) as lease, lease.session() as session:
         with pytest.raises(impress.PrefixLost) as lost:
@@ -389,7 +442,7 @@ def test_a_flipped_bit_in_dram_costs_the_copy_not_the_prefix(
     put_prompt(store, tokens).wait(60)
     assert_serves(store, tokens, 128)
     wait_for_promotions(store)
-    store._cache.tier._arena[70_000] ^= 1
+    store._copies.chunks[0].tier._arena[70_000] ^= 1
     with store.lease(tokens) as lease, lease.session() as session:
         with pytest.raises(impress.PrefixLost, match="dram"):
             for layer in range(2):

@@ -127,6 +127,20 @@ class TestDram(TierContract):
         tier.check()
 
 
+class TestHbmEmulation(TierContract):
+    """Host memory that stands for a device's: the same contract, under its own name."""
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Tier:
+        return DramTier(4 * MIB, "hbm")
+
+    def test_failures_name_the_tier(self, tier: Tier) -> None:
+        slot = tier.reserve(PAGE)
+        sums = np.zeros(1, dtype=np.uint64)
+        with pytest.raises(ReadFailed, match="hbm"):
+            tier.read([Read(slot, 0, aligned(PAGE), sums, PAGE)])
+
+
 class TestSsd(TierContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> SsdTier:

@@ -16,9 +16,9 @@ from tiers.space import Space
 class DramTier:
     """An anonymous mapping of budget_bytes. Reads verify like any other medium's."""
 
-    name = "dram"
-
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, name: str = "dram") -> None:
+        """`name`: of the medium it is, or stands for."""
+        self.name = name
         size = budget_bytes // PAGE * PAGE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._arena: Bytes = (
@@ -51,7 +51,7 @@ class DramTier:
             for _, start, length in locate(read.slot, read.off, len(read.dest)):
                 np.copyto(read.dest[at : at + length], self._arena[start : start + length])
                 at += length
-            verify(read, "dram")
+            verify(read, self.name)
 
     def usage(self) -> Usage:
         with self._lock:

@@ -1,0 +1,85 @@
+"""Everything a store keeps in fast memory, under its budgets: chunks by tier, probe records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from impress.chunks import ChunkCache
+from impress.config import Config
+from impress.errors import ConfigError, Unsupported
+from impress.layout import K, SpanLayout, V
+from impress.probes import ProbeCodec
+from impress.types import Geometry
+from tiers.base import Usage, round_up
+
+#: A sixteenth of the DRAM budget is kept for tables (8 bytes a piece: about .1 % of the KV).
+TABLES_SHARE = 16
+#: An eighth for probe records, where any are stored.
+PROBES_SHARE = 8
+
+
+class Copies:
+    """`chunks`: caches of K and V, fastest first. `probes`: of each codec's records, by plane."""
+
+    def __init__(
+        self, config: Config, geometry: Geometry, window: int, codecs: Sequence[ProbeCodec]
+    ) -> None:
+        layout = SpanLayout.of(geometry, window, 1)
+        planes = {plane: layout.planes[plane].chunk_bytes for plane in (K, V)}
+        self.tables_bytes = config.dram_bytes // TABLES_SHARE
+        probe_bytes = config.dram_bytes // PROBES_SHARE if codecs else 0
+        budgets = {"dram": config.dram_bytes - self.tables_bytes - probe_bytes}
+        if config.hbm_bytes:
+            _check_hbm(config, layout.chunk_bytes)
+            budgets = {"hbm": config.hbm_bytes, **budgets}
+        self.emulated = ("hbm",) if config.hbm_bytes else ()
+        self.chunks = tuple(
+            ChunkCache(n, planes, geometry.n_layers, name, config.eviction)
+            for name, n in budgets.items()
+        )
+        self.probes: dict[int, ChunkCache] = {}
+        for plane, codec in enumerate(codecs, start=V + 1):
+            size = round_up(codec.probe_bytes(geometry) * window // codec.group)
+            share = probe_bytes // len(codecs)
+            self.probes[plane] = ChunkCache(share, {plane: size}, geometry.n_layers)
+
+    def _all(self) -> list[ChunkCache]:
+        return [*self.chunks, *self.probes.values()]
+
+    def drop_span(self, span: int) -> None:
+        for cache in self._all():
+            cache.drop_span(span)
+
+    def clear(self) -> None:
+        """Drop everything that nobody reads."""
+        for cache in self._all():
+            cache.clear()
+
+    def usage(self) -> dict[str, Usage]:
+        """By tier; DRAM's with its probe records."""
+        found = {cache.tier.name: cache.tier.usage() for cache in self.chunks}
+        for cache in self.probes.values():
+            more = zip(found["dram"], cache.tier.usage(), strict=True)
+            found["dram"] = Usage(*(a + b for a, b in more))
+        return found
+
+    def evictions(self) -> dict[str, int]:
+        """Chunks dropped to make room, by tier."""
+        return {cache.tier.name: cache.evictions for cache in self.chunks}
+
+    def check(self) -> None:
+        for cache in self._all():
+            cache.check()
+
+
+def _check_hbm(config: Config, chunk_bytes: int) -> None:
+    """Raises Unsupported or ConfigError, naming the setting to change."""
+    if config.hbm_device == "cuda":
+        raise Unsupported(
+            "hbm_bytes: a tier on CUDA is not in this version; "
+            'hbm_device = "cpu" emulates one in host memory'
+        )
+    if config.hbm_bytes < chunk_bytes:
+        raise ConfigError(
+            f"config: hbm_bytes {config.hbm_bytes} cannot hold one chunk of {chunk_bytes} bytes"
+        )

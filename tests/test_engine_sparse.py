@@ -1,0 +1,441 @@
+"""Sparse requests of the Transformers engine: a masked full cache's logits, and nothing stored.
+
+The reference is the model itself in eager attention on its own full cache, with an additive mask
+per layer put in by hooks.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_engine_hf import (
+    CONFIG,
+    Heard,
+    assert_same_bits,
+    attach,
+    continued,
+    damage,
+    last_layer_keys,
+    prompts,
+    tiny,
+)
+
+import impress
+from impress.choices import Selection, whole
+from impress.engines import hf
+from impress.errors import BadInput, Unsupported
+from impress.identify import Asked, select
+from impress.policy import AllHeads, Exact, KeepAll, Paper, Quality, Random, Recency, StaticH2O
+
+HIT = 128
+LOGITS = {"output_logits": True, "return_dict_in_generate": True}
+FAMILIES = ("opt", "llama", "qwen3")
+STD = 0.15  # of the weights: attention that is not uniform, so that a wrong row shows
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small spend their time in handing work to threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Given:
+    """These rows of each layer; None is all of them, an exception is raised."""
+
+    rows: tuple[Any, ...]
+    name: str = "given"
+    needs_suffix_lse: bool = False
+    probe: str | None = None
+
+
+@select.register
+def _(policy: Given, asked: Asked) -> Selection:
+    rows = policy.rows[asked.layer]
+    if isinstance(rows, BaseException):
+        raise rows
+    if rows is None:
+        return whole("given", fell_back=True)
+    return Selection(np.array(rows, dtype=np.int64), math.nan, math.nan, False, "given")
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Another policy, and what it was asked and chose."""
+
+    inner: Any
+    seen: list[tuple[Asked, Selection]] = field(default_factory=list)
+    name: str = "watched"
+
+    @property
+    def needs_suffix_lse(self) -> bool:
+        return self.inner.needs_suffix_lse
+
+    @property
+    def probe(self) -> str | None:
+        return self.inner.probe
+
+    @property
+    def rows(self) -> list[Any]:
+        return [chosen.positions for _, chosen in self.seen]
+
+
+@select.register
+def _(policy: Watched, asked: Asked) -> Selection:
+    chosen = select(policy.inner, asked)
+    policy.seen.append((asked, chosen))
+    return chosen
+
+
+def pick(seed, n):
+    return tuple(sorted(np.random.default_rng(seed).choice(HIT, n, replace=False).tolist()))
+
+
+def model_of(family, dtype=torch.float32, **changes):
+    std = {"init_std" if family == "opt" else "initializer_range": STD}
+    return tiny(family, dtype, **{"num_hidden_layers": 3, **std, **changes})
+
+
+def request_ids(n_new=80):
+    """A prompt that shares two windows with prompts(200), then n_new tokens of its own."""
+    return torch.cat([prompts(200)[:, :HIT], prompts(n_new, seed=2)], 1)
+
+
+def filled(model, path, **options):
+    engine = attach(model, path, **options)
+    engine.generate(prompts(200), max_new_tokens=1, policy=Exact())
+    engine.flush()
+    return engine
+
+
+def full_cache(model):
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        model(prompts(200), past_key_values=cache)
+    cache.crop(HIT - 200)
+    return cache
+
+
+@contextmanager
+def masked(model, cache, chosen):
+    """Hides all rows of the prefix but `chosen`, layer by layer, in eager attention."""
+
+    def hide(module, args, kwargs):
+        q = kwargs["hidden_states"].shape[1]
+        n = cache.get_seq_length(module.layer_idx) + q
+        seen = torch.ones(q, n, dtype=torch.bool).tril(n - q)
+        rows = chosen[module.layer_idx]
+        if rows is not None:
+            kept = torch.zeros(n, dtype=torch.bool)
+            kept[list(rows)] = True
+            kept[HIT:] = True
+            seen &= kept
+        mask = torch.zeros(q, n, dtype=model.dtype).masked_fill(~seen, -math.inf)
+        return args, {**kwargs, "attention_mask": mask[None, None]}
+
+    layers = [module for module in model.modules() if hasattr(module, "k_proj")]
+    hooks = [layer.register_forward_pre_hook(hide, with_kwargs=True) for layer in layers]
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        for hook in hooks:
+            hook.remove()
+
+
+def reference(model, ids, chosen, n_new=16):
+    cache = full_cache(model)
+    with masked(model, cache, chosen):
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=n_new,
+            do_sample=False,
+            **LOGITS,
+        )
+
+
+def difference(mine, theirs):
+    pairs = zip(mine.logits, theirs.logits, strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def assert_matches(mine, theirs, most=1e-5):
+    assert torch.equal(mine.sequences, theirs.sequences)
+    assert difference(mine, theirs) <= most
+
+
+# --- the same as a masked full cache --------------------------------------------------------------
+
+SIZES = {
+    "different in each layer": (pick(1, 5), pick(2, 100), pick(3, 31)),
+    "one layer whole": (pick(1, 17), None, pick(3, 40)),
+    "only the last layer whole": (pick(1, 1), pick(2, 1), None),
+}
+
+
+@pytest.mark.parametrize("rows", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sparse_hit_has_the_logits_and_tokens_of_a_masked_full_cache(tmp_path, family, rows):
+    model, ids = model_of(family), request_ids()
+    with filled(model, tmp_path, policy=Given(rows)) as engine:
+        mine = engine.generate(ids, max_new_tokens=16, do_sample=False, **LOGITS)
+        request = engine.last_request
+    theirs = reference(model, ids, rows)
+    assert_matches(mine, theirs)
+    assert difference(mine, reference(model, ids, (None,) * 3, 16)) > 1e-3  # the rows do matter
+    assert (request.mode, request.hit_tokens, request.n_new) == ("sparse", HIT, 16)
+    sizes = [HIT if layer is None else len(layer) for layer in rows]
+    assert [line["chosen"] for line in request.per_layer] == sizes
+    assert request.chosen_rows_share == pytest.approx(sum(sizes) / (3 * HIT))
+    assert request.fallback_share == sum(layer is None for layer in rows) / 3
+
+
+@pytest.mark.parametrize("n_new", [1, 2, 150])
+def test_any_number_of_new_tokens_matches(tmp_path, n_new):
+    model, ids, rows = model_of("llama"), request_ids(n_new), SIZES["one layer whole"]
+    with filled(model, tmp_path, policy=Given(rows)) as engine:
+        mine = engine.generate(ids, max_new_tokens=16, do_sample=False, **LOGITS)
+    assert_matches(mine, reference(model, ids, rows))
+
+
+POLICIES = [
+    Paper(keep=0.2, gate=False),
+    Paper(keep=0.2, alpha=0.0, fallback="heads"),
+    Paper(keep=0.4),
+    Quality(max_missing_mass=0.4),
+    Quality(max_missing_mass=0.3, per="head"),
+    AllHeads(keep=0.1),
+    Random(keep=0.3),
+    Recency(keep=0.1),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_what_every_policy_chooses_is_what_is_attended_to(tmp_path, family, policy):
+    model, ids, watched = model_of(family), request_ids(), Watched(policy)
+    with filled(model, tmp_path, policy=watched) as engine:
+        mine = engine.generate(ids, max_new_tokens=4, do_sample=False, **LOGITS)
+        request = engine.last_request
+    assert_matches(mine, reference(model, ids, watched.rows, 4))
+    assert request.policy == "watched"
+    assert any(rows is not None for rows in watched.rows) or policy == POLICIES[2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_query_scaling_and_suffix_are_the_layers_own(tmp_path, family):
+    """All heads, first layer: column sums of the model's own attention weights say what to keep."""
+    model, ids, watched = model_of(family), request_ids(), Watched(AllHeads(keep=0.1))
+    with filled(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1, policy=watched)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model(ids[:, HIT:], past_key_values=full_cache(model), output_attentions=True)
+    weights = out.attentions[0][0][..., :HIT].double()  # [heads, q, prefix]
+    want = weights.sum((0, 1)).topk(13).indices.sort().values
+    chosen = watched.seen[0][1]
+    assert chosen.positions.tolist() == want.tolist()
+    left = weights.sum(-1) - weights[..., want].sum(-1)
+    assert chosen.estimated_missing_mass == pytest.approx(left.mean().item(), abs=1e-5)
+    assert chosen.missing_mass_worst_head == pytest.approx(left.mean(-1).max().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "policy", [KeepAll(), Quality(max_missing_mass=0), Random(keep=1), Paper(alpha=0.0)],
+    ids=lambda policy: policy.name,
+)  # fmt: skip
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_row_chosen_has_the_logits_of_an_exact_hit(tmp_path, family, attention, policy):
+    model, ids = model_of(family, attention=attention), request_ids()
+    with filled(model, tmp_path) as engine:
+        exact = engine.generate(ids, max_new_tokens=8, do_sample=False, policy=policy, **LOGITS)
+        request = engine.last_request
+    assert_matches(exact, continued(model, prompts(200), ids, HIT, do_sample=False))
+    assert (request.mode, request.policy) == ("sparse", policy.name)
+    assert request.chosen_rows_share == 1
+    assert request.estimated_missing_mass == 0 or math.isnan(request.estimated_missing_mass)
+    assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_follows_its_reference(tmp_path, family):
+    model, ids, rows = model_of(family, torch.bfloat16), request_ids(), SIZES["one layer whole"]
+    with filled(model, tmp_path, policy=Given(rows)) as engine:
+        mine = engine.generate(ids, max_new_tokens=1, **LOGITS)
+        engine.generate(ids, max_new_tokens=4, policy=Paper(gate=False))
+        engine.generate(ids, max_new_tokens=4, policy=Quality(max_missing_mass=0.5))
+        assert engine.last_request.mode == "sparse"
+    theirs = reference(model, ids, rows, 1)
+    assert (mine.logits[0] - theirs.logits[0]).abs().max() < 0.05 * theirs.logits[0].abs().max()
+
+
+# --- what is stored, and what is left behind ------------------------------------------------------
+
+
+def n_stored(engine, ids):
+    engine.flush()
+    return engine.store.lookup(ids[0].numpy().astype(np.int32))
+
+
+@pytest.mark.parametrize("policy", [Recency(), KeepAll()], ids=lambda policy: policy.name)
+def test_nothing_computed_on_a_sparse_prefix_is_stored_or_handed_out(tmp_path, policy):
+    model, ids = model_of("llama"), request_ids()
+    with filled(model, tmp_path, policy=policy) as engine:
+        tokens = engine.store.stats()["tokens"]
+        out = engine.generate(ids, max_new_tokens=60, **LOGITS)
+        assert out.past_key_values is None
+        assert n_stored(engine, out.sequences) == HIT
+        assert engine.store.stats()["tokens"] == tokens
+        assert "never stored" in engine.last_request.refused
+        assert engine.store.buffers.used_bytes == 0
+
+
+def test_a_miss_under_a_policy_that_chooses_is_computed_and_stored_densely(tmp_path):
+    model, ids = model_of("opt"), prompts(200)
+    bare = model.generate(ids, max_new_tokens=8, do_sample=False)
+    with attach(model, tmp_path, policy=Paper()) as engine:
+        assert torch.equal(engine.generate(ids, max_new_tokens=8, do_sample=False), bare)
+        request = engine.last_request
+        assert n_stored(engine, ids) == 192
+    assert (request.mode, request.policy, request.chosen_rows_share) == ("recompute", "paper", 0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_models_attention_is_back_after_an_exception(tmp_path, attention):
+    class Gone(Heard):
+        def put(self, value):
+            raise KeyboardInterrupt
+
+    model, ids = model_of("llama", attention=attention), request_ids()
+    with filled(model, tmp_path) as engine:
+        failing = Given((pick(1, 5), ZeroDivisionError(), None))
+        with pytest.raises(ZeroDivisionError):
+            engine.generate(ids, max_new_tokens=4, policy=failing)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(ids, max_new_tokens=4, policy=Recency(), streamer=Gone())
+        assert model.config._attn_implementation == attention
+        assert engine.store.buffers.used_bytes == 0
+        mine = engine.generate(ids, max_new_tokens=8, **LOGITS)
+        engine.store.check()
+    assert_same_bits(mine, continued(model, prompts(200), ids, HIT))
+
+
+@pytest.mark.parametrize("policy", [Recency(keep=0.9), KeepAll()], ids=lambda policy: policy.name)
+def test_a_row_lost_in_mid_forward_is_computed_densely_and_streamed_once(tmp_path, policy):
+    model, ids = model_of("llama"), request_ids()
+    bare = model.generate(ids, max_new_tokens=8, do_sample=False)
+    with filled(model, tmp_path) as engine:
+        damage(tmp_path, last_layer_keys(model, prompts(200), 70))
+        engine.store.drop_caches()
+        heard = Heard()
+        out = engine.generate(ids, max_new_tokens=8, do_sample=False, streamer=heard, policy=policy)
+        request = engine.last_request
+        assert torch.equal(out, bare)
+        assert (request.lost, request.mode, request.hit_tokens) == ("checksum", "recompute", 0)
+        assert heard.parts == [ids[0].tolist(), *([t] for t in out[0, len(ids[0]) :].tolist())]
+        assert n_stored(engine, ids) == 192  # a dense run is stored
+
+
+# --- settings, numbers and refusals ---------------------------------------------------------------
+
+
+def test_attach_adds_the_policys_probe_records_to_those_asked_for(tmp_path):
+    model, ids = model_of("llama"), request_ids()
+    config = CONFIG.model_copy(update={"probes": ("int4-v1",)})
+    with hf.attach(model, tmp_path, Paper(keep=0.1, gate=False), config=config) as engine:
+        assert engine.store.config.probes == ("int4-v1", "heads3-v1")
+        engine.generate(prompts(200), max_new_tokens=1)
+        engine.flush()
+        engine.generate(ids, max_new_tokens=1)
+        request = engine.last_request
+    # KV heads 0 and 1 of two: all keys, half of a layer's bytes, then a tenth of the rows.
+    assert request.bytes_share == pytest.approx(0.5 + 13 / HIT)
+    assert request.fallback_share == 0
+    assert 0 < request.estimated_missing_mass <= request.missing_mass_worst_head <= 1
+
+
+def test_a_request_sums_up_its_layers(tmp_path):
+    model, ids = model_of("opt"), request_ids()
+    with filled(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1, policy=Recency(keep=0.25))
+        sparse = engine.last_request
+        engine.generate(ids, max_new_tokens=1)
+        exact = engine.last_request
+    assert (sparse.chosen_rows_share, sparse.bytes_share) == (0.25, 0.25)
+    assert sparse.rows_by_tier == {"ssd": 3 * 32}
+    moved = sum(sparse.bytes_by_tier.values())
+    assert sparse.transferred_share == moved / (3 * HIT * 2 * 64 * 4)
+    assert math.isnan(sparse.estimated_missing_mass) and math.isnan(sparse.missing_mass_worst_head)
+    assert (exact.mode, exact.policy, exact.chosen_rows_share) == ("exact", "exact", 1)
+    assert (exact.fallback_share, exact.bytes_share, exact.estimated_missing_mass) == (0, 1, 0)
+
+
+def test_static_importance_is_served_where_it_was_stored_and_missed_in_a_line(tmp_path):
+    model, ids = model_of("llama"), request_ids()
+    cache = full_cache(model)
+    scores = np.tile(np.arange(HIT, dtype=np.float32), (3, 1))
+    with attach(model, tmp_path, policy=StaticH2O(keep=0.25)) as engine:
+        engine.store.store(
+            prompts(HIT)[0].numpy().astype(np.int32),
+            [layer.keys[0] for layer in cache.layers],
+            [layer.values[0] for layer in cache.layers],
+            importance=scores,
+        ).wait(60)
+        mine = engine.generate(ids, max_new_tokens=8, do_sample=False, **LOGITS)
+    last = tuple(range(96, HIT))
+    assert_matches(mine, reference(model, ids, (last,) * 3, 8))
+    with filled(model, tmp_path / "bare") as engine:
+        with pytest.raises(impress.ImpressError, match="stored without importance"):
+            engine.generate(ids, policy=StaticH2O())
+        assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "named"),
+    [
+        ("sparse", Unsupported, "policy str"),
+        (Paper, Unsupported, "policy type"),
+        (object(), Unsupported, "policy object"),
+        (Quality(probe="int9-v1"), impress.ImpressError, "int9-v1"),
+        (Quality(max_bytes=100), BadInput, "under one window"),
+    ],
+)
+def test_a_policy_that_is_not_served_is_refused_before_anything_is_opened(
+    tmp_path, policy, error, named
+):
+    model = model_of("llama")
+    with pytest.raises(error, match=named):
+        attach(model, tmp_path / "store", policy=policy)
+    assert not (tmp_path / "store").exists()
+    with attach(model, tmp_path / "other") as engine, pytest.raises(error, match=named):
+        engine.generate(prompts(10), policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "named"),
+    [
+        (2, {}, "batches under policy recency"),
+        (1, {"prefill_chunk_size": 8}, "prefill_chunk_size under policy recency"),
+        (1, {"output_attentions": True}, "output_attentions under policy recency"),
+    ],
+)
+def test_a_request_that_cannot_choose_is_refused_in_one_line(tmp_path, batch, options, named):
+    with attach(model_of("llama"), tmp_path, policy=Recency()) as engine:
+        with pytest.raises(Unsupported, match=named):
+            engine.generate(prompts(10, batch=batch), max_new_tokens=1, **options)
+        assert engine.last_request is None
