@@ -6,11 +6,13 @@ import itertools
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tiers.aio import AioContext
 from tiers.base import PAGE, Read, Slot, Tier, sums_of
 from tiers.coalesce import RUN_BYTES, coalesce, locate, slices
 from tiers.dram import DramTier
@@ -218,6 +220,45 @@ class TestSsd(TierContract):
         (tmp_path / "file").write_text("in the way")
         with pytest.raises(MediumError, match="file"):
             SsdTier(tmp_path / "file" / "segments", MIB, None)
+
+
+class TestSsdWithoutAio(TestSsd):
+    """Where the kernel gives no queue (io_setup refused), every read goes through preadv."""
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> SsdTier:
+        tier = SsdTier(tmp_path / "segments", MIB, 4 * MIB)
+        tier._queues = False
+        return tier
+
+
+def test_a_request_the_kernel_refuses_is_read_again_with_preadv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue that refuses every other run: what it did not bring is fetched the plain way."""
+    tier = SsdTier(tmp_path / "segments", 4 * MIB, None)
+    slot, data = tier.reserve(4 * MIB), noise(4 * MIB)
+    tier.write(slot, 0, data)
+    real = AioContext.read
+
+    def refusing(self: AioContext, runs: list, fds: list) -> Iterator[int]:
+        for i in real(self, runs, fds):
+            if i % 2:
+                runs[i].views[0][:] = 0  # nothing of it counts
+                yield ~i
+            else:
+                yield i
+
+    monkeypatch.setattr(AioContext, "read", refusing)
+    out = aligned(4 * MIB)
+    pieces = range(0, 4 * MIB, 2 * PAGE)  # every other page: runs of one page each
+    sums = sums_of(data, PAGE)
+    reads = [
+        Read(slot, at, out[at : at + PAGE], sums[at // PAGE : at // PAGE + 1], PAGE)
+        for at in pieces
+    ]
+    tier.read(reads)
+    assert all(np.array_equal(out[at : at + PAGE], data[at : at + PAGE]) for at in pieces)
 
 
 def test_neighbours_merge_and_runs_stay_bounded() -> None:
