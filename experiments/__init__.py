@@ -1,0 +1,1 @@
+"""Measurements: `python -m experiments.NAME`. Never imported by the packages."""

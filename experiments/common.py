@@ -1,0 +1,107 @@
+"""What the experiments share: arguments, data that always goes away, tables, the result file."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from impress.report import write_report
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line of an experiment. `json`: where the result goes, or None."""
+
+    quick: bool
+    json: Path | None
+    folder: Path
+    seed: int
+
+
+class Unable(Exception):
+    """The experiment cannot run here; the text is one line that says what is missing."""
+
+
+def run(
+    about: str, experiment: Callable[[Options], tuple[dict[str, float], list[Row]]],
+    estimate: Callable[[bool], str], **meta: Any,
+) -> int:  # fmt: skip
+    """Parse arguments, run in a temporary directory, write the report. The exit status."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--quick", action="store_true", help="small sizes: does it run, roughly")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument(
+        "--dir", type=Path, metavar="DIR", default=Path(),
+        help="put data in a new directory here (default: the current one)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of all data (default 1)")
+    args = parser.parse_args()
+    console.print(f"{about} Estimated time: {estimate(args.quick)}.")
+    try:
+        with scratch(args.dir) as folder:
+            figures, rows = experiment(Options(args.quick, args.json, folder, args.seed))
+        if args.json is not None:
+            write_report(args.json, figures, rows, seed=args.seed, quick=args.quick, **meta)
+    except KeyboardInterrupt:
+        console.print("stopped; the temporary data is gone")
+        return 130
+    except (Unable, OSError) as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 2
+    return 0
+
+
+@contextmanager
+def scratch(parent: Path) -> Iterator[Path]:
+    """A fresh directory in `parent`, removed at the end, also on Ctrl-C and SIGTERM."""
+
+    def stop(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    folder = Path(tempfile.mkdtemp(prefix="impress-bench-", dir=parent)).resolve()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)
+
+
+def spread(values: Sequence[float]) -> Row:
+    """Median, least and most of repeated measurements."""
+    return {
+        "median": float(np.median(values)), "min": float(min(values)), "max": float(max(values)),
+    }  # fmt: skip
+
+
+def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table of equal rows; floats with three significant digits."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for i, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
