@@ -52,6 +52,9 @@ class Config(BaseModel):
     """Threads that read and write the SSD."""
     durable: bool = True
     """False skips fdatasync: for measurements only, a power cut may lose what was flushed."""
+    mode: Literal["auto", "sparse", "exact", "recompute"] = "auto"
+    """What an engine does on a hit. auto: the cheapest its policy allows, by the rates measured so
+    far. The others force one; "sparse" is exact under a policy that does not choose rows."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Serve Prometheus metrics on 127.0.0.1 at this port; 0 picks a free one."""
 

@@ -138,6 +138,10 @@ def torch_module() -> Any:
 def as_tensor(data: Bytes, geometry: Geometry, n_rows: int, head_dim: int) -> torch.Tensor:
     """Dense token-major bytes as a strided view [n_kv_heads, n_rows, head_dim]; no copy."""
     module = torch_module()
+    if not n_rows:  # a selection may be empty; frombuffer refuses no bytes
+        return module.empty(
+            (geometry.n_kv_heads, 0, head_dim), dtype=getattr(module, geometry.dtype)
+        )
     flat = module.frombuffer(data, dtype=getattr(module, geometry.dtype))
     rows: torch.Tensor = flat.view(n_rows, geometry.n_kv_heads, head_dim).transpose(0, 1)
     return rows

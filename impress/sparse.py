@@ -98,15 +98,18 @@ class SparseSession(Session):
             for load in used:
                 load.give_back()
             raise
-        self._keep(layer, used)
+        # Chosen rows are copies; whole planes are views of what was read into.
+        seen = [load for load in used if positions is None and load.planes != (self._plane,)]
+        for load in used:
+            if load not in seen:
+                load.give_back()
+        self._keep(layer, seen)
         self._note(layer, selection, used, rows, begin_s)
         return k, v, positions
 
     def _read(self, load: Load) -> Load:
         load.wait()
-        promotion = load.promote()
-        if promotion is not None:
-            self._promotions.append(promotion)
+        load.promote()  # from buffers of its own, which the copies hold: close need not wait
         return load
 
     def _choose(

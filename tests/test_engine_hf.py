@@ -19,7 +19,9 @@ from tiers.slots import BufferPool
 
 WINDOW = 64
 VOCAB = 199
-CONFIG = impress.Config(window=WINDOW, segment_bytes=4 << 20, dram_bytes=8 << 20, io_threads=2)
+CONFIG = impress.Config(
+    window=WINDOW, segment_bytes=4 << 20, dram_bytes=8 << 20, io_threads=2, mode="sparse"
+)  # models this small recompute faster than they load
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 SIZES = {
     "opt": {"num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 64},

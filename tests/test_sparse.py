@@ -184,6 +184,27 @@ def test_quality_loads_all_where_attention_is_diffuse_and_says_what_it_misses(
             assert line["reason"] == "capped" and line["estimated_missing_mass"] > 0.5
 
 
+def test_a_cap_below_the_sketch_chooses_nothing_and_says_so(open_store: Open) -> None:
+    store = open_store(SHAPES["mha"], probes=("int4-v1",))
+    fill(store)
+    with store.lease(prompt(N_TOKENS)) as lease:
+        got, lines = retrieve_all(lease, Quality(max_bytes=1))
+    for (k, v, pos), line in zip(got, lines, strict=True):
+        assert k.shape[1] == v.shape[1] == len(pos) == 0
+        assert line["reason"] == "capped" and line["estimated_missing_mass"] > 0.1
+    assert store.buffers.used_bytes == 0
+
+
+def test_a_sparse_session_holds_only_the_rows_it_gave(open_store: Open) -> None:
+    """Staging once stayed rented until close: twice the chosen rows, for every layer at once."""
+    store = open_store(SHAPES["mha"], probes=("heads3-v1",), dram_bytes=0)
+    fill(store)
+    query, lse = asked(store.geometry, 0)
+    with store.lease(prompt(N_TOKENS)) as lease, lease.session(Paper(gate=False)) as session:
+        session.retrieve(0, query, suffix_lse=lse)
+        assert store.buffers.used_bytes == 0
+
+
 def test_what_a_sparse_session_cannot_do_is_said(open_store: Open) -> None:
     store = open_store(SHAPES["mha"], probes=("heads3-v1",))
     fill(store)

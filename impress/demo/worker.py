@@ -27,7 +27,7 @@ from impress.terminal import line_of
 
 NEW_TOKENS: Final = 8
 MODES: Final = ("recompute", "ssd", "dram")
-CONFIG: Final = Config(dram_bytes=256 * MIB, segment_bytes=64 * MIB)
+CONFIG: Final = Config(dram_bytes=256 * MIB, segment_bytes=64 * MIB, mode="exact")
 
 
 @dataclass(frozen=True, slots=True)

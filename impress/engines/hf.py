@@ -3,17 +3,19 @@
     generate: lookup ─hit─> cache with the prefix on its way ─> model.generate ─> store the new part
                    └─miss─> empty cache ────────────────────────┘      │
                             ^── run again once, densely ── PrefixLost ─┘
+    A hit that costs more to load than to compute is taken as a miss (choice).
 
-A hit's logits are bit-identical to the same model continuing from the KV that was stored, cut to
-the hit (same dtype, shapes and threads).
+An exact hit's logits are bit-identical to the same model continuing from the KV that was stored,
+cut to the hit (same dtype, shapes and threads). Under a policy that chooses rows a hit is a sparse
+request (hf_chosen): its logits are those of a full cache with the other rows masked, and nothing
+of it is stored.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -21,16 +23,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from impress.blockhash import namespace_digest
 from impress.config import Config
 from impress.engines import hf_models
+from impress.engines.choice import Choice, Rates, decide, forced
 from impress.engines.hf_cache import RowsCache
+from impress.engines.hf_chosen import (
+    ChosenCache,
+    attending,
+    check_choosing,
+    check_policy,
+    chooses,
+)
 from impress.engines.hf_models import Prompt
+from impress.engines.hf_output import FirstLogits, PromptOnce
 from impress.engines.hf_prefix import StoredPrefix, find_prefix
+from impress.engines.hf_request import Request, totals
 from impress.engines.hf_storing import Job, Outcome, StoreQueue
-from impress.errors import BadInput, ImpressError, PrefixLost, StoreMismatch, Unsupported
+from impress.errors import BadInput, ImpressError, PrefixLost, StoreMismatch
 from impress.namespace import namespace_of
 from impress.policy import Exact, Policy
 from impress.store import PrefixStore
@@ -39,23 +51,6 @@ from tiers.slots import BufferPool
 EXACT = Exact()
 _STORE_WAIT_S = 30.0  # for write buffers, of one put
 _MAX_WAITING = 4  # requests whose caches may be held back for storing
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What one generate() call did. Bytes and rows are those of the prefix, by tier."""
-
-    n_tokens: int  # of the prompt, in each batch row
-    hit_tokens: int  # taken from the store, in each batch row
-    n_new: int  # generated
-    mode: str  # "exact": a prefix was reused; "recompute": the whole prompt was computed
-    ttft_ms: float  # from the call to the first token's logits
-    bytes_by_tier: dict[str, int]
-    rows_by_tier: dict[str, int]
-    per_layer: tuple[dict[str, Any], ...]  # layer by layer, one batch row after the other
-    lost: str  # why a prefix that was found could not be read, "" when nothing was lost
-    stored_tokens: int = 0  # accepted by the store so far; durable after engine.flush()
-    refused: str = ""  # why the store did not take the new part
 
 
 def attach(
@@ -69,18 +64,22 @@ def attach(
     """An engine for a causal LM of a supported family, over a store or a store's directory.
 
     Derives the namespace, geometry and dtype from the model. A directory is opened for writing with
-    `config` and closed by `Engine.close`; a store given stays the caller's. `store_new` False only
-    reads. Raises Unsupported naming what of the model is not served, StoreMismatch naming both
-    values where the store is another model's, and whatever `PrefixStore.open` raises.
+    `config`, the policy's probe records added to its probes, and closed by `Engine.close`; a store
+    given stays the caller's. `store_new` False only reads. Raises Unsupported naming the policy, or
+    what of the model is not served, StoreMismatch naming both values where the store is another
+    model's, and whatever `PrefixStore.open` raises.
     """
-    if not isinstance(policy, Exact):
-        raise Unsupported(f"policy {type(policy).__name__} is not supported by this engine")
     hf_models.check_model(model)
     geometry = hf_models.geometry_of(model.config, model.dtype)
+    settings = config or Config()
+    given = path_or_store if isinstance(path_or_store, PrefixStore) else settings
+    check_policy(policy, geometry, given.window)
     namespace = namespace_of(model)
     if not isinstance(path_or_store, PrefixStore):
+        if policy.probe is not None and policy.probe not in settings.probes:
+            settings = settings.model_copy(update={"probes": (*settings.probes, policy.probe)})
         opened = PrefixStore.open(
-            path_or_store, geometry, namespace=namespace, config=config or Config(), mode="rw"
+            path_or_store, geometry, namespace=namespace, config=settings, mode="rw"
         )
         return Engine(model, opened, policy, owns_store=True, store_new=store_new)
     store = path_or_store
@@ -105,7 +104,7 @@ class Engine:
         self,
         model: Any,
         store: PrefixStore,
-        policy: Exact,
+        policy: Policy,
         *,
         owns_store: bool,
         store_new: bool,
@@ -117,6 +116,7 @@ class Engine:
         self._store_new = store_new and store.writable
         self._weights = hf_models.weights_state(model)
         self._storing = StoreQueue(store, limit=_MAX_WAITING, wait_s=_STORE_WAIT_S)
+        self._rates = Rates()
         self._last: tuple[Request, Outcome] | None = None
         self._closed = False
 
@@ -139,32 +139,55 @@ class Engine:
         max_new_tokens: int | None = None,
         *,
         streamer: Any = None,
+        policy: Policy | None = None,
         **options: Any,
     ) -> Any:
         """model.generate() with its own arguments and result, reusing and storing prefixes.
 
         input_ids [batch, n_tokens] of equal lengths, every token of them prompt. 32 new tokens
         unless the call says otherwise. Effects: stores whole windows of prompt and answer in the
-        background. A prefix that cannot be read is computed instead, before any token is out.
-        Raises BadInput or Unsupported, naming the argument, before anything is read.
+        background. `policy` is this call's instead of the engine's; where it chooses rows, a hit
+        takes one prompt, stores nothing and returns no past_key_values. A prefix that cannot be
+        read is computed instead, before any token is out. Raises BadInput or Unsupported, naming
+        the argument, before anything is read.
         """
         started = perf_counter()
         self._check_usable()
+        policy = self._policy_of(policy)
         prompt = hf_models.check_request(self.model, input_ids, max_new_tokens, options)
-        once = _PromptOnce(streamer) if streamer is not None else None
-        first = _FirstLogits(started)
+        if chooses(policy):
+            check_choosing(self.model, prompt, policy)
+        once = PromptOnce(streamer) if streamer is not None else None
+        first = FirstLogits(started)
         lost = ""
         prefix = None
         try:
-            prefix = find_prefix(self.store, prompt.rows, self._policy)
-            result, cache = self._run(prompt, prefix, once, first)
+            prefix = find_prefix(self.store, prompt.rows)
+            choice = self._choose(prompt, prefix, policy)
+            if prefix is not None and choice.mode == "recompute":
+                prefix.close()
+                prefix = None
+            result, cache = self._run(prompt, prefix, _within(policy, choice), once, first)
         except PrefixLost as err:
             lost, prefix = err.reason, None
-            result, cache = self._run(prompt, None, once, first)
+            choice = Choice("recompute", f"recompute: the prefix was lost ({lost})")
+            result, cache = self._run(prompt, None, EXACT, once, first)
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        n_new = int(sequences.shape[1]) - prompt.n_tokens
-        request = _account(prompt, prefix, n_new, first.ttft_ms, lost)
-        self._last = request, self._store(prompt, sequences, cache, request.hit_tokens)
+        hit = prefix.n_tokens if prefix is not None else 0
+        request = Request(
+            n_tokens=prompt.n_tokens,
+            hit_tokens=hit,
+            n_new=int(sequences.shape[1]) - prompt.n_tokens,
+            mode=choice.mode,
+            ttft_ms=first.ttft_ms,
+            lost=lost,
+            policy=policy.name,
+            why=choice.why,
+            **totals(prefix.reports() if prefix is not None else [], self.store.geometry),
+        )
+        if not lost:  # one that was lost ran twice
+            self._learn(request, len(prompt.rows))
+        self._last = request, self._store(prompt, sequences, cache, hit)
         return result
 
     def flush(self) -> None:
@@ -200,55 +223,141 @@ class Engine:
         if hf_models.weights_state(self.model) != self._weights:
             raise StoreMismatch("the model's weights changed since attach(): attach it again")
 
+    def _policy_of(self, asked: Policy | None) -> Policy:
+        if asked is None:
+            return self._policy
+        check_policy(asked, self.store.geometry, self.store.window)
+        return asked
+
+    def _choose(self, prompt: Prompt, prefix: StoredPrefix | None, policy: Policy) -> Choice:
+        """How to go about a request, and why."""
+        if prefix is None:
+            return Choice("recompute", "recompute: nothing of the prompt is stored")
+        own = "sparse" if chooses(policy) else "exact"
+        if self.store.config.mode != "auto":
+            return forced(self.store.config.mode, own)
+        seconds = self._rates.estimate(
+            len(prompt.rows) * prompt.n_tokens,
+            len(prompt.rows) * prefix.n_tokens,
+            len(prompt.rows) * self.store.geometry.n_layers,
+            len(prompt.rows) * prefix.n_tokens * self.store.geometry.token_bytes,
+        )
+        choice = decide(own, {own, "exact", "recompute"}, seconds)
+        self._rates.count(choice.mode)
+        return choice
+
+    def _learn(self, request: Request, batch: int) -> None:
+        """What the request says of this machine. A sparse forward's rate is not a dense one's."""
+        wait_s = sum(line["wait_ms"] for line in request.per_layer) / 1e3
+        if request.mode != "sparse":
+            n_computed = batch * (request.n_tokens - request.hit_tokens)
+            self._rates.note_prefill(n_computed, max(request.ttft_ms / 1e3 - wait_s, 0.0))
+        if request.hit_tokens:
+            self._rates.note_read(
+                request.mode,
+                len(request.per_layer),
+                sum(request.bytes_by_tier.values()),
+                batch * request.hit_tokens * self.store.geometry.token_bytes,
+                wait_s,
+            )
+
     def _run(
         self,
         prompt: Prompt,
         prefix: StoredPrefix | None,
-        once: _PromptOnce | None,
-        first: _FirstLogits,
-    ) -> tuple[Any, RowsCache]:
-        """One pass of model.generate(). On any error the prefix and the memory are given back."""
+        policy: Policy,
+        once: PromptOnce | None,
+        first: FirstLogits,
+    ) -> tuple[Any, RowsCache | None]:
+        """One pass of model.generate(), and the rows it made unless they are never to be stored.
+
+        On any error the prefix and the memory are given back.
+        """
         if once is not None:
             once.begin()
-        options = dict(prompt.options)
-        processors = [first, *(options.pop("logits_processor", None) or [])]
-        # A caller who gets past_key_values keeps the memory: it must not be rented again.
-        pool = BufferPool(None) if prompt.returns_cache else self.store.buffers
         with ExitStack() as pins:
             if prefix is not None:
                 pins.callback(prefix.close)
-            cache = RowsCache(
-                self.store.geometry,
-                len(prompt.rows),
-                prompt.n_tokens + prompt.n_new,
-                pool,
-                n_prefix=prefix.n_tokens if prefix else 0,
-                contiguous=self.model.config._attn_implementation == "eager",
-            )
-            try:
-                if prefix is not None:
-                    cache.load(prefix)
-                result = self.model.generate(
-                    prompt.input_ids,
-                    attention_mask=torch.ones_like(prompt.input_ids),
-                    past_key_values=cache,
-                    logits_processor=LogitsProcessorList(processors),
-                    streamer=once,
-                    **options,
-                )
-            except BaseException:
-                _end_reads(prefix, cache)
-                cache.release()
-                raise
+                prefix.open(policy)
+                if chooses(policy):
+                    return self._run_sparse(prompt, prefix, once, first), None
+            return self._run_dense(prompt, prefix, once, first)
+
+    def _run_dense(
+        self,
+        prompt: Prompt,
+        prefix: StoredPrefix | None,
+        once: PromptOnce | None,
+        first: FirstLogits,
+    ) -> tuple[Any, RowsCache]:
+        """Every row of the prefix, if there is one, in the model's own attention."""
+        # A caller who gets past_key_values keeps the memory: it must not be rented again.
+        pool = BufferPool(None) if prompt.returns_cache else self.store.buffers
+        cache = RowsCache(
+            self.store.geometry,
+            len(prompt.rows),
+            prompt.n_tokens + prompt.n_new,
+            pool,
+            n_prefix=prefix.n_tokens if prefix else 0,
+            contiguous=self.model.config._attn_implementation == "eager",
+        )
+        try:
+            if prefix is not None:
+                cache.load(prefix)
+            result = self._decode(prompt, cache, once, first)
+        except BaseException:
             _end_reads(prefix, cache)
+            cache.release()
+            raise
+        _end_reads(prefix, cache)
         if prompt.returns_cache:
             result.past_key_values = cache.as_dynamic()
         return result, cache
 
+    def _run_sparse(
+        self,
+        prompt: Prompt,
+        prefix: StoredPrefix,
+        once: PromptOnce | None,
+        first: FirstLogits,
+    ) -> Any:
+        """Chosen rows of the prefix. What is computed on them stays in here."""
+        n_new = prompt.n_tokens - prefix.n_tokens + prompt.n_new
+        cache = ChosenCache(self.store.geometry, prefix, n_new, self.store.buffers)
+        try:
+            prefix.read_ahead()
+            with attending(self.model, cache):
+                result = self._decode(prompt, cache, once, first)
+        finally:
+            cache.release()
+        if prompt.returns_cache:
+            result.past_key_values = None
+        return result
+
+    def _decode(
+        self,
+        prompt: Prompt,
+        cache: RowsCache | ChosenCache,
+        once: PromptOnce | None,
+        first: FirstLogits,
+    ) -> Any:
+        options = dict(prompt.options)
+        processors = [first, *(options.pop("logits_processor", None) or [])]
+        return self.model.generate(
+            prompt.input_ids,
+            attention_mask=torch.ones_like(prompt.input_ids),
+            past_key_values=cache,
+            logits_processor=LogitsProcessorList(processors),
+            streamer=once,
+            **options,
+        )
+
     def _store(
-        self, prompt: Prompt, sequences: torch.Tensor, cache: RowsCache, hit: int
+        self, prompt: Prompt, sequences: torch.Tensor, cache: RowsCache | None, hit: int
     ) -> Outcome:
         """Hand the whole windows that are new to the storing thread, which frees the cache."""
+        if cache is None:
+            return Outcome(refused="rows computed on a part of the prefix are never stored")
         n_held = cache.length
         outcome = Outcome()
         rows = self._rows_to_store(prompt, sequences[:, :n_held])
@@ -279,60 +388,6 @@ def _end_reads(prefix: StoredPrefix | None, cache: RowsCache) -> None:
         cache.forsake()
 
 
-def _account(
-    prompt: Prompt, prefix: StoredPrefix | None, n_new: int, ttft_ms: float, lost: str
-) -> Request:
-    reports = prefix.reports() if prefix is not None else []
-    return Request(
-        n_tokens=prompt.n_tokens,
-        hit_tokens=prefix.n_tokens if prefix is not None else 0,
-        n_new=n_new,
-        mode="exact" if prefix is not None else "recompute",
-        ttft_ms=ttft_ms,
-        bytes_by_tier=_total([report.bytes_by_tier for report in reports]),
-        rows_by_tier=_total([report.rows_by_tier for report in reports]),
-        per_layer=tuple(dict(layer) for report in reports for layer in report.per_layer),
-        lost=lost,
-    )
-
-
-def _total(counts: Sequence[dict[str, int]]) -> dict[str, int]:
-    tiers = {tier for count in counts for tier in count}
-    return {tier: sum(count.get(tier, 0) for count in counts) for tier in sorted(tiers)}
-
-
-class _FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
-    """Changes nothing; notes when the first logits came."""
-
-    def __init__(self, started: float) -> None:
-        self.ttft_ms = 0.0
-        self._started = started
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not self.ttft_ms:
-            self.ttft_ms = (perf_counter() - self._started) * 1000
-        return scores
-
-
-class _PromptOnce:
-    """The caller's streamer, which gets the prompt once although a lost prefix runs it twice.
-
-    A second run starts before any token is out, so all that was streamed by then is the prompt.
-    """
-
-    def __init__(self, streamer: Any) -> None:
-        self._streamer = streamer
-        self._n_put = 0
-        self._n_runs = 0
-
-    def begin(self) -> None:
-        self._n_runs += 1
-        self._n_put = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self._n_put += 1
-        if self._n_put > 1 or self._n_runs == 1:
-            self._streamer.put(value)
-
-    def end(self) -> None:
-        self._streamer.end()
+def _within(policy: Policy, choice: Choice) -> Policy:
+    """The policy of a request in a mode: a choosing one only where it is to choose."""
+    return policy if choice.mode == "sparse" else EXACT

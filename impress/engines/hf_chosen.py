@@ -1,0 +1,232 @@
+"""Sparse requests: each layer's attention chooses rows of the stored prefix by its own query.
+
+    a layer's forward: update(new rows) → attend(query) ─choose→ | chosen prefix rows | new rows |
+
+How many rows were chosen differs from layer to layer, so the model's own mask and kernel dispatch
+do not fit: for one request the model runs an attention function of ours, which makes the mask from
+the rows that are there and leaves the arithmetic to the stock sdpa function. The compact rows are
+appended to in place. Keys computed here saw only a part of the prefix: they are never stored and
+never handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from impress.engines import hf_models
+from impress.engines.hf_cache import RowsLayer
+from impress.engines.hf_models import Prompt
+from impress.errors import BadInput, ImpressError, Unsupported
+from impress.identify import select
+from impress.policy import Exact, KeepAll, Policy, Quality
+from impress.probes import codec_of
+from impress.types import Geometry
+from tiers.slots import BufferPool
+
+ATTENTION_NAME = "impress_chosen_rows"
+# Without a mask function registered under this name, the model makes no mask: `attend` does.
+
+_serving: ContextVar[ChosenCache] = ContextVar("impress_chosen_cache")
+
+
+class ChoosingPrefix(Protocol):
+    """The stored prefix of a request, which gives the rows that matter to a query."""
+
+    n_tokens: int
+
+    def choose(
+        self, layer: int, query: torch.Tensor, new_keys: torch.Tensor, scaling: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v [n_kv_heads, m, head_dim] of a layer, in position order. Raises PrefixLost.
+
+        query [n_heads, q, head_dim] after RoPE; new_keys [n_kv_heads, q, head_dim].
+        """
+
+    def close(self) -> bool:
+        """Give back what was read. Idempotent."""
+
+
+def chooses(policy: Policy) -> bool:
+    """Whether rows are brought by the layer's query, in a sparse request."""
+    return not isinstance(policy, Exact)
+
+
+def check_policy(policy: Any, geometry: Geometry, window: int) -> None:
+    """Raises, in one line, for a policy this engine cannot serve on such rows.
+
+    Unsupported where nothing says what it means, ImpressError on a probe codec that is not known,
+    BadInput on a byte cap under one window's rows.
+    """
+    kind = type(policy)
+    if not isinstance(policy, Exact | KeepAll) and (kind is object or kind not in select.registry):
+        raise Unsupported(f"policy {kind.__name__} is not supported by this engine")
+    if policy.probe is not None:
+        codec_of(policy.probe)
+    least = window * (geometry.k_row_bytes + geometry.v_row_bytes)
+    if isinstance(policy, Quality) and policy.max_bytes is not None and policy.max_bytes < least:
+        raise BadInput(
+            f"quality: max_bytes {policy.max_bytes} is under one window of a layer: {least} bytes"
+        )
+
+
+def check_choosing(model: Any, prompt: Prompt, policy: Policy) -> None:
+    """Raises Unsupported for a request that a policy that chooses rows cannot serve."""
+    if len(prompt.rows) != 1:
+        raise Unsupported(
+            f"batches under policy {policy.name} are not supported: "
+            f"pass one prompt at a time, got {len(prompt.rows)}"
+        )
+    for name, why in {
+        "prefill_chunk_size": "its rows are chosen by the whole query",
+        "output_attentions": "its attention gives no weights",
+    }.items():
+        if hf_models.setting(model, prompt.options, name):
+            raise Unsupported(f"{name} under policy {policy.name} is not supported: {why}")
+
+
+class ChosenLayer(RowsLayer):
+    """One layer: the chosen rows of the prefix, then the new ones, in one growing buffer.
+
+    The length it reports is the logical one, rows not chosen included: it drives positions.
+    """
+
+    def __init__(self, geometry: Geometry, n_prefix: int, n_new: int, pool: BufferPool) -> None:
+        """Room for n_new new tokens; that for chosen rows is added when they are known."""
+        super().__init__(geometry, 1, n_new, pool, n_prefix=0, contiguous=False)
+        self.is_chosen = False
+        self._n_left_out = n_prefix
+        self._new: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append, once rows were chosen; before, only keep what `lay_down` will append."""
+        if self.is_chosen:
+            return super().update(key_states, value_states)
+        self._check(key_states)
+        self._new = key_states, value_states
+        return self._new
+
+    def lay_down(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy chosen rows [n_kv_heads, m, head_dim] and append the new ones; returns all."""
+        assert self._new is not None, "rows are chosen after the first update"
+        n_chosen = k.shape[1]
+        self._capacity += n_chosen
+        super().update(k[None], v[None])
+        self._n_left_out -= n_chosen
+        self.is_chosen = True
+        new, self._new = self._new, None
+        return super().update(*new)
+
+    def get_seq_length(self) -> int:
+        return self.length + self._n_left_out
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+
+class ChosenCache(Cache):  # type: ignore[misc]  # the base is untyped
+    """The layers of one sparse request. Serves one generate() call under `attending`."""
+
+    def __init__(
+        self, geometry: Geometry, prefix: ChoosingPrefix, n_new: int, pool: BufferPool
+    ) -> None:
+        """n_new: most tokens that come after the prefix, in the prompt or generated."""
+        self._prefix = prefix
+        self._all_chosen = False
+        super().__init__(
+            layers=[
+                ChosenLayer(geometry, prefix.n_tokens, n_new, pool)
+                for _ in range(geometry.n_layers)
+            ]
+        )
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer_idx and not self.layers[layer_idx - 1].is_chosen:
+            # It saw no prefix: an answer must not come of it.
+            raise Unsupported(f"layer {layer_idx - 1} ran another attention than ours")
+        if not self._all_chosen and self.layers[layer_idx].is_chosen:
+            self._all_chosen = True
+            self._prefix.close()  # decoding begins: what was read has been copied
+        k, v = self.layers[layer_idx].update(key_states, value_states)
+        return k, v
+
+    def choose(
+        self, layer_idx: int, query: torch.Tensor, scaling: float, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bring a layer's rows for query [1, n_heads, q, head_dim]; its keys and values so far."""
+        k, v = self._prefix.choose(layer_idx, query[0], key[0], scaling)
+        rows: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].lay_down(k, v)
+        return rows
+
+    def release(self) -> None:
+        """Give all memory back to the pool. Idempotent."""
+        for layer in self.layers:
+            layer.release()
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention [1, q, n_heads, head_dim] over chosen and new rows; the first call chooses.
+
+    query [1, n_heads, q, head_dim]. Each new token sees all chosen rows, and the new ones up to
+    itself. Raises PrefixLost.
+    """
+    cache = _serving.get(None)
+    if cache is None:
+        raise ImpressError("the model serves a sparse request in another thread")
+    if not cache.layers[module.layer_idx].is_chosen:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        key, value = cache.choose(module.layer_idx, query, scale, key)
+    q, n = query.shape[2], key.shape[2]
+    mask = None
+    if q > 1:
+        mask = torch.ones(q, n, dtype=torch.bool, device=query.device).tril_(n - q)[None, None]
+    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling
+    )
+    return result
+
+
+AttentionInterface.register(ATTENTION_NAME, attend)
+
+
+@contextmanager
+def attending(model: Any, cache: ChosenCache) -> Iterator[None]:
+    """Have the model attend to a sparse request's rows; its own attention is back afterwards.
+
+    Raises Unsupported where the model does not let its attention be set.
+    """
+    before = model.config._attn_implementation
+    serving = _serving.set(cache)
+    try:
+        model.set_attn_implementation(ATTENTION_NAME)
+        if model.config._attn_implementation != ATTENTION_NAME:
+            raise Unsupported(f"{type(model).__name__} does not let its attention be set")
+        yield
+    finally:
+        _serving.reset(serving)
+        model.set_attn_implementation(before)

@@ -1,0 +1,46 @@
+"""What a request says on its way: when its first logits came, and its tokens to a streamer."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+
+class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
+    """Changes nothing; notes when the first logits came."""
+
+    def __init__(self, started: float) -> None:
+        self.ttft_ms = 0.0
+        self._started = started
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self.ttft_ms:
+            self.ttft_ms = (perf_counter() - self._started) * 1000
+        return scores
+
+
+class PromptOnce:
+    """The caller's streamer, which gets the prompt once although a lost prefix runs it twice.
+
+    A second run starts before any token is out, so all that was streamed by then is the prompt.
+    """
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._n_put = 0
+        self._n_runs = 0
+
+    def begin(self) -> None:
+        self._n_runs += 1
+        self._n_put = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._n_put += 1
+        if self._n_put > 1 or self._n_runs == 1:
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        self._streamer.end()

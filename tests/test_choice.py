@@ -1,0 +1,176 @@
+"""Load or recompute: what is chosen from given rates, and that an engine goes by it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from masked_reference import HIT, filled, model_of, request_ids
+from test_engine_hf import CONFIG
+
+import impress
+from impress.engines import hf
+from impress.engines.choice import MODES, Fit, Rates, decide, forced
+from impress.policy import Exact, Paper, Recency
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small spend their time in handing work to threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- fitting --------------------------------------------------------------------------------------
+
+
+def test_a_fit_finds_the_cost_of_calls_and_of_amounts():
+    fit = Fit()
+    assert fit.seconds(1, 1) is None
+    for calls, amount in ((2, 100), (2, 900), (7, 300), (1, 50)):
+        fit.note(calls, amount, 0.25 * calls + 0.01 * amount)
+    assert fit.seconds(3, 500) == pytest.approx(5.75)
+
+
+def test_samples_that_are_all_alike_give_a_rate():
+    fit = Fit()
+    for _ in range(5):
+        fit.note(1, 200, 4.0)
+    assert fit.seconds(1, 400) == pytest.approx(8.0)
+
+
+def test_costs_are_never_negative():
+    falling, free = Fit(), Fit()
+    for amount, seconds in ((10, 5.0), (1000, 1.0)):
+        falling.note(1, amount, seconds)
+    assert 1.0 <= falling.seconds(1, 100_000) <= 5.0
+    steep = Fit()
+    for amount, seconds in ((10, 0.0), (1000, 5.0)):
+        steep.note(1, amount, seconds)
+    assert steep.seconds(1, 1) >= 0
+    free.note(2, 0, 0.0)
+    assert free.seconds(2, 100) == 0.0
+
+
+def test_later_samples_count_for_more():
+    fit = Fit()
+    fit.note(1, 100, 10.0)
+    for _ in range(20):
+        fit.note(1, 100, 1.0)
+    assert fit.seconds(1, 100) == pytest.approx(1.0, rel=0.15)
+
+
+# --- deciding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", ["sparse", "exact"])
+def test_the_policys_own_mode_is_taken_until_rates_are_known(own):
+    for seconds in ({}, {"recompute": 0.001}, {own: 5.0}, dict.fromkeys(MODES)):
+        choice = decide(own, MODES, seconds)
+        assert choice.mode == own and "not all rates are known" in choice.why
+
+
+@pytest.mark.parametrize("best", MODES)
+def test_the_cheapest_is_taken_and_every_estimate_is_said(best):
+    seconds = {mode: 0.002 if mode == best else 0.5 for mode in MODES}
+    choice = decide("sparse", MODES, seconds)
+    assert choice.mode == best and "\n" not in choice.why
+    assert all(mode in choice.why for mode in MODES)
+    assert "500.0 ms" in choice.why and f"{best} 2.0 ms" in choice.why
+
+
+def test_what_the_policy_does_not_allow_is_never_taken():
+    seconds = {"sparse": 0.001, "exact": 0.2, "recompute": 0.1}
+    assert decide("exact", ("exact", "recompute"), seconds).mode == "recompute"
+
+
+def test_a_mode_is_forced_as_far_as_the_policy_allows():
+    assert forced("sparse", "sparse").mode == "sparse"
+    assert forced("sparse", "exact").mode == "exact"
+    for own in ("sparse", "exact"):
+        assert forced("exact", own).mode == "exact"
+        assert forced("recompute", own).mode == "recompute"
+
+
+def test_sparse_is_estimated_by_what_the_last_selections_moved():
+    rates = Rates()
+    rates.note_prefill(1000, 10.0)
+    rates.note_prefill(10, 0.1)
+    for n_bytes in (250, 250):
+        rates.note_read("sparse", 4, n_bytes, 1000, n_bytes * 0.001)
+    rates.note_read("exact", 4, 1000, 1000, 1.0)
+    found = rates.estimate(2000, 1900, 4, 4000)
+    assert found["recompute"] == pytest.approx(20.0)
+    assert found["exact"] == pytest.approx(1.0 + 4.0)
+    assert found["sparse"] == pytest.approx(1.0 + 1.0)
+
+
+def test_rates_of_a_mode_long_passed_over_are_measured_again():
+    rates = Rates()
+    rates.note_prefill(100, 0.001)
+    rates.note_read("exact", 2, 1000, 1000, 9.0)  # once slow
+    for _ in range(200):
+        choice = decide("exact", ("exact", "recompute"), rates.estimate(100, 64, 2, 1000))
+        rates.count(choice.mode)
+        if choice.mode == "exact":
+            break
+    assert choice.mode == "exact"
+    rates.note_read("exact", 2, 1000, 1000, 9.0)
+    found = rates.estimate(100, 64, 2, 1000)
+    assert decide("exact", ("exact", "recompute"), found).mode == "recompute"
+
+
+# --- an engine ------------------------------------------------------------------------------------
+
+
+def attach_in(mode, model, path, **options):
+    config = CONFIG.model_copy(update={"mode": mode})
+    return hf.attach(model, path, config=config, **options)
+
+
+@pytest.mark.parametrize("policy", [Exact(), Recency()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("mode", MODES)
+def test_config_forces_a_mode(tmp_path, mode, policy):
+    model, ids = model_of("llama"), request_ids()
+    filled(model, tmp_path).close()
+    with attach_in(mode, model, tmp_path, policy=policy) as engine:
+        engine.generate(ids, max_new_tokens=2)
+        request = engine.last_request
+    assert request.mode == ("exact" if (mode, policy) == ("sparse", Exact()) else mode)
+    assert request.hit_tokens == (0 if mode == "recompute" else HIT)
+    assert request.why == f"{request.mode}: Config.mode is {mode!r}"
+
+
+@pytest.mark.parametrize("policy", [Exact(), Paper()], ids=lambda policy: policy.name)
+def test_auto_takes_the_policys_own_mode_first_and_then_the_cheapest(tmp_path, policy):
+    model, ids = model_of("llama"), request_ids()
+    filled(model, tmp_path).close()
+    with attach_in("auto", model, tmp_path, policy=policy, store_new=False) as engine:
+        bare = model.generate(ids, max_new_tokens=2, do_sample=False)
+        engine.generate(ids, max_new_tokens=2)
+        own = "exact" if policy == Exact() else "sparse"
+        assert engine.last_request.mode == own
+        engine._rates.note_prefill(100_000, 1e6)  # as if computing had become slow, then reading
+        engine.generate(ids, max_new_tokens=2)
+        assert engine.last_request.mode != "recompute"
+        for _ in range(60):
+            engine._rates.note_prefill(10_000, 1e-9)
+        engine._rates.note_read(own, 3, 1000, 1000, 1e6)
+        out = engine.generate(ids, max_new_tokens=2, do_sample=False)
+        request = engine.last_request
+        assert (request.mode, request.hit_tokens, request.lost) == ("recompute", 0, "")
+        assert request.why.startswith("recompute: cheapest by estimate (")
+        assert torch.equal(out, bare)
+        assert engine.store.buffers.used_bytes == 0
+
+
+def test_a_miss_says_so(tmp_path):
+    with attach_in("auto", model_of("llama"), tmp_path) as engine:
+        engine.generate(request_ids(), max_new_tokens=1)
+        assert engine.last_request.why == "recompute: nothing of the prompt is stored"
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(impress.ImpressError, match="mode"):
+        impress.Config(mode="fastest")
