@@ -139,9 +139,9 @@ def as_tensor(data: Bytes, geometry: Geometry, n_rows: int, head_dim: int) -> to
     """Dense token-major bytes as a strided view [n_kv_heads, n_rows, head_dim]; no copy."""
     module = torch_module()
     if not n_rows:  # a selection may be empty; frombuffer refuses no bytes
-        return module.empty(
-            (geometry.n_kv_heads, 0, head_dim), dtype=getattr(module, geometry.dtype)
-        )
+        shape = (geometry.n_kv_heads, 0, head_dim)
+        nothing: torch.Tensor = module.empty(shape, dtype=getattr(module, geometry.dtype))
+        return nothing
     flat = module.frombuffer(data, dtype=getattr(module, geometry.dtype))
     rows: torch.Tensor = flat.view(n_rows, geometry.n_kv_heads, head_dim).transpose(0, 1)
     return rows

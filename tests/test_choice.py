@@ -25,6 +25,15 @@ def one_thread():
 # --- fitting --------------------------------------------------------------------------------------
 
 
+def test_the_own_mode_is_left_only_for_a_gain_worth_it() -> None:
+    """A tiny model recomputes in less time than a read takes to plan: that is no reason to switch."""
+    allowed = ("exact", "recompute")
+    small = decide("exact", allowed, {"exact": 0.040, "recompute": 0.005})
+    assert small.mode == "exact" and "nothing else gains enough" in small.why
+    assert decide("exact", allowed, {"exact": 10.0, "recompute": 9.7}).mode == "exact"
+    assert decide("exact", allowed, {"exact": 10.0, "recompute": 9.0}).mode == "recompute"
+
+
 def test_a_fit_finds_the_cost_of_calls_and_of_amounts():
     fit = Fit()
     assert fit.seconds(1, 1) is None

@@ -17,6 +17,10 @@ MODES: Final = ("sparse", "exact", "recompute")
 _DECAY: Final = 0.8
 #: Choices against a mode after which its rates are too old to go by: it is then measured again.
 _FORGOTTEN_AFTER: Final = 64
+#: The policy's own mode is left only for a gain of both: estimates of small things are noise, and
+#: a caller who named a mode is surprised by another.
+_LEAST_GAIN_S: Final = 0.05
+_LEAST_GAIN_SHARE: Final = 0.05
 #: Below this share of the full determinant, samples are too alike to tell calls from amounts.
 _LEAST_SPREAD: Final = 1e-3
 
@@ -112,15 +116,18 @@ class Rates:
 
 
 def decide(own: str, allowed: Collection[str], seconds: Mapping[str, float | None]) -> Choice:
-    """The cheapest of the allowed modes; the policy's own one while its cost is not known.
+    """The cheapest of the allowed modes, where that gains enough; else the policy's own.
 
-    Of equal ones the earlier in MODES.
+    The policy's own too while its cost is not known. Of equal ones the earlier in MODES.
     """
     known = {mode: s for mode in MODES if mode in allowed and (s := seconds.get(mode)) is not None}
     costs = ", ".join(f"{mode} {s * 1e3:.1f} ms" for mode, s in known.items())
     if own not in known or len(known) < 2:
         return Choice(own, f"{own}: the policy's own, not all rates are known ({costs or 'none'})")
     best = min(known, key=lambda mode: known[mode])
+    gain = known[own] - known[best]
+    if gain < max(_LEAST_GAIN_S, _LEAST_GAIN_SHARE * known[best]):
+        return Choice(own, f"{own}: the policy's own, nothing else gains enough ({costs})")
     return Choice(best, f"{best}: cheapest by estimate ({costs})")
 
 
