@@ -26,7 +26,7 @@ def one_thread():
 
 
 def test_the_own_mode_is_left_only_for_a_gain_worth_it() -> None:
-    """A tiny model recomputes in less time than a read takes to plan: that is no reason to switch."""
+    """A tiny model recomputes in less time than a read takes to plan: no reason to switch."""
     allowed = ("exact", "recompute")
     small = decide("exact", allowed, {"exact": 0.040, "recompute": 0.005})
     assert small.mode == "exact" and "nothing else gains enough" in small.why

@@ -375,6 +375,16 @@ def test_run_refuses_in_one_line_what_is_not_there(tmp_path):
     text = tmp_path / "text"
     text.write_text("a long text")
     args = ["run", "--model", tmp_path, "--query", "what?", "--store", tmp_path / "store"]
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    for options, said in (
+        (("--policy", "fast"), "exact, paper or quality"),
+        (("--policy", "paper", "--keep", "1.5"), "(0, 1]"),
+        (("--policy", "quality", "--max-missing-mass", "-1"), "max_missing_mass"),
+        (("--keep", "0.5"), "--keep goes with --policy paper"),
+    ):
+        assert_refused(run(*args, "--prefix", text, *options), said)
+    (tmp_path / "config.json").unlink()
     assert_refused(run(*args, "--prefix", text), "config.json")
     assert_refused(run(*args, "--prefix", tmp_path / "none"), "No such file")
     text.write_bytes(b"\xff\xfe\xff")

@@ -80,6 +80,11 @@ def test_run_answers_on_the_demos_model_from_its_store(demo):
     found = json.loads(done.stdout)
     assert (found["mode"], found["new_tokens"]) == ("exact", 2)
     assert found["hit_tokens"] >= 1280 and list(found["bytes_by_tier"]) == ["ssd"]
+    args += ["--store", folder / "store", "--max-new-tokens", 1, "--json"]
+    done = run("run", *args, "--policy", "quality", "--max-missing-mass", 0.5)
+    found = json.loads(done.stdout)
+    assert (found["mode"], found["policy"]) == ("sparse", "quality")
+    assert 0 < found["chosen_rows_share"] < 1 and found["estimated_missing_mass"] <= 0.5
 
 
 def test_a_folder_that_is_not_the_demos_is_refused_untouched(tmp_path):

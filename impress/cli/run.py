@@ -9,6 +9,7 @@ import typer
 
 from impress.cli.options import Json, Store, print_json, store_dir
 from impress.errors import BadInput, Unsupported
+from impress.policy import Exact, Paper, Policy, Quality
 from impress.terminal import err, out, size
 
 if TYPE_CHECKING:
@@ -33,6 +34,17 @@ def run(
     max_new_tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="Most tokens to generate.")
     ] = 64,
+    policy: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="What to load of a hit: exact, paper or quality."),
+    ] = "exact",
+    keep: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="paper: share of the tokens to keep.")
+    ] = None,
+    max_missing_mass: Annotated[
+        float | None,
+        typer.Option(metavar="MASS", help="quality: most attention a layer may miss."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Answer a question about a text; the text is computed once and reused ever after.
@@ -43,7 +55,8 @@ def run(
     is fetched from a network. Run it twice to see the difference.
 
     Prints the answer, then how much of the prompt came from the store, the time to the first
-    token (TTFT), bytes by tier, and the mode: recompute, or exact (a stored prefix was reused).
+    token (TTFT), bytes by tier, and the mode: recompute, exact (a stored prefix was reused) or
+    sparse (chosen rows of it; docs/SELECTION.md says what each policy guarantees).
 
     **Exit status**
 
@@ -57,7 +70,8 @@ def run(
     for name in ("config.json", "tokenizer_config.json"):
         if not (model / name).is_file():
             raise BadInput(f"--model {model}: no {name} there; name a local Transformers model")
-    found = _answer(model, text, query, store_dir(store), max_new_tokens)
+    chosen = _policy(policy, keep, max_missing_mass)
+    found = _answer(model, text, query, store_dir(store), max_new_tokens, chosen)
     if as_json:
         print_json(found)
     else:
@@ -71,7 +85,24 @@ def _text(path: Path) -> str:
         raise BadInput(f"--prefix {path}: not UTF-8 text") from None
 
 
-def _answer(model_dir: Path, text: str, query: str, where: Path, n_new: int) -> dict[str, Any]:
+def _policy(name: str, keep: float | None, mass: float | None) -> Policy:
+    """The policy of these options. Raises BadInput where they do not go together."""
+    if keep is not None and name != "paper":
+        raise BadInput(f"--keep goes with --policy paper, not {name}")
+    if mass is not None and name != "quality":
+        raise BadInput(f"--max-missing-mass goes with --policy quality, not {name}")
+    if name == "exact":
+        return Exact()
+    if name == "paper":
+        return Paper() if keep is None else Paper(keep=keep)
+    if name == "quality":
+        return Quality() if mass is None else Quality(max_missing_mass=mass)
+    raise BadInput(f"--policy {name}: want exact, paper or quality")
+
+
+def _answer(
+    model_dir: Path, text: str, query: str, where: Path, n_new: int, policy: Policy
+) -> dict[str, Any]:
     try:
         import torch
 
@@ -84,7 +115,7 @@ def _answer(model_dir: Path, text: str, query: str, where: Path, n_new: int) -> 
         model, tokenizer = _load(model_dir)
     ids = [*tokenizer(text)["input_ids"], *_without_specials(tokenizer, query)]
     _check_length(model.config, len(ids), n_new)
-    with hf.attach(model, where) as engine, err.status("answering"):
+    with hf.attach(model, where, policy) as engine, err.status("answering"):
         sequences = engine.generate(
             torch.tensor([ids], dtype=torch.int64), max_new_tokens=n_new, do_sample=False
         )
@@ -97,6 +128,14 @@ def _answer(model_dir: Path, text: str, query: str, where: Path, n_new: int) -> 
         "hit_tokens": request.hit_tokens,
         "new_tokens": request.n_new,
         "mode": request.mode,
+        "why": request.why,
+        "policy": request.policy,
+        "chosen_rows_share": request.chosen_rows_share,
+        "fallback_share": request.fallback_share,
+        "bytes_share": request.bytes_share,
+        "transferred_share": request.transferred_share,
+        "estimated_missing_mass": request.estimated_missing_mass,
+        "missing_mass_worst_head": request.missing_mass_worst_head,
         "ttft_ms": request.ttft_ms,
         "bytes_by_tier": request.bytes_by_tier,
         "stored_tokens": request.stored_tokens,
@@ -148,6 +187,14 @@ def _print(found: dict[str, Any]) -> None:
         f"TTFT {found['ttft_ms']:,.0f} ms · {found['stored_tokens']:,} tokens newly stored",
         soft_wrap=True,
     )
+    if found["mode"] == "sparse":
+        out.print(
+            f"{found['policy']}: {found['chosen_rows_share']:.0%} of the rows, "
+            f"{found['bytes_share']:.0%} of the bytes wanted with probes, "
+            f"{found['transferred_share']:.0%} moved; {found['fallback_share']:.0%} of the layers "
+            f"fell back; estimated missing mass at most {found['estimated_missing_mass']:.3f}",
+            soft_wrap=True,
+        )
     for what in ("refused", "lost"):
-        if found[what]:
+        if found[what] and found["mode"] != "sparse":  # sparse rows are never stored
             out.print(f"{what}: {found[what]}", markup=False, soft_wrap=True)
