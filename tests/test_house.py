@@ -1,0 +1,29 @@
+"""Rules of the house that no linter knows: which words stay out of tiers/, how long things get."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = [p for room in ("impress", "tiers", "experiments") for p in (ROOT / room).rglob("*.py")]
+
+
+def test_media_never_hear_of_meaning() -> None:
+    words = re.compile(r"\b(tokens?|prefix(es)?|layers?|importance|heads?)\b", re.IGNORECASE)
+    for path in (ROOT / "tiers").glob("*.py"):
+        found = words.search(path.read_text())
+        assert not found, f"{path.name} says {found and found.group()!r}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_stay_short(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") < 400, "a second room is wanted"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            n_lines = (node.end_lineno or 0) - node.lineno + 1
+            assert n_lines <= 70, f"{node.name} has {n_lines} lines"
