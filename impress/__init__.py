@@ -20,7 +20,7 @@ from impress.errors import (
     StoreMismatch,
     Unsupported,
 )
-from impress.policy import Exact
+from impress.policy import Exact, Paper, Quality
 from impress.store import PrefixStore
 from impress.types import Geometry
 from impress.writer import Stored
@@ -35,8 +35,10 @@ __all__ = [
     "FormatError",
     "Geometry",
     "ImpressError",
+    "Paper",
     "PrefixLost",
     "PrefixStore",
+    "Quality",
     "StoreFailed",
     "StoreLocked",
     "StoreMismatch",
