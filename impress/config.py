@@ -40,7 +40,7 @@ class Config(BaseModel):
     """Size of one segment file, allocated whole. A multiple of 1 MiB."""
     write_buffer_bytes: int = Field(default=64 * MIB, ge=MIB)
     """Pooled slots that hold packed rows on their way to the disk."""
-    probes: tuple[str, ...] = ()
+    probes: tuple[str, ...] = Field(default=(), strict=False)  # TOML has lists
     """Probe codecs whose records go with every span stored, for policies that choose rows."""
     read_timeout_s: float = Field(default=10.0, gt=0)
     """A layer's read that takes longer is late: PrefixLost."""

@@ -189,8 +189,10 @@ def test_unknown_and_wrong_settings_name_the_nearest_known(tmp_path: Path) -> No
             impress.Config(**wrong)
         assert "\n" not in str(refused.value)
     file = tmp_path / "impress.toml"
-    file.write_text("dram_bytes = 1048576\nio_threads = 4\n")
-    assert impress.Config.load(file) == impress.Config(dram_bytes=MIB, io_threads=4)
+    file.write_text('dram_bytes = 1048576\nio_threads = 4\nprobes = ["int4-v1"]\n')
+    assert impress.Config.load(file) == impress.Config(
+        dram_bytes=MIB, io_threads=4, probes=("int4-v1",)
+    )
     file.write_text("io_thread = 4\n")
     with pytest.raises(impress.ConfigError, match=r"impress\.toml.*'io_threads'"):
         impress.Config.load(file)
