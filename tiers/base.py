@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -117,8 +117,3 @@ def verify(read: Read, where: str) -> None:
             "checksum",
             f"{where}, segment {segment}: {len(bad)} bad pieces, first at slot byte {off}",
         )
-
-
-def as_bytes(data: Any) -> Bytes:
-    """A contiguous uint8 view of any buffer; no copy."""
-    return np.frombuffer(data, dtype=np.uint8)
