@@ -185,7 +185,7 @@ def test_quality_loads_all_where_attention_is_diffuse_and_says_what_it_misses(
 
 
 def test_a_cap_below_the_sketch_chooses_nothing_and_says_so(open_store: Open) -> None:
-    store = open_store(SHAPES["mha"], probes=("int4-v1",))
+    store = open_store(SHAPES["mha"], probes=("int4-v1",), dram_bytes=0)
     fill(store)
     with store.lease(prompt(N_TOKENS)) as lease:
         got, lines = retrieve_all(lease, Quality(max_bytes=1))
