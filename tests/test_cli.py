@@ -349,7 +349,12 @@ def test_ctrl_c_during_verify_is_one_line_and_2(path):
         segment.unlink()
         os.mkfifo(segment)
     terminal, behind = pty.openpty()
-    command = [str(SCRIPT), "verify", "--store", str(path)]
+    # A shell's background jobs ignore Ctrl-C, and so would what the tests start there.
+    code = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, str(SCRIPT), "verify", "--store", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=behind, text=True) as process:
         os.close(behind)
         shown = os.read(terminal, 4096)  # the progress bar
