@@ -280,10 +280,11 @@ class PrefixStore:
         """Counters since open, occupancy now. Plain numbers, ready for JSON."""
         with self._leases_lock:
             started = [lease.started_s for lease in self._leases]
+        counts = self._home.catalog.counts()
         usage = {**self._copies.usage(), "ssd": self._home.ssd.usage()}
         return {
-            **self._home.catalog.counts(),
-            "tokens": self._home.catalog.counts()["windows"] * self.window,
+            **counts,
+            "tokens": counts["windows"] * self.window,
             "tiers": {tier: use._asdict() for tier, use in usage.items()},
             "emulated": list(self._copies.emulated),
             "tables_bytes": self._tables.used_bytes,
