@@ -35,6 +35,11 @@ class Source:
         """Windows held."""
         return self.held.count
 
+    def ordinals(self, layer: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where rows of the span, counted in position order, lie in the order of its chunks."""
+        del layer  # rows lie in position order
+        return rows
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
