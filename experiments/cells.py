@@ -1,0 +1,90 @@
+"""The state file of an experiment: one line of JSON for each finished cell, appended and synced."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from experiments.common import Row, Unable
+from impress.report import commit
+
+
+def state_file(report: Path) -> Path:
+    """Where the finished cells of a report's run stand."""
+    return report.with_name(f"{report.stem}.cells.jsonl")
+
+
+class Cells:
+    """Finished cells by their parameters: in memory, and in a file where a report is asked for.
+
+    A line that a stopped run left half written is dropped, and its cell is measured again. Raises
+    Unable on any other line that is no finished cell.
+    """
+
+    def __init__(self, report: Path | None, *, resume: bool) -> None:
+        """`resume` keeps what the file holds; otherwise it begins empty."""
+        self._path = state_file(report) if report is not None else None
+        self._done: dict[str, dict[str, Any]] = {}
+        if self._path is None:
+            return
+        kept = _lines(self._path) if resume and self._path.exists() else []
+        for cell in kept:
+            self._done[_key(cell["params"])] = cell
+        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        draft.write_text("".join(json.dumps(cell) + "\n" for cell in kept))
+        draft.replace(self._path)
+
+    def __contains__(self, params: Mapping[str, Any]) -> bool:
+        return _key(params) in self._done
+
+    def __getitem__(self, params: Mapping[str, Any]) -> list[Row]:
+        rows: list[Row] = self._done[_key(params)]["rows"]
+        return rows
+
+    def add(self, params: Mapping[str, Any], rows: Sequence[Row], took_s: float) -> None:
+        """A cell is finished: durable on return where there is a file."""
+        cell = {
+            "params": dict(params), "rows": list(rows), "took_s": round(took_s, 3),
+            "commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }  # fmt: skip
+        text = json.dumps(cell, default=_plain)
+        # What is reported is what would be read back: the same run or a resumed one.
+        self._done[_key(params)] = json.loads(text)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+    def commits(self, cells: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The commits that these cells were measured at, in order of first use."""
+        return list(dict.fromkeys(self._done[_key(params)]["commit"] for params in cells))
+
+
+def _key(params: Mapping[str, Any]) -> str:
+    return json.dumps(params, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers and arrays as JSON's."""
+    return value.tolist()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text()
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            cell = json.loads(line)
+            if not {"params", "rows", "commit"} <= cell.keys():
+                raise ValueError
+        except (ValueError, AttributeError):
+            if number == text.count("\n") + 1:  # the last, without its end
+                break
+            raise Unable(f"{path} line {number} is no finished cell: remove that line") from None
+        found.append(cell)
+    return found

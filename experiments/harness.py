@@ -1,0 +1,234 @@
+"""What the paper's experiments share: cells that are measured once and kept, then figures of them.
+
+    Experiment.cells ─> [Cell …] ─measure─> rows ──append──> FILE.cells.jsonl   (--resume skips)
+                                             └─> Experiment.figures ─> report, tables, plots
+
+A cell is the least that is measured as a whole; it holds everything that must be interleaved. What
+was finished when a run stops is in the state file, and `--resume` goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from experiments import fio
+from experiments.cells import Cells, state_file
+from experiments.common import Row, Unable, console, scratch
+from experiments.figures import check_plotting, plot_all
+from impress.errors import ImpressError
+from impress.report import write_report
+
+#: What fio reads to say how fast the disk is, by `quick`.
+_DISK_BYTES = {False: 1 << 30, True: 256 << 20}
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Sequential read rate of the disk under `--dir`, and who says so; None where nobody asked."""
+
+    gb_s: float | None
+    by: str  # "fio" | "given" | "not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line. `folder` is scratch space, gone at the end; `more` the experiment's own.
+
+    What a cell opens and later cells share is closed by `exits`, after the last cell.
+    """
+
+    quick: bool
+    json: Path | None
+    plot: Path | None
+    resume: bool
+    folder: Path
+    seed: int
+    disk: Disk
+    more: argparse.Namespace
+    exits: ExitStack
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One measurement. `params`, in JSON's types, say which; equal ones are never measured twice
+    where `--resume` is given. `seconds`: about how long `measure` takes."""
+
+    params: Mapping[str, Any]
+    measure: Callable[[], Sequence[Row]]
+    seconds: float = 1.0
+
+
+Figures = dict[str, float]
+#: Draws on a matplotlib Figure from the report's figures and rows.
+Draw = Callable[[Any, Figures, list[Row]], None]
+
+
+def _no_arguments(_parser: argparse.ArgumentParser) -> None:
+    """An experiment without options of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """What one experiment is.
+
+    `cells` plans, and opens nothing that takes long. `figures` gets every cell's rows, each with
+    its cell's params, and returns the report's figures and rows; it prints its tables. `meta` may
+    add to the report's. `uses_disk`: the disk's rate is measured first, unless it was given.
+    """
+
+    name: str
+    about: str
+    cells: Callable[[Options], Sequence[Cell]]
+    figures: Callable[[list[Row], Options], tuple[Figures, list[Row]]]
+    plots: Mapping[str, Draw] = field(default_factory=dict)
+    arguments: Callable[[argparse.ArgumentParser], None] = _no_arguments
+    meta: Callable[[Options], Mapping[str, Any]] = lambda _options: {}
+    uses_disk: bool = False
+
+
+def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
+    """Run an experiment from a command line. The exit status: 0, 2 on what is wrong, 130 stopped.
+
+    Effects: the state file beside `--json`, the report, the plots. Data goes to a directory that
+    is removed at the end.
+    """
+    args = _parser(experiment).parse_args(argv)
+    try:
+        _check(args)
+        with scratch(args.dir) as folder, ExitStack() as exits:
+            _run(experiment, args, folder, exits)
+    except KeyboardInterrupt:
+        console.print(_stopped(args.json))
+        return 130
+    except (Unable, OSError, ImpressError) as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser(experiment: Experiment) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m experiments.{experiment.name}", description=experiment.about
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small sizes: does it run, roughly")
+    add("--json", type=Path, metavar="FILE", help="write the figures here")
+    add("--plot", type=Path, metavar="DIR", help="write plots here (needs matplotlib)")
+    add("--resume", action="store_true", help="keep the cells measured before; needs --json")
+    add(
+        "--dir", type=Path, metavar="DIR", default=Path(),
+        help="put data in a new directory here (default: the current one)",
+    )  # fmt: skip
+    add("--seed", type=int, default=1, metavar="N", help="of all data (default 1)")
+    add(
+        "--disk-gb-s", type=float, metavar="X",
+        help="sequential read rate of the disk under --dir, GB/s (default: fio measures it "
+        "where it matters)",
+    )  # fmt: skip
+    experiment.arguments(parser)
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Everything that can be refused before a second is spent. Raises Unable."""
+    if args.resume and args.json is None:
+        raise Unable("--resume goes on from what lies beside --json FILE: name that file")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise Unable(f"--json {args.json}: no such directory")
+    if args.disk_gb_s is not None and not args.disk_gb_s > 0:
+        raise Unable(f"--disk-gb-s must be above 0, got {args.disk_gb_s:g}")
+    if args.plot is not None:
+        check_plotting()
+
+
+def _run(
+    experiment: Experiment, args: argparse.Namespace, folder: Path, exits: ExitStack
+) -> None:  # fmt: skip
+    disk = _disk(args, folder, experiment.uses_disk)
+    options = Options(
+        args.quick, args.json, args.plot, args.resume, folder, args.seed, disk, args, exits
+    )
+    common = {"experiment": experiment.name, "seed": args.seed, "quick": args.quick}
+    done = Cells(args.json, resume=args.resume)
+    cells = [(common | dict(cell.params), cell) for cell in experiment.cells(options)]
+    todo = [(params, cell) for params, cell in cells if params not in done]
+    seconds = sum(cell.seconds for _, cell in todo)
+    console.print(
+        f"{experiment.about} Estimated time: {duration(seconds)} "
+        f"({len(todo)} of {len(cells)} cells to measure)."
+    )
+    _measure(experiment.name, todo, done)
+    rows = [{**cell.params, **row} for params, cell in cells for row in done[params]]
+    figures, lines = experiment.figures(rows, options)
+    if args.json is not None:
+        write_report(
+            args.json, figures, lines, experiment=experiment.name, seed=args.seed,
+            quick=args.quick, disk={"gb_s": disk.gb_s, "by": disk.by},
+            cells={"n": len(cells), "kept": len(cells) - len(todo),
+                   "commits": done.commits([params for params, _ in cells])},
+            **experiment.meta(options),
+        )  # fmt: skip
+    if args.plot is not None:
+        plot_all(args.plot, experiment.name, experiment.plots, figures, lines)
+
+
+def _measure(name: str, todo: Sequence[tuple[dict[str, Any], Cell]], done: Cells) -> None:
+    """Measure cells in order; each is kept as soon as it is whole."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task(name, total=len(todo))
+        for params, cell in todo:
+            label = " ".join(str(value) for value in cell.params.values())
+            progress.update(bar, description=f"{name} {label}"[:70])
+            begin_s = time.monotonic()
+            rows = [dict(row) for row in cell.measure()]
+            done.add(params, rows, time.monotonic() - begin_s)
+            progress.advance(bar)
+
+
+def _disk(args: argparse.Namespace, folder: Path, uses_disk: bool) -> Disk:
+    if args.disk_gb_s is not None:
+        return Disk(args.disk_gb_s, "given")
+    if not uses_disk:
+        return Disk(None, "not measured")
+    try:
+        fio.version()
+    except Unable as err:
+        raise Unable(f"{err}; or say --disk-gb-s X") from None
+    file = folder / "fio.bin"
+    fio.write(file, _DISK_BYTES[args.quick], args.seed)
+    read = fio.read(file, "libaio", 1 << 20, pattern="read", seed=args.seed)
+    file.unlink()
+    return Disk(read.gb_s, "fio")
+
+
+def _stopped(report: Path | None) -> str:
+    if report is None:
+        return "stopped; the temporary data is gone (with --json FILE, --resume would go on)"
+    return f"stopped; finished cells are kept in {state_file(report)}: --resume goes on from them"
+
+
+def duration(seconds: float) -> str:
+    """A time in words: "40 s", "12 min", "3.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,152 @@
+"""Experiments: cells are measured once, kept when a run stops, and taken up again by --resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import figures as plotting
+from experiments.common import Row
+from experiments.harness import Cell, Experiment, Figures, Options, main
+
+
+class Doubling:
+    """An experiment whose cells double a number, and which may be stopped at one of them."""
+
+    def __init__(self, numbers: Sequence[int], stop_at: int | None = None) -> None:
+        self.measured: list[int] = []
+        self._numbers = numbers
+        self._stop_at = stop_at
+
+    def _cells(self, options: Options) -> list[Cell]:
+        return [Cell({"number": n}, lambda n=n: self._double(n), 30) for n in self._numbers]
+
+    def _double(self, number: int) -> list[Row]:
+        if number == self._stop_at:
+            raise KeyboardInterrupt
+        self.measured.append(number)
+        return [{"twice": 2 * number}]
+
+    def _figures(self, rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
+        return {f"of{row['number']}": float(row["twice"]) for row in rows}, rows
+
+    def _draw(self, figure: Any, figures: Figures, rows: list[Row]) -> None:
+        figure.subplots().plot([row["number"] for row in rows], list(figures.values()))
+
+    def run(self, folder: Path, *args: str) -> int:
+        made = Experiment("doubling", "Doubles.", self._cells, self._figures, {"line": self._draw})
+        return main(made, ["--dir", str(folder), *args])
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    return tmp_path / "doubling.json"
+
+
+def test_a_report_has_figures_rows_and_conditions(tmp_path: Path, report: Path) -> None:
+    assert Doubling([1, 2]).run(tmp_path, "--json", str(report), "--disk-gb-s", "1.5") == 0
+    said = json.loads(report.read_text())
+    assert said["figures"] == {"of1": 2.0, "of2": 4.0}
+    assert said["rows"] == [{"number": 1, "twice": 2}, {"number": 2, "twice": 4}]
+    meta = said["meta"]
+    assert {"commit", "host", "cpus", "date", "seed", "quick"} <= meta.keys()
+    assert meta["disk"] == {"gb_s": 1.5, "by": "given"}
+    assert meta["cells"]["n"] == 2 and meta["cells"]["kept"] == 0
+    assert not list(tmp_path.glob("impress-bench-*"))
+
+
+def test_a_stopped_run_keeps_its_cells_and_resume_measures_the_rest(
+    tmp_path: Path, report: Path
+) -> None:
+    assert Doubling([1, 2, 3], stop_at=3).run(tmp_path, "--json", str(report)) == 130
+    assert not report.exists()
+    again = Doubling([1, 2, 3])
+    assert again.run(tmp_path, "--json", str(report), "--resume") == 0
+    assert again.measured == [3]
+    said = json.loads(report.read_text())
+    assert said["figures"] == {"of1": 2.0, "of2": 4.0, "of3": 6.0}
+    assert said["meta"]["cells"]["kept"] == 2
+
+
+@pytest.mark.parametrize("change", [["--seed", "2"], ["--quick"]])
+def test_other_parameters_are_measured_again(
+    tmp_path: Path, report: Path, change: list[str]
+) -> None:
+    assert Doubling([1, 2]).run(tmp_path, "--json", str(report)) == 0
+    again = Doubling([2, 5])
+    assert again.run(tmp_path, "--json", str(report), "--resume") == 0
+    assert again.measured == [5]
+    other = Doubling([2, 5])
+    assert other.run(tmp_path, "--json", str(report), "--resume", *change) == 0
+    assert other.measured == [2, 5]
+
+
+def test_without_resume_everything_is_measured_again(tmp_path: Path, report: Path) -> None:
+    assert Doubling([1]).run(tmp_path, "--json", str(report)) == 0
+    again = Doubling([1])
+    assert again.run(tmp_path, "--json", str(report)) == 0
+    assert again.measured == [1]
+
+
+def test_a_line_cut_short_is_measured_again(tmp_path: Path, report: Path) -> None:
+    assert Doubling([1, 2]).run(tmp_path, "--json", str(report)) == 0
+    state = tmp_path / "doubling.cells.jsonl"
+    state.write_text(state.read_text()[:-20])
+    again = Doubling([1, 2])
+    assert again.run(tmp_path, "--json", str(report), "--resume") == 0
+    assert again.measured == [2]
+
+
+def test_a_line_that_is_no_cell_is_named(
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "doubling.cells.jsonl"
+    state.write_text('{"params": {}}\n')
+    assert Doubling([1]).run(tmp_path, "--json", str(report), "--resume") == 2
+    assert f"{state} line 1" in capsys.readouterr().err
+
+
+def test_the_estimate_counts_only_what_is_left(
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Doubling([1, 2]).run(tmp_path, "--json", str(report)) == 0
+    assert "Estimated time: 60 s (2 of 2 cells" in capsys.readouterr().out
+    assert Doubling([1, 2, 3]).run(tmp_path, "--json", str(report), "--resume") == 0
+    assert "Estimated time: 30 s (1 of 3 cells" in capsys.readouterr().out
+
+
+def test_plots_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert Doubling([1, 2]).run(tmp_path, "--plot", str(tmp_path / "plots")) == 0
+    assert (tmp_path / "plots" / "doubling.line.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--resume"], "--json"),
+        (["--json", "nowhere/at/all.json"], "no such directory"),
+        (["--disk-gb-s", "0"], "above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_measured(
+    tmp_path: Path, args: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Doubling([1])
+    assert made.run(tmp_path, *args) == 2
+    assert says in capsys.readouterr().err
+    assert not made.measured
+
+
+def test_plots_without_matplotlib_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plotting, "find_spec", lambda name: None)
+    made = Doubling([1])
+    assert made.run(tmp_path, "--plot", str(tmp_path)) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+    assert not made.measured
