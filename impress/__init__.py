@@ -20,7 +20,7 @@ from impress.errors import (
     StoreMismatch,
     Unsupported,
 )
-from impress.policy import Exact, Paper, Quality
+from impress.policy import Contiguous, Exact, Pages, Paper, Quality
 from impress.store import PrefixStore
 from impress.types import Geometry
 from impress.writer import Stored
@@ -31,10 +31,12 @@ __all__ = [
     "BadInput",
     "Config",
     "ConfigError",
+    "Contiguous",
     "Exact",
     "FormatError",
     "Geometry",
     "ImpressError",
+    "Pages",
     "Paper",
     "PrefixLost",
     "PrefixStore",

@@ -9,8 +9,8 @@ is; from there on everything is NumPy on the host, the same from every tier.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,21 @@ from impress.choices import (
     top_choice,
     whole,
 )
+from impress.choices_units import pooled, unit_choice
 from impress.errors import ImpressError
-from impress.policy import AllHeads, Exact, KeepAll, Paper, Quality, Random, Recency, StaticH2O
+from impress.policy import (
+    AllHeads,
+    Contiguous,
+    Exact,
+    KeepAll,
+    Pages,
+    Paper,
+    Quality,
+    Random,
+    Recency,
+    SnapWindow,
+    StaticH2O,
+)
 from impress.probes import PROBE_HEADS, ProbeCodec
 from impress.quant import Floats
 from impress.scores import Scorer, column_sums, key_scores
@@ -42,6 +55,8 @@ class Asked:
     query [n_heads, q, head_dim] after RoPE; suffix_lse float32 [n_heads, q]. `records`: the probe
     codec's, uint8 [groups, probe_bytes] of the whole prefix, contiguous. `all_keys` reads the keys
     [n_kv_heads, n_tokens, head_dim] of the layer: what it reads is the caller's to account for.
+    `importance` reads what was given when the prefix was stored, float32 [n_tokens]; ImpressError
+    where nothing was. `earlier`: what was chosen in this request's layers so far, by layer.
     """
 
     layer: int
@@ -55,7 +70,8 @@ class Asked:
     records: Any = None
     params: bytes | None = None
     all_keys: Callable[[], torch.Tensor] | None = None
-    importance: Floats | None = None  # [n_tokens], given when the prefix was stored
+    importance: Callable[[], Floats] | None = None
+    earlier: Mapping[int, Selection] = field(default_factory=dict)
 
     @property
     def heads_per_kv(self) -> int:
@@ -124,9 +140,37 @@ def _(policy: Recency, asked: Asked) -> Selection:
 
 @select.register
 def _(policy: StaticH2O, asked: Asked) -> Selection:
-    if asked.importance is None:
-        raise ImpressError("static_h2o: this prefix was stored without importance")
-    return static_choice(asked.importance, policy.keep)
+    return static_choice(_importance(asked, policy.name), policy.keep)
+
+
+@select.register
+def _(policy: SnapWindow, asked: Asked) -> Selection:
+    return static_choice(pooled(_importance(asked, policy.name), policy.pool), policy.keep)
+
+
+@select.register
+def _(policy: Pages, asked: Asked) -> Selection:
+    query, suffix_lse = _seen(asked)
+    columns = column_sums(_scorer(asked), query, suffix_lse)
+    return unit_choice(columns.sum(axis=0), asked.n_tokens, policy.keep)
+
+
+@select.register
+def _(policy: Contiguous, asked: Asked) -> Selection:
+    first = asked.layer - asked.layer % policy.period
+    if asked.layer != first:
+        if first not in asked.earlier:
+            raise ImpressError(
+                f"contiguous: layer {asked.layer} shares the rows of layer {first}, "
+                "which was not retrieved before it"
+            )
+        return asked.earlier[first]
+    if asked.window % policy.unit:
+        raise ImpressError(
+            f"contiguous: unit {policy.unit} does not divide the window of {asked.window} tokens"
+        )
+    columns = _all_columns(asked, policy.name).mean(axis=0)
+    return unit_choice(columns.reshape(-1, policy.unit).sum(axis=1), asked.n_tokens, policy.keep)
 
 
 def paper_select(
@@ -161,6 +205,12 @@ def _seen(asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
     if asked.query is None or asked.suffix_lse is None:
         raise ImpressError("this policy needs the query and suffix_lse")
     return asked.query, asked.suffix_lse
+
+
+def _importance(asked: Asked, who: str) -> Floats:
+    if asked.importance is None:
+        raise ImpressError(f"{who}: this prefix was stored without importance")
+    return asked.importance()
 
 
 def _scorer(asked: Asked) -> Scorer:

@@ -160,6 +160,71 @@ class StaticH2O:
         _check_keep(self.name, self.keep)
 
 
+@dataclass(frozen=True, slots=True)
+class SnapWindow:
+    """SnapKV (arXiv 2404.14469): the top `keep` by what the prompt's last rows attended to.
+
+    That attention is the importance given at storing; each token takes the largest of its `pool`
+    neighbours (an odd number, itself in the middle), so that a few words are kept, not one. Chosen
+    once for a prefix, whatever the query. Simplified: one set for all heads, where SnapKV has one
+    for each, and a prefix stored in parts pools within its whole length. Raises BadInput.
+    """
+
+    keep: float = 0.25
+    pool: int = 7
+    name: str = _fixed("snap_window")
+    needs_suffix_lse: bool = _fixed(False)
+    probe: str | None = _fixed(None)
+
+    def __post_init__(self) -> None:
+        _check_keep(self.name, self.keep)
+        if not _is_count(self.pool) or self.pool % 2 == 0:
+            raise BadInput(f"snap_window: pool must be an odd int of at least 1, got {self.pool!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Quest (arXiv 2406.10774): the top `keep` of the pages of 16 tokens, by an upper bound.
+
+    The probe holds the least and the most of each page's keys by channel; their product with the
+    query bounds the score of any key in it. Simplified: one set of pages for all heads and all new
+    tokens, by the softmax of those bounds, where Quest chooses per head at each decoded token; no
+    layer is exempt. Raises BadInput.
+    """
+
+    keep: float = 0.25
+    name: str = _fixed("pages")
+    needs_suffix_lse: bool = _fixed(True)
+    probe: str | None = _fixed("pages16-v1")
+
+    def __post_init__(self) -> None:
+        _check_keep(self.name, self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Contiguous:
+    """ContiguousKV-like (arXiv 2601.13631): the top `keep` of units of `unit` tokens in a row.
+
+    `period` layers in a row share what the first of them chose, which reads all its keys: units go
+    by their column sums, mean over heads. Simplified, from its abstract and from notes: no prefetch
+    within or across periods, and I/O and caching go by this store's pieces and chunks. Layers must
+    be retrieved in order. Raises BadInput.
+    """
+
+    keep: float = 0.25
+    unit: int = 16
+    period: int = 8
+    name: str = _fixed("contiguous")
+    needs_suffix_lse: bool = _fixed(True)
+    probe: str | None = _fixed(None)
+
+    def __post_init__(self) -> None:
+        _check_keep(self.name, self.keep)
+        for what, value in (("unit", self.unit), ("period", self.period)):
+            if not _is_count(value):
+                raise BadInput(f"contiguous: {what} must be an int of at least 1, got {value!r}")
+
+
 def _check_keep(policy: str, keep: Any) -> None:
     if not _is_number(keep) or not 0 < keep <= 1:
         raise BadInput(f"{policy}: keep must be a number in (0, 1], got {keep!r}")
@@ -167,3 +232,7 @@ def _check_keep(policy: str, keep: Any) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from impress.errors import ImpressError
+from impress.probes_pages import MinMax
 from impress.probes_pca import Pca
 from impress.products import code_product
 from impress.quant import (
@@ -188,6 +189,7 @@ _CODECS: Final[dict[str, ProbeCodec]] = {
         Pca("pca37-v1", 3, 8),
         Pca("pca25-v1", 1, 4),
         Pca("pca12-v1", 1, 8),
+        MinMax("pages16-v1", 16),
     )
 }
 

@@ -44,6 +44,7 @@ class SparseSession(Session):
         self._plane = self._probe_plane()
         self._probes: dict[int, Load] = {}  # records on their way, by layer
         self._importance: npt.NDArray[np.float32] | None = None  # [n_layers, n_tokens]
+        self._chosen: dict[int, Selection] = {}  # by layer
 
     def _probe_plane(self) -> int | None:
         """The plane that holds the codec's records in every span of the prefix; else None."""
@@ -143,9 +144,11 @@ class SparseSession(Session):
             None if self._codec is None else self._records(layer, all_keys, used),
             None,
             all_keys,
-            self._given_importance(layer),
+            lambda: self._given_importance(layer),
+            self._chosen,
         )
-        return select(self.policy, asked), found[0] if found else None
+        selection = self._chosen[layer] = select(self.policy, asked)
+        return selection, found[0] if found else None
 
     def _records(self, layer: int, all_keys: Any, used: list[Load]) -> Bytes:
         """The layer's probe records, contiguous [groups, probe_bytes]."""
@@ -159,15 +162,15 @@ class SparseSession(Session):
         exact = by_window[:, : self._window // self._codec.group * n_bytes]
         return np.ascontiguousarray(exact).reshape(-1, n_bytes)
 
-    def _given_importance(self, layer: int) -> npt.NDArray[np.float32] | None:
-        """The importance given at store time; None where some rows have none."""
-        if self.policy.name != "static_h2o":
-            return None
+    def _given_importance(self, layer: int) -> npt.NDArray[np.float32]:
+        """The importance given at store time. ImpressError where some rows have none."""
         if self._importance is None:
             parts = [self._importance_of(source.held) for source in self._sources]
             self._importance = np.concatenate(parts, axis=1)
-        scores = self._importance[layer]
-        return None if np.isnan(scores).any() else scores
+        scores: npt.NDArray[np.float32] = self._importance[layer]
+        if np.isnan(scores).any():
+            raise ImpressError(f"{self.policy.name}: this prefix was stored without importance")
+        return scores
 
     def _importance_of(self, held: Held) -> npt.NDArray[np.float32]:
         try:
@@ -176,7 +179,7 @@ class SparseSession(Session):
             self._r.quarantine(held.record.span_id)
             raise PrefixLost(err.reason, str(err)) from None
         if given is None:
-            raise ImpressError("static_h2o: this prefix was stored without importance")
+            raise ImpressError(f"{self.policy.name}: this prefix was stored without importance")
         rows = slice(held.first * self._window, (held.first + held.count) * self._window)
         return given[:, rows]
 
@@ -190,8 +193,10 @@ class SparseSession(Session):
             for tier, n in load.bytes_by_tier.items():
                 moved[tier] = moved.get(tier, 0) + n
         n_rows = selection.n_rows(self.n_tokens)
-        records = 0 if self._codec is None else self._codec.probe_bytes(g)
-        group = 1 if self._codec is None else self._codec.group
+        n_keys = self.n_tokens if K not in rows.planes else n_rows  # all were read, to choose by
+        records = 0
+        if self._codec is not None and self._plane is not None:
+            records = self.n_tokens // self._codec.group * self._codec.probe_bytes(g)
         self._layers.append(
             {
                 "layer": layer,
@@ -199,8 +204,7 @@ class SparseSession(Session):
                 "bytes": {tier: n for tier, n in moved.items() if n},
                 "wait_ms": (monotonic() - begin_s) * 1e3,
                 "chosen": n_rows,
-                "wanted_bytes": n_rows * (g.k_row_bytes + g.v_row_bytes)
-                + self.n_tokens // group * records,
+                "wanted_bytes": n_keys * g.k_row_bytes + n_rows * g.v_row_bytes + records,
                 "fell_back": selection.fell_back,
                 "reason": selection.reason,
                 "estimated_missing_mass": selection.estimated_missing_mass,

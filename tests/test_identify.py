@@ -317,7 +317,9 @@ def test_blind_references_choose_what_they_say() -> None:
     assert once.positions.tolist() == again.positions.tolist() and len(once.positions) == 24
     importance = np.zeros(96, dtype=np.float32)
     importance[[5, 90]] = 1.0
-    static = select(StaticH2O(0.03), asked(geometry, a_layer(geometry), importance=importance))
+    static = select(
+        StaticH2O(0.03), asked(geometry, a_layer(geometry), importance=lambda: importance)
+    )
     assert static.positions is not None and static.positions.tolist() == [0, 5, 90]
     with pytest.raises(ImpressError, match="without importance"):
         select(StaticH2O(), plain)

@@ -13,13 +13,16 @@ from conftest import SMALL, prompt
 import impress
 from impress.policy import (
     AllHeads,
+    Contiguous,
     Exact,
     KeepAll,
+    Pages,
     Paper,
     Policy,
     Quality,
     Random,
     Recency,
+    SnapWindow,
     StaticH2O,
 )
 from impress.scores import suffix_lse_of
@@ -42,6 +45,9 @@ POLICIES: list[Policy] = [
     Random(keep=0.3, seed=1),
     Recency(keep=0.01),
     StaticH2O(keep=0.2),
+    SnapWindow(keep=0.2, pool=3),
+    Pages(keep=0.2),
+    Contiguous(keep=0.2, period=2),
     KeepAll(),
 ]
 N_TOKENS, N_QUERY = 448, 5

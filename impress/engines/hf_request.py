@@ -34,7 +34,7 @@ class Request:
     why: str = ""  # the mode was taken, with what each was estimated to cost
     chosen_rows_share: float = 0.0  # rows brought ÷ rows of the prefix
     fallback_share: float = 0.0  # layers whose identifier did not decide ÷ layers
-    bytes_share: float = 0.0  # chosen rows and probe records ÷ exact's bytes
+    bytes_share: float = 0.0  # chosen rows and what they were chosen by ÷ exact's bytes
     transferred_share: float = 0.0  # bytes that moved, amplification included ÷ exact's bytes
     estimated_missing_mass: float = 0.0  # of the worst layer; nan where a layer has no estimate
     missing_mass_worst_head: float = 0.0  # of the worst head of any layer; nan likewise
