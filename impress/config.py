@@ -50,6 +50,8 @@ class Config(BaseModel):
     """A lease older than this expires: its next read raises."""
     io_threads: int = Field(default=8, ge=1, le=64)
     """Threads that read and write the SSD."""
+    io_engine: Literal["auto", "aio", "io_uring", "preadv", "kvikio", "aiofiles"] = "auto"
+    """How segments are read; `impress doctor` says which go here and measures each."""
     durable: bool = True
     """False skips fdatasync: for measurements only, a power cut may lose what was flushed."""
     mode: Literal["auto", "sparse", "exact", "recompute"] = "auto"

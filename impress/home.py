@@ -41,8 +41,9 @@ class Home:
         if not write and not shard.index.is_dir():
             raise FormatError(f"{path}: nothing has been stored here yet")
         self.ssd = SsdTier(
-            shard.segments, config.segment_bytes, config.disk_bytes, read_only=not write
-        )
+            shard.segments, config.segment_bytes, config.disk_bytes, read_only=not write,
+            engine=config.io_engine,
+        )  # fmt: skip
         self.index = Index(shard.index, create=write)
         self.catalog = Catalog(identity.window)
         self._superfluous, self.last_span = self._load()

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tiers.aio import DEPTH, AioContext
 from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import Run, coalesce, locate
+from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError, ReadFailed
+from tiers.queues import DEPTH, ReadQueue, SegmentFile
 from tiers.slots import aligned
 from tiers.space import Space
 
@@ -35,8 +36,11 @@ class SsdTier:
     name = "ssd"
 
     def __init__(
-        self, folder: Path, segment_bytes: int, limit_bytes: int | None, *, read_only: bool = False
-    ) -> None:
+        self, folder: Path, segment_bytes: int, limit_bytes: int | None, *,
+        read_only: bool = False, engine: str = "auto",
+    ) -> None:  # fmt: skip
+        """`engine`: how files are read (tiers.engines). Raises MediumError."""
+        self.engine = engine_named(engine)
         self.folder = folder
         self.full = False  # the last reserve found no room
         self.direct = True
@@ -47,7 +51,8 @@ class SsdTier:
         self._lock = threading.Lock()
         self._fds: dict[int, int] = {}
         self._local = threading.local()  # of each thread: a queue, a bounce buffer
-        self._queues = True  # the kernel gives them
+        self._made: list[ReadQueue] = []
+        self._queues = self.engine != "preadv"  # whether threads still get them
         try:
             if not read_only:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -93,7 +98,7 @@ class SsdTier:
 
         Closed early, it returns when nothing writes to any view any more.
         """
-        queue = self._queue() if len(runs) > 1 and self.direct else None
+        queue = self._queue() if self._suits(runs) else None
         if queue is None:
             for run in runs:
                 self._read_run(run)
@@ -101,23 +106,36 @@ class SsdTier:
             return
         for at in range(0, len(runs), DEPTH):
             part = runs[at : at + DEPTH]
-            with closing(queue.read(part, [self._fd(run.segment) for run in part])) as ended:
+            with closing(queue.read(part, [self._file(run.segment) for run in part])) as ended:
                 for i in ended:
                     run = part[max(i, ~i)]
                     if i < 0:
                         self._read_run(run)
                     yield run
 
-    def _queue(self) -> AioContext | None:
-        """This thread's; None where the kernel has none to give."""
-        mine: AioContext | None = getattr(self._local, "queue", None)
+    def _suits(self, runs: list[Run]) -> bool:
+        """The kernel's queues are for several direct reads; the other engines take everything."""
+        return self.engine in ("aiofiles", "kvikio") or (len(runs) > 1 and self.direct)
+
+    def _queue(self) -> ReadQueue | None:
+        """This thread's; None where there is none to be had."""
+        mine: ReadQueue | None = getattr(self._local, "queue", None)
         if mine is None and self._queues:
             try:
-                mine = self._local.queue = AioContext()
+                mine = self._local.queue = new_queue(self.engine)
+                if mine is not None:
+                    self._made.append(mine)
             except OSError as err:
                 self._queues = False
                 log.info("ssd: %s; reading with preadv alone", err)
         return mine
+
+    def _file(self, segment: int) -> SegmentFile:
+        path = self._path(segment)
+        try:
+            return SegmentFile(self._fd(segment), path)
+        except OSError as err:
+            raise ReadFailed("io", f"ssd: {path}: {err.strerror}") from err
 
     def sync(self, slots: Iterable[Slot]) -> None:
         """Return when every byte written to these slots is on stable storage."""
@@ -152,7 +170,11 @@ class SsdTier:
         return freed
 
     def close(self) -> None:
+        """Give back what the system lent. No read or write may be under way."""
         with self._lock:
+            while self._made:
+                self._made.pop().close()
+            self._local = threading.local()
             for fd in self._fds.values():
                 os.close(fd)
             self._fds.clear()

@@ -8,6 +8,7 @@ import typer
 
 from impress import __version__
 from impress.cli.demo import demo
+from impress.cli.doctor import doctor
 from impress.cli.inspect import inspect
 from impress.cli.options import fail, one_line
 from impress.cli.run import run as run_model
@@ -44,7 +45,7 @@ def main(
     Every command has its own --help."""
 
 
-for command in (demo, run_model, inspect, verify):
+for command in (demo, run_model, inspect, verify, doctor):
     app.command(command.__name__, no_args_is_help=False)(one_line(command))
 
 

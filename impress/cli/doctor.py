@@ -1,0 +1,102 @@
+"""`impress doctor`: what this machine can do for a store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from impress.cli.options import Json, Store, print_json, store_dir
+from impress.doctor import Finding, examine, machine
+from impress.terminal import err, out, size
+from tiers.engines import ENGINES
+
+
+def doctor(
+    store: Store = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure/--no-measure",
+            help="Read 256 MiB with each engine, at most five seconds each.",
+        ),
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Say which I/O engines go here, why the others do not, and how fast the disk is by each.
+
+    Measures verified reads on the file system of the store's directory (which need not exist yet):
+    256 MiB of test data are written beside it and removed. `Config.io_engine` picks an engine;
+    "auto" takes the one marked.
+
+    **Examples**
+
+    impress doctor
+
+    impress doctor --store /mnt/nvme/store --json
+    """
+    folder = _nearest(store_dir(store))
+    facts = machine(folder)
+    findings = _with_progress(folder, measure)
+    if as_json:
+        print_json({"folder": str(folder), **facts, "engines": [asdict(f) for f in findings]})
+        return
+    _print(folder, facts, findings, measure)
+
+
+def _nearest(path: Path) -> Path:
+    """The store's parent, or the first directory above it that is there."""
+    path = path.absolute().parent
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def _with_progress(folder: Path, measure: bool) -> list[Finding]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("examining", total=len(ENGINES))
+        found = []
+        for finding in examine(folder, measure=measure):
+            found.append(finding)
+            bar.update(task, advance=1)
+    return sorted(found, key=lambda finding: ENGINES.index(finding.name))
+
+
+def _print(
+    folder: Path, facts: dict[str, str | int], findings: list[Finding], measured: bool
+) -> None:
+    out.print(
+        f"{facts['system']}, {facts['cores']} cores, {size(int(facts['memory_bytes']))}; "
+        f"{size(int(facts['disk_free_bytes']))} free at {folder}",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+    table = Table(box=None, pad_edge=False)
+    table.add_column("engine")
+    if measured:
+        for column in ("64 KiB, GB/s", "in sequence, GB/s", "CPU s/GB"):
+            table.add_column(column, justify="right")
+    table.add_column("", overflow="fold")
+    for finding in findings:
+        cells = ["–"] * 3 if finding.why_not else [
+            f"{finding.random_gbps:.2f}", f"{finding.sequential_gbps:.2f}",
+            f"{finding.cpu_s_per_gb:.2f}",
+        ]  # fmt: skip
+        table.add_row(
+            finding.name, *(cells if measured else []), escape(_note(finding, facts, measured))
+        )
+    out.print(table)
+
+
+def _note(finding: Finding, facts: dict[str, str | int], measured: bool) -> str:
+    if finding.why_not:
+        return f"not here: {finding.why_not}"
+    notes = ["auto takes it"] if finding.name == facts["auto_engine"] else []
+    if measured and not finding.direct:
+        notes.append("buffered: the page cache has a part in it")
+    return "; ".join(notes)

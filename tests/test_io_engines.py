@@ -1,0 +1,170 @@
+"""Every way of reading segment files: one contract, and what is the kernel queues' own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tier_contract import MIB, SsdContract, noise
+
+from tiers.base import PAGE, Read, sums_of
+from tiers.coalesce import Run
+from tiers.engines import ENGINES, engine_named, new_queue, why_not
+from tiers.errors import MediumError, ReadFailed
+from tiers.queues import KernelQueue, SegmentFile
+from tiers.slots import aligned
+from tiers.ssd import SsdTier
+
+
+class EngineContract(SsdContract):
+    """Every way of reading files keeps the whole contract, and reads the same bytes."""
+
+    engine = ""
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Iterator[SsdTier]:
+        tier = SsdTier(tmp_path / "segments", MIB, 4 * MIB, engine=self.engine)
+        yield tier
+        tier.close()
+
+    def test_scattered_pieces_come_back_verified(self, tier: SsdTier) -> None:
+        slot, data = tier.reserve(4 * MIB), noise(4 * MIB)
+        tier.write(slot, 0, data)
+        out, sums = aligned(4 * MIB), sums_of(data, PAGE)
+        places = [at for at in range(0, 4 * MIB, PAGE) if at // PAGE % 3]
+        for at in places:
+            out[at : at + PAGE] = 0
+        tier.read(
+            [
+                Read(slot, at, out[at : at + PAGE], sums[at // PAGE : at // PAGE + 1], PAGE)
+                for at in places
+            ]
+        )
+        assert all(np.array_equal(out[at : at + PAGE], data[at : at + PAGE]) for at in places)
+
+    def test_a_read_past_the_end_is_short_whichever_way_it_goes(self, tier: SsdTier) -> None:
+        slot, data = tier.reserve(MIB), noise(MIB)
+        tier.write(slot, 0, data)
+        os.truncate(tier.folder / "00000000.seg", MIB - 2 * PAGE)
+        out = aligned(MIB)
+        reads = [Read(slot, at, out[at : at + PAGE], None, PAGE) for at in (0, MIB - PAGE)]
+        with pytest.raises(ReadFailed) as failed:
+            tier.read(reads)
+        assert failed.value.reason == "short"
+
+
+class TestPreadv(EngineContract):
+    engine = "preadv"
+
+
+@pytest.mark.skipif(bool(why_not("aio")), reason=f"aio: {why_not('aio')}")
+class TestAio(EngineContract):
+    engine = "aio"
+
+
+@pytest.mark.skipif(bool(why_not("io_uring")), reason=f"io_uring: {why_not('io_uring')}")
+class TestUring(EngineContract):
+    engine = "io_uring"
+
+
+class TestAiofiles(EngineContract):
+    engine = "aiofiles"
+
+
+@pytest.mark.skipif(bool(why_not("kvikio")), reason=f"kvikio: {why_not('kvikio')}")
+class TestKvikio(EngineContract):
+    engine = "kvikio"
+
+
+@pytest.mark.parametrize("engine", ["aio", "io_uring"])
+def test_a_ring_goes_round_many_times(engine: str, tmp_path: Path) -> None:
+    """Heads and tails wrap: a thousand batches of every size on one queue, all answers right."""
+    if why_not(engine):
+        pytest.skip(f"{engine}: {why_not(engine)}")
+    data = noise(64 * PAGE)
+    path = tmp_path / "file"
+    path.write_bytes(data.tobytes())
+    queue = new_queue(engine)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for turn in range(1000):
+            n = turn % 64 + 1
+            out = aligned(n * PAGE)
+            runs = [
+                Run(0, (i * 7 + turn) % 64 * PAGE, [out[i * PAGE : (i + 1) * PAGE]], PAGE, [])
+                for i in range(n)
+            ]
+            assert list(queue.read(runs, [SegmentFile(fd, path)] * n)) == list(range(n))
+            for run in runs:
+                assert np.array_equal(run.views[0], data[run.off : run.off + PAGE])
+    finally:
+        os.close(fd)
+        queue.close()
+
+
+@pytest.mark.parametrize("engine", ["aio", "io_uring"])
+def test_a_queue_left_early_has_nothing_under_way(engine: str, tmp_path: Path) -> None:
+    """The caller's memory is its own again once the generator is closed."""
+    if why_not(engine):
+        pytest.skip(f"{engine}: {why_not(engine)}")
+    data = noise(64 * PAGE)
+    path = tmp_path / "file"
+    path.write_bytes(data.tobytes())
+    queue, fd, out = new_queue(engine), os.open(path, os.O_RDONLY), aligned(64 * PAGE)
+    runs = [Run(0, i * PAGE, [out[i * PAGE : (i + 1) * PAGE]], PAGE, []) for i in range(64)]
+    reading = queue.read(runs, [SegmentFile(fd, path)] * 64)
+    assert next(reading) == 0
+    reading.close()
+    assert np.array_equal(out, data)  # all had been sent: all were waited for
+    second = list(queue.read(runs[:5], [SegmentFile(fd, path)] * 5))
+    assert second == list(range(5))
+    os.close(fd)
+    queue.close()
+
+
+def test_an_engine_that_does_not_go_here_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiers.engines.why_not", lambda name: "no such luck")
+    with pytest.raises(MediumError, match="io_uring cannot be used here: no such luck"):
+        SsdTier(tmp_path, MIB, None, engine="io_uring")
+    with pytest.raises(MediumError, match="'io_ring' is none of auto, "):
+        SsdTier(tmp_path, MIB, None, engine="io_ring")
+
+
+def test_auto_takes_an_engine_that_goes() -> None:
+    assert engine_named("auto") in ENGINES and not why_not(engine_named("auto"))
+
+
+def test_a_request_the_kernel_refuses_is_read_again_with_preadv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue that refuses every other run: what it did not bring is fetched the plain way."""
+    if why_not("aio"):
+        pytest.skip(f"aio: {why_not('aio')}")
+    tier = SsdTier(tmp_path / "segments", 4 * MIB, None, engine="aio")
+    slot, data = tier.reserve(4 * MIB), noise(4 * MIB)
+    tier.write(slot, 0, data)
+    real = KernelQueue.read
+
+    def refusing(self: KernelQueue, runs: list, files: list) -> Iterator[int]:
+        for i in real(self, runs, files):
+            if i % 2:
+                runs[i].views[0][:] = 0  # nothing of it counts
+                yield ~i
+            else:
+                yield i
+
+    monkeypatch.setattr(KernelQueue, "read", refusing)
+    out = aligned(4 * MIB)
+    pieces = range(0, 4 * MIB, 2 * PAGE)  # every other page: runs of one page each
+    sums = sums_of(data, PAGE)
+    reads = [
+        Read(slot, at, out[at : at + PAGE], sums[at // PAGE : at // PAGE + 1], PAGE)
+        for at in pieces
+    ]
+    tier.read(reads)
+    assert all(np.array_equal(out[at : at + PAGE], data[at : at + PAGE]) for at in pieces)
