@@ -9,13 +9,14 @@ from functools import partial
 from impress.blockhash import Tokens, key_after
 from impress.catalog import Held
 from impress.commit import Committer, StoreJob
+from impress.draft import Draft, Media, Stored
 from impress.errors import BadInput, StoreFailed
 from impress.format import SpanRecord, meta_bytes
 from impress.home import Home
 from impress.layout import SpanLayout
 from impress.stats import Counters
 from impress.types import Geometry
-from impress.writer import Draft, Media, Stored, Writer
+from impress.writer import Writer
 from tiers.base import Extent, Slot, round_up
 from tiers.errors import MediumError
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from impress.catalog import Catalog
+from impress.draft import Draft, Stored
 from impress.errors import ImpressError, StoreFailed
-from impress.format import SpanHeader, SpanRecord, encode_header, encode_index
+from impress.format import ORDER_PACKED, SpanHeader, SpanRecord, encode_header, encode_index
 from impress.index import Index
 from impress.stats import Counters
 from impress.types import Geometry
-from impress.writer import Draft, Stored
 from tiers.base import PAGE, Extent, Slot
 from tiers.errors import MediumError
 from tiers.slots import aligned
@@ -199,6 +199,9 @@ class Committer:
             if self._catalog.lookup(draft.record.root, draft.prefix) == draft.record.end_window:
                 self._drop(job, None)  # another store of the same tokens was first
                 return False
+            order = draft.order()
+            if order is not None:
+                draft.record = replace(draft.record, order=ORDER_PACKED)
             header = SpanHeader(
                 self._uuid,
                 self._geometry,
@@ -207,6 +210,7 @@ class Committer:
                 draft.importance,
                 job.name,
                 draft.probes,
+                order,
             )
             raw = encode_header(header)
             meta = draft.record.meta

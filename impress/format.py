@@ -15,19 +15,21 @@ import numpy.typing as npt
 import xxhash
 
 from impress.errors import FormatError
+from impress.order import RowOrder, order_bytes
 from impress.types import Geometry
 from tiers.base import PAGE, Bytes, Extent, Sums, round_up
 
 VERSION: Final = 1
 MAGIC: Final = b"IMPRSPAN"
 ROW_CODEC_KV: Final = 1  # K plane and V plane apart, rows as the engine made them
-ORDER_POSITION: Final = 0  # rows in position order; 1 will be packed order with index maps
+ORDER_POSITION: Final = 0  # rows in position order
+ORDER_PACKED: Final = 1  # rows permuted by an order section (impress/order.py)
 SUM_XXH3_64: Final = 1
 SUM_NONE: Final = 0  # the second sum of an entry, for one a GPU can compute
 
 #: Section kinds of a header record. Unknown kinds are skipped by readers.
-PARTS, LABELS, IMPORTANCE, SUMS, NAME, PROBES = 1, 2, 3, 4, 5, 7
-# 6 row order (index maps), 8 probe parameters: reserved for later writers of v1.
+PARTS, LABELS, IMPORTANCE, SUMS, NAME, ORDER, PROBES = 1, 2, 3, 4, 5, 6, 7
+# 8 probe parameters: reserved for later writers of v1.
 
 _FIXED = struct.Struct("<8sHHI16s32s32s32s32sQIII12sHHHHIIQ")
 _SECTION = struct.Struct("<HHIQQQ")
@@ -37,6 +39,7 @@ _META = struct.Struct("<152xI4xQQ")  # its last three
 _PLACE = struct.Struct("<8xI12x32x32s32s32s")  # the four fields of _INDEX that opening needs
 _PROBE = struct.Struct("<32sII32s")
 _MOST_SECTIONS = 64
+_ORDERS: Final = {ORDER_POSITION: (), ORDER_PACKED: (ORDER,)}  # and the sections each needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class SpanRecord:
     meta: Extent  # the header record
     parts: tuple[Extent, ...]  # the data space
     labels: bytes = b""  # 4·window bytes per window; empty where the tree holds them
+    order: int = ORDER_POSITION
 
     @property
     def data_bytes(self) -> int:
@@ -90,11 +94,14 @@ class SpanHeader:
     importance: npt.NDArray[np.float32] | None
     name: str
     probes: tuple[ProbeRecord, ...] = ()
+    order: RowOrder | None = None  # None: position order
 
 
 def meta_bytes(n_parts: int, n_windows: int, window: int, n_layers: int, n_sums: int) -> int:
     """An upper bound for a header record, known when a writer opens."""
-    body = n_parts * _PART.size + n_windows * 4 * window + n_windows * window * n_layers * 4
+    n_rows = n_windows * window
+    body = n_parts * _PART.size + n_windows * 4 * window + n_rows * n_layers * 4
+    body += order_bytes(n_layers, n_rows)
     return PAGE + round_up(body + 1024) + round_up(16 * n_sums)
 
 
@@ -108,6 +115,8 @@ def encode_header(header: SpanHeader) -> bytes:
     ]
     if header.importance is not None:
         sections.append((IMPORTANCE, header.importance.astype("<f4").tobytes()))
+    if header.order is not None:
+        sections.append((ORDER, header.order.encode()))
     if header.probes:
         sections.append((PROBES, b"".join(_packed(probe) for probe in header.probes)))
     table = np.zeros((len(header.sums), 2), dtype="<u8")
@@ -125,8 +134,8 @@ def encode_header(header: SpanHeader) -> bytes:
     _FIXED.pack_into(
         page, 0, MAGIC, VERSION, PAGE, 0, header.store_uuid, record.namespace, record.root,
         record.key_before, record.key_after, record.span_id, record.first_window,
-        record.n_windows, record.window, header.geometry.pack(), ROW_CODEC_KV, ORDER_POSITION,
-        SUM_XXH3_64, SUM_NONE, len(entries), 0, total,
+        record.n_windows, record.window, header.geometry.pack(), ROW_CODEC_KV, record.order,
+        SUM_XXH3_64, SUM_NONE, len(entries), header.order.epoch if header.order else 0, total,
     )  # fmt: skip
     table_raw = b"".join(entries)
     page[_FIXED.size : _FIXED.size + len(table_raw)] = table_raw
@@ -163,11 +172,11 @@ def _decode_header(raw: bytes, meta: Extent) -> SpanHeader:
     if total > len(raw):
         raise FormatError(f"span header: {total} bytes announced, {len(raw)} there")
     (_, _, _, _, uuid, namespace, root, before, after, span_id, first, n_windows, window,
-     packed, codec, order, sum_a, _, n_sections, _, _) = _FIXED.unpack_from(raw)  # fmt: skip
-    if codec != ROW_CODEC_KV or order != ORDER_POSITION or sum_a != SUM_XXH3_64:
+     packed, codec, order, sum_a, _, n_sections, epoch, _) = _FIXED.unpack_from(raw)  # fmt: skip
+    if codec != ROW_CODEC_KV or order not in _ORDERS or sum_a != SUM_XXH3_64:
         raise FormatError(f"span header: codec {codec}, order {order}, sum {sum_a} not known")
     found = _sections(raw, n_sections)
-    if not {PARTS, LABELS, SUMS} <= found.keys():
+    if not {PARTS, LABELS, SUMS, *_ORDERS[order]} <= found.keys():
         raise FormatError("span header: a section is missing")
     parts = tuple(Extent(s, off, n) for s, _, off, n in _PART.iter_unpack(found[PARTS]))
     geometry = Geometry.unpack(packed)
@@ -182,10 +191,14 @@ def _decode_header(raw: bytes, meta: Extent) -> SpanHeader:
     sums = np.frombuffer(found[SUMS], dtype="<u8").reshape(-1, 2)[:, 0].copy()
     record = SpanRecord(
         span_id, namespace, root, before, after, first, n_windows, window, meta, parts,
-        found[LABELS],
+        found[LABELS], order,
     )  # fmt: skip
+    row_order = None
+    if order == ORDER_PACKED:
+        n_rows = n_windows * window
+        row_order = RowOrder.decode(found[ORDER], geometry.n_layers, n_rows, epoch)
     name = found.get(NAME, b"").decode(errors="replace")
-    return SpanHeader(uuid, geometry, record, sums, importance, name, probes)
+    return SpanHeader(uuid, geometry, record, sums, importance, name, probes, row_order)
 
 
 def _sections(raw: bytes, n_sections: int) -> dict[int, bytes]:
@@ -205,7 +218,7 @@ def _sections(raw: bytes, n_sections: int) -> dict[int, bytes]:
 def encode_index(record: SpanRecord) -> bytes:
     """The index value of a span: fixed fields, parts, labels, xxh3_64 of all before it."""
     fixed = _INDEX.pack(
-        VERSION, ROW_CODEC_KV, ORDER_POSITION, 0, record.first_window, record.n_windows,
+        VERSION, ROW_CODEC_KV, record.order, 0, record.first_window, record.n_windows,
         record.window, len(record.parts), record.namespace, record.root, record.key_before,
         record.key_after, record.meta.segment, 0, record.meta.off, record.meta.length,
     )  # fmt: skip
@@ -219,8 +232,10 @@ def split_index(raw: bytes) -> tuple[bytes, bytes]:
     if len(raw) < _INDEX.size + 8 or xxhash.xxh3_64_digest(raw[:-8]) != raw[-8:]:
         raise FormatError("index value: bad checksum")
     fields = _INDEX.unpack_from(raw)
-    if fields[0] > VERSION or fields[1] != ROW_CODEC_KV or fields[2] != ORDER_POSITION:
-        raise FormatError(f"index value: format {fields[0]}, codec {fields[1]}: not known")
+    if fields[0] > VERSION or fields[1] != ROW_CODEC_KV or fields[2] not in _ORDERS:
+        raise FormatError(
+            f"index value: format {fields[0]}, codec {fields[1]}, order {fields[2]}: not known"
+        )
     cut = _INDEX.size + fields[7] * _PART.size
     return raw[:cut], raw[cut:-8]
 
@@ -244,10 +259,11 @@ def extents_of(kept: bytes) -> list[Extent]:
 
 def decode_index(span_id: int, kept: bytes, labels: bytes = b"") -> SpanRecord:
     """The record of a span from what `split_index` kept."""
-    (_, _, _, _, first, n_windows, window, _, namespace, root, before, after, segment, _, off,
+    (_, _, order, _, first, n_windows, window, _, namespace, root, before, after, segment, _, off,
      length) = _INDEX.unpack_from(kept)  # fmt: skip
     parts = tuple(Extent(s, o, n) for s, _, o, n in _PART.iter_unpack(kept[_INDEX.size :]))
     meta = Extent(segment, off, length)
     return SpanRecord(
-        span_id, namespace, root, before, after, first, n_windows, window, meta, parts, labels
-    )
+        span_id, namespace, root, before, after, first, n_windows, window, meta, parts, labels,
+        order,
+    )  # fmt: skip

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from impress.chunks import ChunkCache, Ids
 from impress.config import Config
@@ -18,12 +17,16 @@ from impress.copies import Copies
 from impress.errors import PrefixLost
 from impress.layout import K, V
 from impress.plan import (
-    Gather,
     Missing,
+    Part,
+    Positions,
+    Run,
     Source,
     gather,
+    parts_of,
     plan_reads,
     rows_by_tier,
+    rows_of_whole,
     runs_of,
     whole,
 )
@@ -41,8 +44,6 @@ if TYPE_CHECKING:
     import torch
 
     Tensors = tuple[torch.Tensor, torch.Tensor]
-
-Positions = npt.NDArray[np.int64]
 
 #: A slice of reads for one thread: at least this, so that small layers do not drown in hand-offs.
 LEAST_SLICE = 256 << 10
@@ -87,39 +88,51 @@ class Load:
         self.outs = outs  # the caller's tensors, one a plane, or None
         self.started_s = monotonic()
         self._r = reading
-        self._sources = sources
         self._caches = caches
         self._shapes = [sources[0].layout.planes[plane] for plane in planes]
-        self._n_windows = sum(source.count for source in sources)
-        self._window = sources[0].held.record.window
         self._bad_span: dict[str, int] = {}  # medium -> span whose read failed
         self._buffers: list[Buffer] = []  # rented
-        self._gathers: list[Gather] = []
-        if positions is not None:
-            gap = reading.config.read_gap_bytes
-            self._gathers = [gather(sources, plane, positions, gap) for plane in planes]
+        if any(plane not in (K, V) for plane in planes):  # probe records lie in position order
+            sources = [replace(source, order=None) for source in sources]
+        runs = self._map(sources)
+        self.map_ms = (monotonic() - self.started_s) * 1e3  # finding where the rows lie
         self._dests = [self._dest(i) for i in range(len(planes))]
         self._entries: list[list[Ids]] = [
-            [cache.pin(s.span, layer, s.held.first, s.count) for s in sources] for cache in caches
+            [cache.pin(p.span, layer, p.first, p.count) for p in self._parts] for cache in caches
         ]
-        for i in range(len(sources)):
+        for i in range(len(self._parts)):
             self._only_fastest(i)
-        runs = [g.runs for g in self._gathers] or [whole(sources, plane) for plane in planes]
-        self._plan = plan_reads(sources, layer, planes, runs, self._entries, caches, self._dests)
+        self._plan = plan_reads(
+            self._parts, layer, planes, runs, self._entries, caches, self._dests
+        )
         self.bytes_by_tier = self._plan.n_bytes
-        self.rows_by_tier = rows_by_tier(sources, self._entries, caches, positions)
+        self.rows_by_tier = rows_by_tier(self._parts, self._entries, caches)
         media: dict[str, Tier] = {cache.tier.name: cache.tier for cache in caches}
         media["ssd"] = reading.ssd
         self.tickets = {
-            medium: self._submit(media[medium], by_source)
-            for medium, by_source in self._plan.reads.items()
+            medium: self._submit(media[medium], by_part)
+            for medium, by_part in self._plan.reads.items()
         }
 
-    def _only_fastest(self, source: int) -> None:
-        """A window being copied up may be in two tiers for a moment: take the faster one's."""
-        found = np.zeros(self._sources[source].count, dtype=bool)
+    def _map(self, sources: Sequence[Source]) -> list[list[list[Run]]]:
+        """Where the wanted rows lie: runs of pieces by plane and part, and which rows of dest."""
+        self._parts = parts = parts_of(sources, self.layer, self.positions)
+        if self.positions is None:
+            rows, n_chunks = rows_of_whole(parts), sum(part.count for part in parts)
+            self._rows = [rows] * len(self.planes)  # of dest, by plane; None: all, as they lie
+            self._n_pieces = [n_chunks * shape.pieces for shape in self._shapes]
+            return [whole(parts, plane) for plane in self.planes]
+        gap = self._r.config.read_gap_bytes
+        gathers = [gather(parts, plane, gap) for plane in self.planes]
+        self._rows = [g.rows for g in gathers]
+        self._n_pieces = [g.n_pieces for g in gathers]
+        return [g.runs for g in gathers]
+
+    def _only_fastest(self, part: int) -> None:
+        """A chunk being copied up may be in two tiers for a moment: take the faster one's."""
+        found = np.zeros(self._parts[part].count, dtype=bool)
         for cache, entries in zip(self._caches, self._entries, strict=True):
-            ids = entries[source]
+            ids = entries[part]
             twice = found & (ids >= 0)
             cache.unpin(ids[twice])
             ids[twice] = -1
@@ -128,13 +141,11 @@ class Load:
     def _dest(self, i: int) -> Bytes:
         """Straight into a dense page-aligned out; else a rented buffer, in pieces."""
         shape = self._shapes[i]
-        if self._gathers:
-            return self._rent(self._gathers[i].n_pieces * shape.piece_bytes)
-        if self.outs is not None and shape.dense:
+        if self._rows[i] is None and self.outs is not None and shape.dense:
             direct = dense_bytes(self.outs[i])
             if direct is not None and direct.__array_interface__["data"][0] % PAGE == 0:
                 return direct
-        return self._rent(self._n_windows * shape.chunk_bytes)
+        return self._rent(self._n_pieces[i] * shape.piece_bytes)
 
     def _rent(self, n_bytes: int) -> Bytes:
         buffer = self._r.buffers.acquire(n_bytes)
@@ -142,13 +153,13 @@ class Load:
         self._buffers.append(buffer)
         return buffer.array
 
-    def _submit(self, tier: Tier, by_source: list[tuple[Source, list[Read]]]) -> Ticket:
-        n_bytes = sum(len(read.dest) for _, reads in by_source for read in reads)
+    def _submit(self, tier: Tier, by_part: list[tuple[Part, list[Read]]]) -> Ticket:
+        n_bytes = sum(len(read.dest) for _, reads in by_part for read in reads)
         size = max(LEAST_SLICE, min(MOST_SLICE, n_bytes // self._r.pool.n_threads))
         tasks = [
-            partial(self._read, tier, part, source.span)
-            for source, reads in by_source
-            for part in slices(reads, size)
+            partial(self._read, tier, some, part.span)
+            for part, reads in by_part
+            for some in slices(reads, size)
         ]
         return self._r.pool.submit(Lane.DEMAND, tasks)
 
@@ -206,19 +217,20 @@ class Load:
         return self._tensor(0, self._r.geometry.head_dim if plane == K else self._r.geometry.v_dim)
 
     def _tensor(self, i: int, dim: int) -> torch.Tensor:
-        shape, data = self._shapes[i], self._dests[i]
-        n_rows = self._n_windows * self._window
-        if self._gathers:
-            n_rows = len(self._gathers[i].rows)
-            data = take_rows(data, self._gathers[i].rows, shape)
-        elif not shape.dense:
-            dense = np.empty(n_rows * shape.row_bytes, dtype=np.uint8)
-            unpack(data, dense, shape)
-            data = dense
+        shape, data, chosen = self._shapes[i], self._dests[i], self._rows[i]
+        out = None if self.outs is None else self.outs[i]
+        if chosen is not None:
+            n_rows, to = len(chosen), None if out is None else dense_bytes(out)
+            data = take_rows(data, chosen, shape, to)
+        else:
+            n_rows = self._n_pieces[i] * shape.piece_rows
+            if not shape.dense:
+                dense = np.empty(n_rows * shape.row_bytes, dtype=np.uint8)
+                unpack(data, dense, shape)
+                data = dense
         rows = as_tensor(data, self._r.geometry, n_rows, dim)
-        if self.outs is None:
+        if out is None:
             return rows
-        out = self.outs[i]
         if out.data_ptr() != rows.data_ptr():
             out.copy_(rows)
         return out
@@ -235,9 +247,9 @@ class Load:
         ]
         for upper, lower in pairwise(levels):
             entries = self._entries[self._caches.index(lower)]
-            for source, ids in zip(self._sources, entries, strict=True):
+            for part, ids in zip(self._parts, entries, strict=True):
                 for first, count in runs_of(ids >= 0):
-                    missing = Missing(source, first, count)
+                    missing = Missing(part, first, count)
                     tasks.append(partial(self._copy_up, missing, upper, lower))
         if not tasks:
             return None
@@ -253,18 +265,18 @@ class Load:
 
     def _copy_up(self, missing: Missing, cache: ChunkCache, below: ChunkCache | None) -> None:
         """Into `cache`; out of the one `below`, since a chunk has one copy at most."""
-        source = missing.source
-        start = source.held.first + missing.first
+        part = missing.part
+        start = part.first + missing.first
         wanted = np.arange(start, start + missing.count, dtype=np.int64)
-        n_windows = source.held.record.n_windows
-        windows, entries = cache.admit(source.span, n_windows, self.layer, wanted)
+        n_windows = part.source.held.record.n_windows
+        windows, entries = cache.admit(part.span, n_windows, self.layer, wanted)
         for window, entry in zip(windows.tolist(), entries.tolist(), strict=True):
-            at = source.at + window - source.held.first
+            at = part.to + window - part.first
             for plane, shape, dest in zip(self.planes, self._shapes, self._dests, strict=True):
                 n = shape.chunk_bytes
                 cache.fill(entry, plane, dest[at * n : (at + 1) * n])
         if below is not None:
-            below.drop_windows(source.span, self.layer, windows)
+            below.drop_windows(part.span, self.layer, windows)
         cache.publish(entries)
         n_bytes = sum(shape.chunk_bytes for shape in self._shapes)
         self._r.counters.add(f"promoted_bytes/{cache.tier.name}", len(entries) * n_bytes)

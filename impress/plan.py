@@ -12,7 +12,10 @@ from impress.catalog import Held
 from impress.chunks import ChunkCache, Ids
 from impress.format import ProbeRecord
 from impress.layout import PlaneLayout, SpanLayout
+from impress.order import RowOrder
 from tiers.base import Bytes, Read, Slot, Sums
+
+Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Source:
     sums: Sums
     probes: tuple[ProbeRecord, ...]
     at: int
+    order: RowOrder | None = None  # None: rows lie in position order
 
     @property
     def span(self) -> int:
@@ -35,15 +39,33 @@ class Source:
         """Windows held."""
         return self.held.count
 
-    def ordinals(self, layer: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def ordinals(self, layer: int, rows: Positions) -> Positions:
         """Where rows of the span, counted in position order, lie in the order of its chunks."""
-        del layer  # rows lie in position order
-        return rows
+        return rows if self.order is None else self.order.at(layer, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one layer's read looks at of a source: chunks [first, first + count) of its span.
+
+    Those that hold the wanted rows: of a packed span not the windows held, but where these lie.
+    """
+
+    source: Source
+    first: int
+    count: int
+    to: int  # where its first chunk goes in a dest that takes them all
+    ordinals: Positions | None  # of the wanted rows, in position order, 0 where `first` begins;
+    # None: every row of these chunks, in the order they lie in
+
+    @property
+    def span(self) -> int:
+        return self.source.span
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Pieces [first, first + count) of a source's plane, and the piece of dest they begin at."""
+    """Pieces [first, first + count) of a part's plane, and the piece of dest they begin at."""
 
     first: int
     count: int
@@ -52,9 +74,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Windows [first, first + count) of a source's held run, read whole from home."""
+    """Chunks [first, first + count) of a part, read whole from home."""
 
-    source: Source
+    part: Part
     first: int
     count: int
 
@@ -63,66 +85,106 @@ class Missing:
 class ReadPlan:
     """One layer's reads by medium, and what they cost."""
 
-    reads: dict[str, list[tuple[Source, list[Read]]]]
+    reads: dict[str, list[tuple[Part, list[Read]]]]
     missing: list[Missing] = field(default_factory=list)
 
     @property
     def n_bytes(self) -> dict[str, int]:
         """Bytes moved, by medium, padding and gaps included."""
         return {
-            medium: sum(len(read.dest) for _, reads in by_source for read in reads)
-            for medium, by_source in self.reads.items()
+            medium: sum(len(read.dest) for _, reads in by_part for read in reads)
+            for medium, by_part in self.reads.items()
         }
 
 
-def whole(sources: Sequence[Source], plane: int) -> list[list[Run]]:
-    """Runs of all windows, in lease order: for each source, one."""
-    shape = sources[0].layout.planes[plane]
-    return [[Run(0, s.count * shape.pieces, s.at * shape.pieces)] for s in sources]
+def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None) -> list[Part]:
+    """For each source, where the rows at these positions (ascending, on the lease) lie.
+
+    None: all rows. Pure.
+    """
+    parts: list[Part] = []
+    to = 0
+    for source in sources:
+        held, window = source.held, source.held.record.window
+        begin, end = held.first * window, (held.first + held.count) * window
+        if positions is not None:
+            at = source.at * window
+            cuts = np.searchsorted(positions, (at, at + end - begin))
+            rows = positions[cuts[0] : cuts[1]] - at + begin
+        elif source.order is not None:
+            rows = np.arange(begin, end)
+        else:
+            parts.append(Part(source, held.first, held.count, to, None))
+            to += held.count
+            continue
+        ordinals = source.ordinals(layer, rows)
+        first, count = held.first, 0
+        if len(rows):
+            first = int(ordinals.min()) // window
+            count = int(ordinals.max()) // window + 1 - first
+        parts.append(Part(source, first, count, to, ordinals - first * window))
+        to += count
+    return parts
+
+
+def whole(parts: Sequence[Part], plane: int) -> list[list[Run]]:
+    """Runs of all chunks, in lease order: for each part, one."""
+    shape = parts[0].source.layout.planes[plane]
+    return [[Run(0, p.count * shape.pieces, p.to * shape.pieces)] for p in parts]
+
+
+def rows_of_whole(parts: Sequence[Part]) -> Positions | None:
+    """Where each wanted row lies in a dest of all chunks; None when it holds just those, in order.
+
+    Pure.
+    """
+    if all(part.ordinals is None for part in parts):
+        return None
+    window = parts[0].source.held.record.window
+    rows = [
+        part.to * window
+        + (np.arange(part.count * window) if part.ordinals is None else part.ordinals)
+        for part in parts
+    ]
+    return np.concatenate(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
     """Chosen rows of a plane: the runs that hold them, and where each row lands in dest."""
 
-    runs: list[list[Run]]  # for each source
+    runs: list[list[Run]]  # for each part
     n_pieces: int  # of dest
-    rows: npt.NDArray[np.int64]  # for each chosen position, its row in dest
+    rows: Positions  # for each chosen position, its row in dest
 
 
-def gather(
-    sources: Sequence[Source], plane: int, positions: npt.NDArray[np.int64], gap_bytes: int
-) -> Gather:
-    """Runs of pieces that hold these positions (ascending, on the lease).
+def gather(parts: Sequence[Part], plane: int, gap_bytes: int) -> Gather:
+    """Runs of pieces that hold the wanted rows of these parts, in the order they lie in.
 
     Pieces closer than gap_bytes are read through: a request saved is worth that many bytes.
     """
-    shape, window = sources[0].layout.planes[plane], sources[0].held.record.window
+    shape = parts[0].source.layout.planes[plane]
     gap = gap_bytes // shape.piece_bytes
     runs: list[list[Run]] = []
-    places = np.empty(len(positions), dtype=np.int64)
+    places: list[Positions] = []
     n_pieces = 0
-    for source in sources:
-        begin, end = (
-            int(np.searchsorted(positions, at * window))
-            for at in (source.at, source.at + source.count)
-        )
-        rows = positions[begin:end] - source.at * window
-        pieces = rows // shape.piece_rows
-        found, to = _merged(pieces, gap, n_pieces)
+    for part in parts:
+        assert part.ordinals is not None, "gather wants chosen rows"
+        pieces, rows = np.divmod(part.ordinals, shape.piece_rows)
+        wanted = np.zeros(part.count * shape.pieces, dtype=bool)
+        wanted[pieces] = True
+        found, to = _merged(np.flatnonzero(wanted), gap, n_pieces)
         runs.append(found)
-        firsts = np.array([run.first for run in found], dtype=np.int64)
-        which = np.searchsorted(firsts, pieces, side="right") - 1
-        starts = np.array([run.to for run in found], dtype=np.int64)
-        if len(rows):
-            dest_piece = starts[which] + pieces - firsts[which]
-            places[begin:end] = dest_piece * shape.piece_rows + rows % shape.piece_rows
+        moves = np.zeros(len(wanted), dtype=np.int64)  # how far a piece moves, by differences
+        shifts = np.array([run.to - run.first for run in found], dtype=np.int64)
+        moves[[run.first for run in found]] = np.diff(shifts, prepend=0)
+        places.append((pieces + np.cumsum(moves)[pieces]) * shape.piece_rows + rows)
         n_pieces = to
-    return Gather(runs, n_pieces, places)
+    return Gather(runs, n_pieces, np.concatenate(places))
 
 
 def _merged(pieces: npt.NDArray[np.int64], gap: int, to: int) -> tuple[list[Run], int]:
-    """Ascending pieces (repeats allowed) as runs; the next free piece of dest."""
+    """Ascending pieces as runs; the next free piece of dest."""
     if not len(pieces):
         return [], to
     cuts = np.flatnonzero(np.diff(pieces) > gap + 1)
@@ -134,7 +196,7 @@ def _merged(pieces: npt.NDArray[np.int64], gap: int, to: int) -> tuple[list[Run]
 
 
 def plan_reads(
-    sources: Sequence[Source],
+    parts: Sequence[Part],
     layer: int,
     planes: Sequence[int],
     runs: Sequence[Sequence[Sequence[Run]]],
@@ -142,30 +204,30 @@ def plan_reads(
     caches: Sequence[ChunkCache],
     dests: Sequence[Bytes],
 ) -> ReadPlan:
-    """Reads of `runs[plane][source]` into `dests[plane]`.
+    """Reads of `runs[plane][part]` into `dests[plane]`.
 
-    `cached[cache][source]` holds pinned entries, -1 where that cache has no copy; a window is in
+    `cached[cache][part]` holds pinned entries, -1 where that cache has no copy; a window is in
     at most one. Windows side by side at home become one read a plane; the medium merges further.
     """
     media = [*(cache.tier.name for cache in caches), "ssd"]
     plan = ReadPlan({medium: [] for medium in media})
-    for i, source in enumerate(sources):
+    for i, part in enumerate(parts):
         levels = list(zip(caches, (entries[i] for entries in cached), strict=True))
         found: dict[str, list[Read]] = {medium: [] for medium in media}
         for plane, plane_runs, dest in zip(planes, runs, dests, strict=True):
             for run in plane_runs[i]:
-                for medium, read in _split(source, layer, plane, run, levels, dest):
+                for medium, read in _split(part, layer, plane, run, levels, dest):
                     found[medium].append(read)
         for medium, reads in found.items():
             if reads:
-                plan.reads[medium].append((source, reads))
-        nowhere = ~there(source, [entries for _, entries in levels])
-        plan.missing += [Missing(source, first, count) for first, count in runs_of(nowhere)]
+                plan.reads[medium].append((part, reads))
+        nowhere = ~there(part, [entries for _, entries in levels])
+        plan.missing += [Missing(part, first, count) for first, count in runs_of(nowhere)]
     return plan
 
 
 def _split(
-    source: Source,
+    part: Part,
     layer: int,
     plane: int,
     run: Run,
@@ -173,33 +235,34 @@ def _split(
     dest: Bytes,
 ) -> Iterator[tuple[str, Read]]:
     """One run as reads: each cached window from its copy, what lies between from home."""
-    shape = source.layout.planes[plane]
+    source, shape = part.source, part.source.layout.planes[plane]
     begin, end = run.first // shape.pieces, -(-(run.first + run.count) // shape.pieces)
-    cached = there(source, [entries for _, entries in levels])[begin:end]
+    cached = there(part, [entries for _, entries in levels])[begin:end]
     for first, count in runs_of(~cached):
         lo = max(run.first, (begin + first) * shape.pieces)
         hi = min(run.first + run.count, (begin + first + count) * shape.pieces)
         window, piece = divmod(lo, shape.pieces)
-        off = source.layout.chunk_off(layer, plane, source.held.first + window)
+        off = source.layout.chunk_off(layer, plane, part.first + window)
         place = (source.slot, off + piece * shape.piece_bytes)
-        yield "ssd", _read(source, layer, plane, place, lo, hi, run, dest)
+        yield "ssd", _read(part, layer, plane, place, lo, hi, run, dest)
     for cache, entries in levels:
         for window in (begin + np.flatnonzero(entries[begin:end] >= 0)).tolist():
             lo = max(run.first, window * shape.pieces)
             hi = min(run.first + run.count, (window + 1) * shape.pieces)
             off = cache.plane_off(plane) + lo % shape.pieces * shape.piece_bytes
             place = (cache.slot(int(entries[window])), off)
-            yield cache.tier.name, _read(source, layer, plane, place, lo, hi, run, dest)
+            yield cache.tier.name, _read(part, layer, plane, place, lo, hi, run, dest)
 
 
 def _read(
-    source: Source, layer: int, plane: int, place: tuple[Slot, int], lo: int, hi: int, run: Run,
+    part: Part, layer: int, plane: int, place: tuple[Slot, int], lo: int, hi: int, run: Run,
     dest: Bytes,
 ) -> Read:  # fmt: skip
-    """Pieces [lo, hi) of a source's plane from `place` to where its run puts them."""
+    """Pieces [lo, hi) of a part's plane from `place` to where its run puts them."""
+    source = part.source
     shape: PlaneLayout = source.layout.planes[plane]
     to = (run.to + lo - run.first) * shape.piece_bytes
-    at = source.layout.sums_at(layer, plane, source.held.first) + lo
+    at = source.layout.sums_at(layer, plane, part.first) + lo
     n_bytes = (hi - lo) * shape.piece_bytes
     return Read(
         place[0], place[1], dest[to : to + n_bytes], source.sums[at : at + hi - lo],
@@ -213,27 +276,27 @@ def runs_of(wanted: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def there(source: Source, cached: Sequence[Ids]) -> npt.NDArray[np.bool_]:
-    """Which windows of a source have a copy in any of the caches. Pure."""
-    found = np.zeros(source.count, dtype=bool)
+def there(part: Part, cached: Sequence[Ids]) -> npt.NDArray[np.bool_]:
+    """Which chunks of a part have a copy in any of the caches. Pure."""
+    found = np.zeros(part.count, dtype=bool)
     for entries in cached:
         found |= entries >= 0
     return found
 
 
 def rows_by_tier(
-    sources: Sequence[Source],
-    cached: Sequence[Sequence[Ids]],
-    caches: Sequence[ChunkCache],
-    positions: npt.NDArray[np.int64] | None,
+    parts: Sequence[Part], cached: Sequence[Sequence[Ids]], caches: Sequence[ChunkCache]
 ) -> dict[str, int]:
-    """How many of the chosen rows (None: all) come from each cache, and how many from home."""
-    window = sources[0].held.record.window
-    n_rows = sum(s.count for s in sources) * window if positions is None else len(positions)
+    """How many of the wanted rows come from each cache, and how many from home. Pure."""
+    window = parts[0].source.held.record.window
+    chunks = [None if p.ordinals is None else p.ordinals // window for p in parts]
+    n_rows = sum(p.count * window if p.ordinals is None else len(p.ordinals) for p in parts)
     rows = {}
     for cache, entries in zip(caches, cached, strict=True):
-        copies = np.concatenate([ids >= 0 for ids in entries])
-        n = copies.sum() * window if positions is None else copies[positions // window].sum()
-        rows[cache.tier.name] = int(n)
+        n = 0
+        for ids, which in zip(entries, chunks, strict=True):
+            copies = ids >= 0
+            n += int(copies.sum()) * window if which is None else int(copies[which].sum())
+        rows[cache.tier.name] = n
     rows["ssd"] = n_rows - sum(rows.values())
     return rows

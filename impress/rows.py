@@ -100,17 +100,22 @@ def unpack(pieces: Bytes, dest: Bytes, plane: PlaneLayout) -> None:
     np.copyto(dest.reshape(-1, used), pieces.reshape(-1, plane.piece_bytes)[:, :used])
 
 
-def take_rows(pieces: Bytes, rows: npt.NDArray[np.int64], plane: PlaneLayout) -> Bytes:
-    """Dense copies of some rows of whole pieces, in the order given."""
+def take_rows(
+    pieces: Bytes, rows: npt.NDArray[np.int64], plane: PlaneLayout, dest: Bytes | None = None
+) -> Bytes:
+    """Dense copies of some rows of whole pieces, in the order given; in `dest` if it is given."""
     used = plane.piece_rows * plane.row_bytes
+    if dest is None:
+        dest = np.empty(len(rows) * plane.row_bytes, dtype=np.uint8)
+    to = dest.reshape(-1, plane.row_bytes)
     by_piece = pieces.reshape(-1, plane.piece_bytes)[:, :used]
     if plane.dense:
-        taken = by_piece.reshape(-1, plane.row_bytes).take(rows, axis=0)
+        # "clip": under "raise" NumPy fills a copy of its own first. The rows are known to be there.
+        by_piece.reshape(-1, plane.row_bytes).take(rows, axis=0, out=to, mode="clip")
     else:
         by_row = by_piece.reshape(-1, plane.piece_rows, plane.row_bytes)
-        taken = by_row[rows // plane.piece_rows, rows % plane.piece_rows]
-    dense: Bytes = taken.reshape(-1)
-    return dense
+        to[:] = by_row[rows // plane.piece_rows, rows % plane.piece_rows]
+    return dest
 
 
 def all_finite(data: Bytes, dtype: str) -> bool:

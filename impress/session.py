@@ -253,7 +253,15 @@ class Session:
         rows = {tier: n for tier, n in load.rows_by_tier.items() if n}
         moved = {tier: n for tier, n in load.bytes_by_tier.items() if n}
         wait_ms = (monotonic() - begin_s) * 1e3
-        self._layers.append({"layer": load.layer, "rows": rows, "bytes": moved, "wait_ms": wait_ms})
+        self._layers.append(
+            {
+                "layer": load.layer,
+                "rows": rows,
+                "bytes": moved,
+                "wait_ms": wait_ms,
+                "map_ms": load.map_ms,
+            }
+        )
         promotion = load.promote()
         if promotion is not None and load.outs is not None:
             self._promotions.append(promotion)  # reads `outs`: close waits for it

@@ -203,6 +203,7 @@ class SparseSession(Session):
                 "rows": {tier: n for tier, n in rows.rows_by_tier.items() if n},
                 "bytes": {tier: n for tier, n in moved.items() if n},
                 "wait_ms": (monotonic() - begin_s) * 1e3,
+                "map_ms": sum(load.map_ms for load in used),
                 "chosen": n_rows,
                 "wanted_bytes": n_keys * g.k_row_bytes + n_rows * g.v_row_bytes + records,
                 "fell_back": selection.fell_back,

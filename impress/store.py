@@ -20,6 +20,7 @@ from impress.catalog import Catalog, Held
 from impress.config import Config
 from impress.copies import Copies
 from impress.directory import Identity, Shard, matching_identity
+from impress.draft import Media, Stored
 from impress.errors import BadInput, ConfigError, ImpressError, StoreFailed
 from impress.home import COMMIT_TIMEOUT_S, Home
 from impress.index import Index
@@ -33,7 +34,7 @@ from impress.sparse import session_of
 from impress.stats import Counters, serve_metrics
 from impress.tables import TableCache, Tables
 from impress.types import Geometry
-from impress.writer import Media, Stored, Writer, importance_of
+from impress.writer import Writer, importance_of
 from tiers.base import Slot
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
@@ -184,7 +185,8 @@ class PrefixStore:
     def _source(self, held: Held, table: Tables, at: int) -> Source:
         probe_bytes = [probe.window_bytes(self.window) for probe in table.probes]
         layout = SpanLayout.of(self.geometry, self.window, held.record.n_windows, probe_bytes)
-        return Source(held, layout, Slot(held.record.parts), table.sums, table.probes, at)
+        slot = Slot(held.record.parts)
+        return Source(held, layout, slot, table.sums, table.probes, at, table.order)
 
     def _release(self, lease: Lease) -> None:
         with self._leases_lock:
@@ -207,8 +209,9 @@ class PrefixStore:
     ) -> Stored:
         """Store a prompt's KV: lists over layers of [n_kv_heads, n - start, head_dim] tensors.
 
-        Packed on return; READY later (`Stored.wait`, `flush`). importance float32
-        [n_layers, n - start], higher first. Raises BadInput before anything is written.
+        Copied on return; READY later (`Stored.wait`, `flush`). importance float32
+        [n_layers, n - start]: rows are laid down in its order, highest first. Raises BadInput
+        before anything is written.
         """
         layers = self.geometry.n_layers
         tokens = as_tokens(token_ids)
@@ -314,6 +317,7 @@ class PrefixStore:
         When nothing is being stored or evicted (after `flush`, no writer open).
         """
         self._copies.check()
+        self._tables.check()
         self._home.check(self._admission.drafts() if self._admission else [])
 
     def _names_of(

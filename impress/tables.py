@@ -11,6 +11,7 @@ from functools import partial
 
 from impress.errors import FormatError
 from impress.format import ProbeRecord, SpanHeader, SpanRecord, decode_header
+from impress.order import RowOrder
 from tiers.base import Read, Slot, Sums, round_up
 from tiers.errors import Cancelled, ReadFailed
 from tiers.iopool import IoPool, Lane
@@ -20,14 +21,15 @@ from tiers.ssd import SsdTier
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What reading a span takes besides its record: the sum of every piece, its probe records."""
+    """What reading a span takes besides its record: every piece's sum, probe records, row order."""
 
     sums: Sums
     probes: tuple[ProbeRecord, ...]
+    order: RowOrder | None = None  # None: rows lie in position order
 
     @property
     def n_bytes(self) -> int:
-        return self.sums.nbytes
+        return self.sums.nbytes + (self.order.n_bytes if self.order else 0)
 
 
 class TableCache:
@@ -77,6 +79,11 @@ class TableCache:
             self._tables.clear()
             self.used_bytes = 0
 
+    def check(self) -> None:
+        """Assert that the account of bytes is right."""
+        with self._lock:
+            assert self.used_bytes == sum(table.n_bytes for table in self._tables.values())
+
     def _keep(self, span: int, table: Tables) -> None:
         with self._lock:
             if span in self._tables or table.n_bytes > self._budget_bytes:
@@ -89,7 +96,7 @@ class TableCache:
     def _load(self, record: SpanRecord) -> Tables | ReadFailed:
         try:
             header = read_header(self._ssd, record)
-            return Tables(header.sums, header.probes)
+            return Tables(header.sums, header.probes, header.order)
         except ReadFailed as err:
             return err
 
@@ -102,7 +109,7 @@ def read_header(ssd: SsdTier, record: SpanRecord) -> SpanHeader:
         header = decode_header(raw, record.meta)
     except FormatError as err:
         raise ReadFailed("checksum", f"ssd: span {record.span_id}: {err}") from None
-    same = ("span_id", "root", "key_before", "first_window", "n_windows", "parts")
+    same = ("span_id", "root", "key_before", "first_window", "n_windows", "parts", "order")
     if any(getattr(header.record, name) != getattr(record, name) for name in same):
         raise ReadFailed("checksum", f"ssd: span {record.span_id}: another span's header")
     return header

@@ -287,7 +287,7 @@ class _Verification:
         differs = [
             name
             for name in ("span_id", "namespace", "root", "key_before", "key_after",
-                         "first_window", "n_windows", "window", "parts", "labels")
+                         "first_window", "n_windows", "window", "parts", "labels", "order")
             if getattr(header.record, name) != getattr(record, name)
         ]  # fmt: skip
         if header.store_uuid != self._identity.uuid:

@@ -1,173 +1,28 @@
 """One store under way: rows arrive in any order and leave for the disk as pieces fill.
 
-All layers or nothing: what is incomplete, refused or failed gives its space back and was never
-visible. The rows are packed into pooled slots inside `put`, so the caller may reuse its tensors.
+The rows are packed into pooled slots inside `put`, so the caller may reuse its tensors. A layer
+put whole with its importance is written in that order, most important first (impress/order.py);
+any other keeps position order.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from impress.errors import BadInput, StoreFailed
-from impress.format import ProbeRecord, SpanRecord
-from impress.layout import K, SpanLayout, V
-from impress.rows import Words, all_finite, check_rows, host_words, pack, plane_words
+from impress.draft import Draft, Media, Stored
+from impress.errors import BadInput
+from impress.layout import K, V
+from impress.order import Rows, by_worth
+from impress.rows import Words, check_rows, host_words, pack
 from impress.types import Geometry
-from tiers.base import Slot, sums_of
-from tiers.errors import MediumError
-from tiers.iopool import IoPool, Lane
-from tiers.slots import Buffer, BufferPool, aligned
-from tiers.ssd import SsdTier
+from tiers.slots import Buffer
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-    from impress.probes import ProbeCodec
-
-#: Rows of at most this many bytes share a slot: large enough to write well, small enough to pool.
-SLOT_BYTES = 4 << 20
-
-
-class Stored:
-    """What became of a store. `refused` says why nothing will be kept; else wait or flush.
-
-    n_tokens: tokens of this prompt the store holds once it is READY, in whole windows.
-    n_new: those that this store adds.
-    """
-
-    def __init__(self, n_tokens: int, n_new: int) -> None:
-        self.n_tokens = n_tokens
-        self.n_new = n_new
-        self.refused = ""
-        self.error: Exception | None = None
-        self._end = threading.Event()
-
-    @property
-    def ready(self) -> bool:
-        """Visible and durable."""
-        return self._end.is_set() and self.error is None and not self.refused
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """True when READY, False when refused or timeout_s passed; raises what failed."""
-        if not self._end.wait(timeout_s):
-            return False
-        if self.error is not None:
-            raise self.error
-        return not self.refused
-
-    def settle(self, refused: str = "", error: Exception | None = None) -> None:
-        """The store's last word; called once by the writer or the committer."""
-        self.refused, self.error = refused, error
-        self._end.set()
-
-    def __repr__(self) -> str:
-        state = self.refused or self.error or ("ready" if self.ready else "under way")
-        return f"Stored(n_tokens={self.n_tokens}, n_new={self.n_new}, {state})"
-
-
-class Media:
-    """What a writer writes with; the same for all writers of a store."""
-
-    def __init__(
-        self,
-        ssd: SsdTier,
-        pool: IoPool,
-        slots: BufferPool,
-        geometry: Geometry,
-        codecs: Sequence[ProbeCodec] = (),
-    ) -> None:
-        self.ssd = ssd
-        self.codecs = tuple(codecs)  # a probe record of each goes with every span
-        self.probes = tuple(
-            ProbeRecord(codec.name, codec.group, codec.probe_bytes(geometry)) for codec in codecs
-        )
-        self.pool = pool
-        self.slots = slots
-        # Several slots at least, so that packing goes on while one is written.
-        self.slot_bytes = min(SLOT_BYTES, (slots.budget_bytes or SLOT_BYTES) // 4)
-
-
-class Draft:
-    """A span in the making: its space, its sums, what has arrived of it. Thread-safe."""
-
-    def __init__(
-        self,
-        record: SpanRecord,
-        geometry: Geometry,
-        layout: SpanLayout,
-        slot: Slot,
-        prefix: bytes,
-        media: Media,
-    ) -> None:
-        self.record = record
-        self.slot = slot
-        self.prefix = prefix  # labels from the root to this span's end
-        self.layout = layout
-        self.sums = np.zeros(self.layout.n_sums, dtype=np.uint64)
-        self.importance: npt.NDArray[np.float32] | None = None
-        self.probes = media.probes
-        self._geometry = geometry
-        self._media = media
-        self._lock = threading.Condition()
-        self._writing = 0
-        self._error: Exception | None = None
-
-    def write(self, layer: int, first: int, count: int, buffer: Buffer) -> None:
-        """Send a slot (K pieces of `count` windows, then V pieces) to its place; takes the slot."""
-        with self._lock:
-            self._writing += 1
-        self._media.pool.submit(Lane.STORE, [lambda: self._write(layer, first, count, buffer)])
-
-    def _write(self, layer: int, first: int, count: int, buffer: Buffer) -> None:
-        try:
-            at = 0
-            for plane in (K, V):
-                shape = self.layout.planes[plane]
-                data = buffer.array[at : at + count * shape.chunk_bytes]
-                at += len(data)
-                if not all_finite(data, self._geometry.dtype):
-                    raise StoreFailed(f"store refused: layer {layer} holds NaN or infinite rows")
-                start = self.layout.sums_at(layer, plane, first)
-                self.sums[start : start + count * shape.pieces] = sums_of(data, shape.piece_bytes)
-                off = self.layout.chunk_off(layer, plane, first)
-                self._media.ssd.write(self.slot, off, data)
-            for i, codec in enumerate(self._media.codecs):
-                self._write_probe(codec, V + 1 + i, layer, first, count, buffer)
-        except (StoreFailed, MediumError) as err:
-            with self._lock:
-                self._error = self._error or err
-        finally:
-            buffer.release()
-            with self._lock:
-                self._writing -= 1
-                self._lock.notify_all()
-
-    def _write_probe(
-        self, codec: ProbeCodec, plane: int, layer: int, first: int, count: int, buffer: Buffer
-    ) -> None:
-        """What a codec makes of these windows' keys: a padded piece a window."""
-        g, shape = self._geometry, self.layout.planes[plane]
-        packed = buffer.array[: count * self.layout.planes[K].chunk_bytes]
-        keys = plane_words(packed, self.layout.planes[K], g.dtype, g.n_kv_heads, g.head_dim)
-        data = aligned(count * shape.chunk_bytes)
-        groups = codec.encode(keys, g).reshape(count, -1)
-        data.reshape(count, -1)[:, : groups.shape[1]] = groups
-        start = self.layout.sums_at(layer, plane, first)
-        self.sums[start : start + count] = sums_of(data, shape.piece_bytes)
-        self._media.ssd.write(self.slot, self.layout.chunk_off(layer, plane, first), data)
-
-    def settle(self, timeout_s: float) -> None:
-        """Wait for its writes. Raises StoreFailed when one failed or is stuck."""
-        with self._lock:
-            if not self._lock.wait_for(lambda: self._writing == 0, timeout_s):
-                raise StoreFailed(f"store: a write did not end within {timeout_s:g} s")
-            if self._error is not None:
-                raise StoreFailed(str(self._error)) from self._error
 
 
 class Writer:
@@ -225,11 +80,53 @@ class Writer:
         end = min(first + m, self.stored.n_tokens)
         if begin >= end:
             return
-        rows = slice(begin - first, end - first)
-        if scores is not None:
-            self._note(layer, begin - self._first_token, scores[rows])
+        rows, row = slice(begin - first, end - first), begin - self._first_token
         words = (host_words(k[:, rows], g), host_words(v[:, rows], g))
-        self._put_rows(layer, begin - self._first_token, *words)
+        slots = None
+        if scores is not None:
+            self._note(layer, row, scores[rows])
+            slots = self._packed_order(layer, scores[rows])
+        if slots is None:
+            self._put_rows(layer, row, *words)
+        else:
+            self._put_packed(layer, slots, *words)
+
+    def _packed_order(self, layer: int, scores: npt.NDArray[np.float32]) -> Rows | None:
+        """The row for each slot; None where these rows are to lie in position order.
+
+        Only a layer's first and whole put can be packed: what is written stays where it is.
+        """
+        begun = (self._missing[layer] == 0).any() or any(
+            at == layer for at, _ in list(self._partial)
+        )
+        if begun or len(scores) != self._missing.shape[1] * self._window:
+            return None
+        rows = np.arange(len(scores))
+        slots = by_worth(scores, [(0, len(rows))], rows)
+        return None if np.array_equal(slots, rows) else slots
+
+    def _put_packed(self, layer: int, slots: Rows, k: Words, v: Words) -> None:
+        """A whole layer, its rows as `slots` says; probe records from rows in position order."""
+        assert self.draft is not None
+        self.draft.packed[layer] = slots
+        n_windows, shape = self._missing.shape[1], self.draft.layout.planes[K]
+        for window in range(0, n_windows, self._most):
+            count = min(self._most, n_windows - window)
+            rows = slice(window * self._window, (window + count) * self._window)
+            self._send(layer, window, count, k[:, slots[rows]], v[:, slots[rows]])
+            if self._media.codecs and not self.stored.refused:
+                buffer = self._acquire(count * shape.chunk_bytes)
+                if buffer is not None:
+                    pack(k[:, rows], buffer.array, shape)
+                    self.draft.write_probes(layer, window, count, buffer)
+            if self.stored.refused:
+                return
+
+    @property
+    def _most(self) -> int:
+        """Windows that go in one slot."""
+        assert self.draft is not None
+        return max(1, self._media.slot_bytes // self.draft.layout.chunk_bytes)
 
     def _put_rows(self, layer: int, row: int, k: Words, v: Words) -> None:
         """Rows from span row `row` on: a ragged head, whole windows, a ragged tail."""
@@ -252,16 +149,15 @@ class Writer:
 
     def _run(self, layer: int, window: int, most: int) -> int:
         """How many of the next windows go in one slot; negative: so many are to be passed over."""
-        assert self.draft is not None
         if self._missing[layer, window] == 0:
             return -1
-        most = min(most, max(1, self._media.slot_bytes // self.draft.layout.chunk_bytes))
+        most = min(most, self._most)
         taken = np.flatnonzero(self._missing[layer, window : window + most] == 0)
         return int(taken[0]) if taken.size else most
 
     def _send(self, layer: int, window: int, count: int, k: Words, v: Words) -> None:
         assert self.draft is not None
-        buffer = self._acquire(count)
+        buffer = self._acquire(count * self.draft.layout.chunk_bytes)
         if buffer is None:
             return
         cut = count * self.draft.layout.planes[K].chunk_bytes
@@ -281,7 +177,7 @@ class Writer:
             return
         partial = self._partial.get((layer, window))
         if partial is None:
-            buffer = self._acquire(1)
+            buffer = self._acquire(self.draft.layout.chunk_bytes)
             if buffer is None:
                 return
             partial = _Partial(buffer, np.zeros(self._window, dtype=bool), k, v, self._window)
@@ -297,9 +193,8 @@ class Writer:
             pack(partial.v, partial.buffer.array[cut:], self.draft.layout.planes[V])
             self.draft.write(layer, window, 1, partial.buffer)
 
-    def _acquire(self, count: int) -> Buffer | None:
-        assert self.draft is not None
-        buffer = self._media.slots.acquire(count * self.draft.layout.chunk_bytes, self._wait_s)
+    def _acquire(self, n_bytes: int) -> Buffer | None:
+        buffer = self._media.slots.acquire(n_bytes, self._wait_s)
         if buffer is None:
             self.stored.refused = "no free write slot"
         return buffer

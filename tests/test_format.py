@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 import impress
 from impress.blockhash import as_tokens, chain, key_after, labels_of, namespace_digest, root_key
 from impress.format import (
+    ORDER_PACKED,
     SpanHeader,
     SpanRecord,
     decode_header,
@@ -22,6 +25,7 @@ from impress.format import (
     split_index,
 )
 from impress.layout import K, PlaneLayout, SpanLayout, V
+from impress.order import RowOrder
 from tiers.base import PAGE, Extent
 
 
@@ -80,16 +84,22 @@ def record(n_windows: int = 3) -> tuple[SpanRecord, impress.Geometry]:
     ), geometry  # fmt: skip
 
 
-def header(importance: bool = True) -> SpanHeader:
+def header(importance: bool = True, packed: bool = False) -> SpanHeader:
     rec, geometry = record()
     sums = np.arange(SpanLayout.of(geometry, 16, 3).n_sums, dtype=np.uint64) ** 3
     scores = np.linspace(0, 1, 2 * 48, dtype=np.float32).reshape(2, 48) if importance else None
-    return SpanHeader(b"u" * 16, geometry, rec, sums, scores, "a model")
+    order = None
+    if packed:
+        rng = np.random.default_rng(3)
+        order = RowOrder.of(np.stack([rng.permutation(48) for _ in range(2)]), epoch=7)
+        rec = replace(rec, order=ORDER_PACKED)
+    return SpanHeader(b"u" * 16, geometry, rec, sums, scores, "a model", (), order)
 
 
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("importance", [True, False])
-def test_a_header_record_decodes_to_what_was_encoded(importance: bool) -> None:
-    made = header(importance)
+def test_a_header_record_decodes_to_what_was_encoded(importance: bool, packed: bool) -> None:
+    made = header(importance, packed)
     raw = encode_header(made)
     assert len(raw) % PAGE == 0
     assert len(raw) <= meta_bytes(64, 3, 16, 2, len(made.sums))
@@ -97,6 +107,10 @@ def test_a_header_record_decodes_to_what_was_encoded(importance: bool) -> None:
     assert (back.record, back.geometry, back.name) == (made.record, made.geometry, made.name)
     assert back.store_uuid == made.store_uuid
     assert np.array_equal(back.sums, made.sums)
+    assert (back.order is None) is (not packed)
+    if made.order is not None and back.order is not None:
+        assert back.order.epoch == 7
+        assert np.array_equal(back.order.ordinals, made.order.ordinals)
     assert (back.importance is None) is (not importance)
     if importance:
         assert np.array_equal(back.importance, made.importance)
@@ -106,13 +120,15 @@ def test_an_index_value_decodes_to_what_was_encoded() -> None:
     rec, _ = record()
     kept, labels = split_index(encode_index(rec))
     assert decode_index(41, kept, labels) == rec
+    packed = replace(rec, order=ORDER_PACKED)
+    assert decode_index(41, *split_index(encode_index(packed))) == packed
     assert place_of(kept) == (5, rec.root, rec.key_before, rec.key_after)
     assert extents_of(kept) == [rec.meta, *rec.parts]
 
 
 def test_any_flipped_bit_is_noticed() -> None:
     rec, _ = record()
-    value, raw = encode_index(rec), encode_header(header())
+    value, raw = encode_index(rec), encode_header(header(packed=True))
     rng = np.random.default_rng(1)
     for at in rng.integers(0, len(value), 300).tolist():
         bad = bytearray(value)

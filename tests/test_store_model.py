@@ -33,11 +33,18 @@ CONFIG = impress.Config(
 Path_ = tuple[int, ...]  # a prompt: one kind of window after another
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 tails = st.integers(0, WINDOW - 1)
+importances = st.one_of(st.none(), st.integers(0, 99))  # None, or the seed of what is given
 
 
 def tokens_of(path: Path_, tail: int = 0) -> np.ndarray:
     kinds = [*np.repeat(path, WINDOW), *[7] * tail]
     return np.array(kinds, dtype=np.int32) * 100 + np.arange(len(kinds), dtype=np.int32) % WINDOW
+
+
+def importance_of(seed: int | None, n_rows: int) -> np.ndarray | None:
+    """Importance with many ties, so that a packed span is made of both."""
+    shape = (GEOMETRY.n_layers, n_rows)
+    return None if seed is None else np.random.default_rng(seed).integers(0, 9, shape)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -67,23 +74,27 @@ class StoreMachine(RuleBasedStateMachine):
             assert path[: lease.n_tokens // WINDOW] in left, "a leased prefix was evicted"
         self.known = left
 
-    @rule(path=paths, tail=tails)
-    def store_prompt(self, path: Path_, tail: int) -> None:
+    @rule(path=paths, tail=tails, seed=importances)
+    def store_prompt(self, path: Path_, tail: int, seed: int | None) -> None:
         tokens = tokens_of(path, tail)
         keys, values = kv_of(tokens, GEOMETRY)
         before = self.length(path)
-        stored = self.store.store(tokens, keys, values, wait_s=60)
+        importance = importance_of(seed, len(tokens))
+        stored = self.store.store(tokens, keys, values, importance=importance, wait_s=60)
         self.forget()  # reserving may have evicted
         if not stored.refused:
             assert stored.wait(60) and stored.n_new == (len(path) - before) * WINDOW
             self.learn(path)
 
-    @rule(path=paths, tail=tails, cut=st.integers(0, 100))
-    def store_the_rest(self, path: Path_, tail: int, cut: int) -> None:
+    @rule(path=paths, tail=tails, cut=st.integers(0, 100), seed=importances)
+    def store_the_rest(self, path: Path_, tail: int, cut: int, seed: int | None) -> None:
         tokens = tokens_of(path, tail)
         start = min(cut, self.length(path) * WINDOW)
         keys, values = kv_of(tokens, GEOMETRY, start)
-        stored = self.store.store(tokens, keys, values, start=start, wait_s=60)
+        stored = self.store.store(
+            tokens, keys, values, start=start, wait_s=60,
+            importance=importance_of(seed, len(tokens) - start),
+        )  # fmt: skip
         self.forget()
         if not stored.refused:
             assert stored.wait(60)

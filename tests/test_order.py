@@ -1,0 +1,331 @@
+"""Packed spans: rows lie by importance, and nobody who reads them can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_serves, kv_of, prompt, put_prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sparse import N_TOKENS, POLICIES, SHAPES, asked, fill, kv, retrieve_all
+
+import impress
+from impress.catalog import Held
+from impress.layout import PlaneLayout, SpanLayout
+from impress.order import RowOrder, by_worth, order_bytes
+from impress.plan import Source, gather, parts_of, rows_of_whole
+from impress.policy import Exact, Paper, Policy, StaticH2O
+from impress.tables import read_header
+from impress.verify import verify_store
+from tiers.base import Extent, Slot
+from tiers.slots import BufferPool
+
+Open = Callable[..., impress.PrefixStore]
+
+
+def scores_of(n_layers: int, n: int, seed: int = 0) -> np.ndarray:
+    """Importance with ties, another in every layer."""
+    return np.random.default_rng(seed).integers(0, 40, (n_layers, n)).astype(np.float32)
+
+
+def orders_of(store: impress.PrefixStore) -> list[RowOrder | None]:
+    return [read_header(store.ssd, record).order for record in store.catalog.records()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 200), st.integers(0, 9))
+def test_an_order_and_its_inverse_agree_and_survive_encoding(
+    layers: int, rows: int, epoch: int
+) -> None:
+    rng = np.random.default_rng(rows)
+    slots = np.stack([rng.permutation(rows) for _ in range(layers)])
+    order = RowOrder.of(slots, epoch)
+    raw = order.encode()
+    assert len(raw) == order.n_bytes == order_bytes(layers, rows)
+    back = RowOrder.decode(raw, layers, rows, epoch)
+    for layer in range(layers):
+        assert np.array_equal(back.slots(layer), slots[layer])
+        assert np.array_equal(back.at(layer, slots[layer]), np.arange(rows))
+
+
+def test_spans_beyond_64_ki_rows_take_four_bytes_a_row() -> None:
+    rows = 65_537
+    order = RowOrder.of(np.roll(np.arange(rows), 1)[None])
+    assert order.n_bytes == 4 * rows
+    assert np.array_equal(RowOrder.decode(order.encode(), 1, rows, 0).ordinals, order.ordinals)
+    assert RowOrder.of(np.arange(65_536)[None]).n_bytes == 2 * 65_536
+
+
+def test_what_is_no_permutation_is_refused() -> None:
+    good = RowOrder.of(np.array([[2, 0, 1]])).encode()
+    words = np.frombuffer(good, "<u2")
+    for bad in ([2, 0, 2], [3, 0, 1], [65535, 0, 1]):
+        with pytest.raises(impress.FormatError, match="row order"):
+            RowOrder.decode(np.array(bad, "<u2").tobytes(), 1, 3, 0)
+    with pytest.raises(impress.FormatError, match="row order"):
+        RowOrder.decode(words[:2].tobytes(), 1, 3, 0)
+
+
+def test_rows_go_by_worth_inside_their_group_and_equals_stay_as_they_lie() -> None:
+    worth = np.array([1, 5, 5, 0, 9, 9, 2, 2], dtype=np.float32)
+    place = np.arange(8)
+    assert by_worth(worth, [(0, 8)], place).tolist() == [4, 5, 1, 2, 6, 7, 0, 3]
+    first = by_worth(worth, [(0, 4), (4, 4)], place)
+    assert first.tolist() == [1, 2, 0, 3, 4, 5, 6, 7]
+    now = np.empty(8, dtype=np.int64)
+    now[[4, 2, 1, 5, 7, 6, 3, 0]] = place
+    again = by_worth(worth, [(0, 8)], now)
+    assert again.tolist() == [4, 5, 2, 1, 7, 6, 0, 3]
+    now[again] = place
+    assert np.array_equal(by_worth(worth, [(0, 8)], now), again)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_plan_brings_each_wanted_row_to_its_place(data: st.DataObject) -> None:
+    """Against a dictionary: rows are numbers, pieces are looked up one by one."""
+    window, geometry = 16, impress.Geometry(1, 1, 1, 4, "float32")
+    row_bytes = data.draw(st.sampled_from([1024, 2048, 8192]))
+    shape = PlaneLayout.of(row_bytes, window)
+    sources, at = [], 0
+    for span in range(data.draw(st.integers(1, 3))):
+        n_windows = data.draw(st.integers(1, 4))
+        first = data.draw(st.integers(0, n_windows - 1))
+        count = data.draw(st.integers(1, n_windows - first))
+        record = impress.format.SpanRecord(
+            span, b"", b"", b"", b"", 0, n_windows, window, Extent(0, 0, 4096), ()
+        )
+        order = None
+        if data.draw(st.booleans()):
+            rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+            order = RowOrder.of(rng.permutation(n_windows * window)[None])
+        layout = replace(SpanLayout.of(geometry, window, n_windows), planes=(shape, shape))
+        held = Held(record, first, count)
+        sources.append(Source(held, layout, Slot(()), np.empty(0, np.uint64), (), at, order))
+        at += count
+    chosen = data.draw(st.one_of(st.none(), st.sets(st.integers(0, at * window - 1))))
+    positions = None if chosen is None else np.array(sorted(chosen), dtype=np.int64)
+
+    def truth(pos: int) -> tuple[int, int]:
+        """(span, slot) of a position."""
+        source = [s for s in sources if s.at * window <= pos][-1]
+        row = pos - source.at * window + source.held.first * window
+        return source.span, row if source.order is None else int(source.order.ordinals[0, row])
+
+    parts = parts_of(sources, 0, positions)
+    dest: dict[int, tuple[int, int]] = {}
+    if positions is None:
+        positions = np.arange(at * window)
+        for part in parts:
+            for i in range(part.count * window):
+                dest[part.to * window + i] = (part.span, part.first * window + i)
+        rows = rows_of_whole(parts)
+        rows = positions if rows is None else rows
+    else:
+        found = gather(parts, 0, data.draw(st.sampled_from([0, 4096, 20_000])))
+        rows, end = found.rows, 0
+        for part, runs in zip(parts, found.runs, strict=True):
+            for run in runs:
+                assert run.to == end and run.first >= 0
+                assert run.first + run.count <= part.count * shape.pieces
+                end += run.count
+                for i in range(run.count * shape.piece_rows):
+                    slot = part.first * window + run.first * shape.piece_rows + i
+                    dest[run.to * shape.piece_rows + i] = (part.span, slot)
+        assert end == found.n_pieces
+    assert [dest[row] for row in rows.tolist()] == [truth(pos) for pos in positions.tolist()]
+
+
+def test_a_store_with_importance_lies_in_its_order_and_is_served_in_position_order(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    tokens, scores = prompt(300), scores_of(2, 300)
+    put_prompt(store, tokens, importance=scores).wait(60)
+    (order,) = orders_of(store)
+    assert order is not None and order.epoch == 0
+    for layer in range(2):
+        want = np.argsort(-scores[layer, :256], kind="stable")
+        assert np.array_equal(order.slots(layer), want)
+    for _ in range(2):
+        assert_serves(store, tokens, 256)
+    header = read_header(store.ssd, store.catalog.records()[0])
+    assert header.importance is not None
+    assert np.array_equal(header.importance, scores[:, :256])
+    store.check()
+    store.close()
+    assert not verify_store(store.path).problems
+    again = open_store(geometry)
+    assert_serves(again, tokens, 256)
+    again.check()
+
+
+def test_padded_rows_are_packed_too(open_store: Open, padded: impress.Geometry) -> None:
+    store = open_store(padded)
+    tokens = prompt(200)
+    put_prompt(store, tokens, importance=scores_of(3, 200)).wait(60)
+    assert orders_of(store)[0] is not None
+    for _ in range(2):
+        assert_serves(store, tokens, 192)
+
+
+def test_prefixes_that_share_part_of_a_packed_span_are_served(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """A split leaves views whose rows lie in chunks of the whole span."""
+    store = open_store(geometry, window=16)
+    a = prompt(256)
+    b = np.concatenate([a[:112], prompt(144, seed=3)])
+    for tokens in (a, b):
+        put_prompt(store, tokens, importance=scores_of(2, 256)).wait(60)
+    assert store.stats()["nodes"] == 3 and store.stats()["spans"] == 2
+    for _ in range(3):  # from home, from DRAM, from both
+        for tokens, n in ((b, 256), (a, 256), (a[:40], 32), (b[:130], 128)):
+            assert_serves(store, tokens, n)
+        store.check()
+
+
+def test_importance_that_comes_in_pieces_keeps_position_order(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    tokens, scores = prompt(256), scores_of(2, 256)
+    keys, values = kv_of(tokens, geometry)
+    with store.writer(tokens) as writer:
+        writer.put(0, 0, keys[0], values[0], scores[0])  # whole: packed
+        for rows in (slice(0, 100), slice(100, 256)):
+            writer.put(1, rows.start, keys[1][:, rows], values[1][:, rows], scores[1, rows])
+    writer.stored.wait(60)
+    (order,) = orders_of(store)
+    assert order is not None
+    assert np.array_equal(order.slots(0), np.argsort(-scores[0], kind="stable"))
+    assert np.array_equal(order.slots(1), np.arange(256))
+    assert_serves(store, tokens, 256)
+    with store.writer(prompt(256, seed=1)) as writer:
+        for layer, rows in ((0, slice(0, 64)), (0, slice(0, 256)), (1, slice(0, 256))):
+            importance = None if layer else scores[0, rows]
+            k, v = kv_of(prompt(256, seed=1), geometry)
+            writer.put(layer, rows.start, k[layer][:, rows], v[layer][:, rows], importance)
+    writer.stored.wait(60)
+    assert orders_of(store)[1] is None
+    assert_serves(store, prompt(256, seed=1), 256)
+
+
+def test_equal_importance_keeps_position_order_and_costs_nothing(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    put_prompt(store, prompt(256), importance=np.ones((2, 256), np.float32)).wait(60)
+    assert orders_of(store) == [None]
+    with store.lease(prompt(256)):
+        bare = store.stats()["tables_bytes"]
+    put_prompt(store, prompt(256, 1), importance=scores_of(2, 256)).wait(60)
+    with store.lease(prompt(256, 1)):
+        assert store.stats()["tables_bytes"] == 2 * bare + 2 * 256 * 2
+
+
+def unpacked_and_packed(store: impress.PrefixStore) -> None:
+    """The same prompt twice: by a tenant in position order, else as `fill` packs it."""
+    keys, values = kv(store.geometry)
+    scores = np.random.default_rng(0).random((2, N_TOKENS), dtype=np.float32)
+    with store.writer(prompt(N_TOKENS), tenant="plain") as writer:
+        for first in range(0, N_TOKENS, 32):
+            rows = slice(first, first + 32)
+            for layer in range(2):
+                k, v = keys[layer][:, rows], values[layer][:, rows]
+                writer.put(layer, first, k, v, scores[layer, rows])
+    assert writer.stored.wait(60)
+    fill(store)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_policy_chooses_and_brings_the_same_rows_from_packed_spans(
+    open_store: Open, shape: str
+) -> None:
+    store = open_store(SHAPES[shape], probes=("heads3-v1", "int4-v1"))
+    unpacked_and_packed(store)
+    assert [order is None for order in orders_of(store)] == [True, False, False, False]
+    tokens = prompt(N_TOKENS)
+    policies: list[Policy] = [*POLICIES, Exact()]
+    with store.lease(tokens) as packed, store.lease(tokens, tenant="plain") as plain:
+        for policy in policies * 2:
+            got, lines = retrieve_all(packed, policy)
+            want, _ = retrieve_all(plain, policy)
+            for line, ours, theirs in zip(lines, got, want, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+                assert sum(line["rows"].values()) == len(ours[2])
+                assert line["map_ms"] >= 0
+    store.check()
+
+
+def test_rows_that_matter_lie_together(open_store: Open) -> None:
+    """What the whole thing is for: fewer bytes for the rows importance names."""
+    store = open_store(SHAPES["mha"], dram_bytes=0, read_gap_bytes=0)
+    unpacked_and_packed(store)
+    policy = StaticH2O(keep=0.2)
+    with store.lease(prompt(N_TOKENS)) as packed:
+        _, dense = retrieve_all(packed, policy)
+    with store.lease(prompt(N_TOKENS), tenant="plain") as plain:
+        _, scattered = retrieve_all(plain, policy)
+    for line, other in zip(dense, scattered, strict=True):
+        least = line["chosen"] * store.geometry.token_bytes // 2
+        assert line["bytes"]["ssd"] <= least + 3 * 2 * 2 * 4096  # a piece's end in each span
+        assert line["bytes"]["ssd"] < other["bytes"]["ssd"] / 2
+
+
+def test_a_prefetch_into_given_tensors_fills_them_in_position_order(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    tokens = prompt(256)
+    put_prompt(store, tokens[:128], importance=scores_of(2, 128)).wait(60)
+    put_prompt(store, tokens).wait(60)  # a second span, in position order
+    keys, values = kv_of(tokens, geometry)
+    buffers = BufferPool(None)
+    outs = []
+    for _ in range(2):
+        pair = []
+        for _ in range(2):
+            buffer = buffers.acquire(256 * 1024)
+            assert buffer is not None
+            flat = torch.frombuffer(buffer.array, dtype=torch.float32)
+            pair.append(flat.view(256, 2, 128).transpose(0, 1))
+        outs.append((pair[0], pair[1]))
+    with store.lease(tokens) as lease, lease.session() as session:
+        session.prefetch(outs)
+        for layer in range(2):
+            k, v, _ = session.retrieve(layer, None)
+            assert k.data_ptr() == outs[layer][0].data_ptr()
+            assert np.array_equal(k.numpy(), keys[layer])
+            assert np.array_equal(v.numpy(), values[layer])
+
+
+def test_a_damaged_row_order_is_a_loss(open_store: Open, geometry: impress.Geometry) -> None:
+    from test_store import flip_a_bit
+
+    store = open_store(geometry)
+    put_prompt(store, prompt(256), importance=scores_of(2, 256)).wait(60)
+    (record,) = store.catalog.records()
+    order = read_header(store.ssd, record).order
+    assert order is not None
+    raw = (store.ssd.folder / f"{record.meta.segment:08d}.seg").read_bytes()
+    flip_a_bit(store, record.meta, raw.index(order.encode()) - record.meta.off + 100)
+    with store.lease(prompt(256)) as lease:
+        assert lease.n_tokens == 0 and lease.miss_reason == "lost"
+    store.flush()
+    assert store.lookup(prompt(256)) == 0
+    store.check()
+
+
+def test_map_work_is_in_every_line(open_store: Open) -> None:
+    store = open_store(SHAPES["mha"], probes=("heads3-v1",))
+    fill(store)
+    with store.lease(prompt(N_TOKENS)) as lease, lease.session(Paper(keep=0.1)) as session:
+        query, lse = asked(store.geometry, 0)
+        session.retrieve(0, query, suffix_lse=lse)
+        (line,) = session.report().per_layer
+        assert 0 < line["map_ms"] < line["wait_ms"]
