@@ -65,8 +65,8 @@ def prompts(n_tokens, batch=1, seed=1):
     return torch.randint(0, VOCAB, (batch, 1024), generator=draw)[:, :n_tokens]
 
 
-def attach(model, path, **options):
-    return hf.attach(model, path, config=CONFIG, **options)
+def attach(model, path, mode="sparse", **options):
+    return hf.attach(model, path, config=CONFIG.model_copy(update={"mode": mode}), **options)
 
 
 def continued(model, stored, ids, hit, n_new=8, **options):

@@ -38,6 +38,7 @@ from impress.engines.hf_chosen import (
     chooses,
 )
 from impress.engines.hf_models import Prompt
+from impress.engines.hf_observed import Observed, observing
 from impress.engines.hf_output import FirstLogits, PromptOnce
 from impress.engines.hf_prefix import StoredPrefix, find_prefix
 from impress.engines.hf_request import Request, totals
@@ -67,7 +68,8 @@ def attach(
     `config`, the policy's probe records added to its probes, and closed by `Engine.close`; a store
     given stays the caller's. `store_new` False only reads. Raises Unsupported naming the policy, or
     what of the model is not served, StoreMismatch naming both values where the store is another
-    model's, and whatever `PrefixStore.open` raises.
+    model's, and whatever `PrefixStore.open` raises. With a policy that chooses rows, importance is
+    stored with them: the attention of the prompt's last rows (hf_observed).
     """
     hf_models.check_model(model)
     geometry = hf_models.geometry_of(model.config, model.dtype)
@@ -304,7 +306,10 @@ class Engine:
         try:
             if prefix is not None:
                 cache.load(prefix)
-            result = self._decode(prompt, cache, once, first)
+            if self._store_new and chooses(self._policy):
+                cache.observed = Observed(prompt.n_tokens)
+            with observing(self.model, cache.observed):
+                result = self._decode(prompt, cache, once, first)
         except BaseException:
             _end_reads(prefix, cache)
             cache.release()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from impress.engines.hf_observed import Observed
 from impress.errors import Unsupported
 from impress.types import Geometry
 from tiers.base import round_up
@@ -212,6 +213,7 @@ class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
     ) -> None:
         """Rent room for `capacity` tokens, of which the first `n_prefix` will come by `load`."""
         assert n_prefix <= capacity
+        self.observed: Observed | None = None  # what will tell which of these rows matter
         self._batch = batch
         super().__init__(
             layers=[

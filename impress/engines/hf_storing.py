@@ -95,9 +95,21 @@ class StoreQueue:
             # From the start, whatever was hit: a prefix that was evicted meanwhile is stored again.
             with self._store.writer(tokens, start=0, wait_s=self._wait_s) as writer:
                 first = writer.stored.n_tokens - writer.stored.n_new
-                for layer, rows in enumerate(job.cache.layers):
-                    writer.put(layer, first, *rows.rows(row, first, len(tokens)))
+                for layer, rows in enumerate(job.cache.layers if writer.stored.n_new else ()):
+                    k, v = rows.rows(row, first, len(tokens))
+                    scores = _importance(job.cache, layer, row, len(tokens))
+                    writer.put(layer, first, k, v, None if scores is None else scores[first:])
             if writer.stored.refused:
                 job.outcome.refused = writer.stored.refused
             else:
                 job.outcome.n_new += writer.stored.n_new
+
+
+def _importance(
+    cache: RowsCache, layer: int, row: int, n_tokens: int
+) -> npt.NDArray[np.float32] | None:
+    """Of the first n_tokens rows of a layer, by what the prompt's last rows attended to."""
+    if cache.observed is None:
+        return None
+    keys, _ = cache.layers[layer].rows(row, 0, cache.observed.n_prompt)
+    return cache.observed.importance(layer, row, keys, n_tokens)
