@@ -19,6 +19,7 @@ from impress.catalog import Catalog
 from impress.draft import Draft, Stored
 from impress.errors import ImpressError, StoreFailed
 from impress.format import ORDER_PACKED, SpanHeader, SpanRecord, encode_header, encode_index
+from impress.history import History
 from impress.index import Index
 from impress.stats import Counters
 from impress.types import Geometry
@@ -66,7 +67,7 @@ class Committer:
     def __init__(
         self, index: Index, ssd: SsdTier, catalog: Catalog, counters: Counters,
         geometry: Geometry, uuid: bytes, reclaim: Callable[[Iterable[SpanRecord]], None],
-        *, durable: bool,
+        history: History, *, durable: bool,
     ) -> None:  # fmt: skip
         self._index = index
         self._ssd = ssd
@@ -75,11 +76,13 @@ class Committer:
         self._geometry = geometry
         self._uuid = uuid
         self._reclaim = reclaim
+        self._history = history
         self._durable = durable
         self._names: dict[bytes, str] = index.names()
         self._jobs: deque[_Job] = deque()
         self._wake = threading.Condition()
         self._open = True
+        self._save_asked = False
         self._failures: list[Exception] = []
         self._thread = threading.Thread(target=self._work, name="impress-commit", daemon=True)
         self._thread.start()
@@ -95,6 +98,12 @@ class Committer:
     def give_up(self, draft: Draft, done: Callable[[], None]) -> None:
         """A refused store: its space is free again when its last write has ended."""
         self._put(_GiveUp(draft, done))
+
+    def save_history(self) -> None:
+        """Soon: what requests have shown since it was last saved. Never raises."""
+        with self._wake:
+            self._save_asked = True
+            self._wake.notify()
 
     def barrier(self, timeout_s: float) -> bool:
         """True when all that was queued before has been dealt with."""
@@ -119,6 +128,11 @@ class Committer:
             self._wake.notify()
         self._thread.join(timeout_s)
 
+    def save_last(self) -> None:
+        """After `close`: the history of requests that ended meanwhile. Raises StoreFailed."""
+        if not self._thread.is_alive():  # else it is stuck, and the index with it
+            self._save_history()
+
     def _put(self, job: _Job) -> None:
         with self._wake:
             if not self._open:
@@ -129,9 +143,10 @@ class Committer:
     def _work(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._jobs or not self._open)
-                if not self._jobs:
+                self._wake.wait_for(lambda: self._jobs or self._save_asked or not self._open)
+                if not self._jobs and not self._open:
                     break
+                save, self._save_asked = self._save_asked, False
                 batch = _Batch()
                 while self._jobs:
                     job = self._jobs.popleft()
@@ -145,6 +160,8 @@ class Committer:
                         batch.barriers.append(job)
             try:
                 self._deal_with(batch)
+                if save:
+                    self._save_history()
             except Exception as err:  # a bug: told by flush, and no later job is left waiting
                 log.exception("the committer failed")
                 self.fail(err)
@@ -154,6 +171,12 @@ class Committer:
             self._index.commit({}, heat=self._catalog.heat())
         except StoreFailed as err:
             self.fail(err)
+
+    def _save_history(self) -> None:
+        tick = self._history.tick
+        values = self._history.dump()
+        if values:
+            self._index.save_history(values, tick)
 
     def _deal_with(self, batch: _Batch) -> None:
         self._commit(batch)

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from impress.chunks import ChunkCache
 from impress.config import Config
 from impress.errors import ConfigError, Unsupported
+from impress.history import SHARE as HISTORY_SHARE
 from impress.layout import K, SpanLayout, V
 from impress.probes import ProbeCodec
 from impress.types import Geometry
 from tiers.base import Usage, round_up
 
-#: A sixteenth of the DRAM budget is kept for tables (8 bytes a piece: about .1 % of the KV).
+#: A sixteenth of the DRAM budget is kept for tables (8 bytes a piece: about .1 % of the KV) and
+#: history.
 TABLES_SHARE = 16
 #: An eighth for probe records, where any are stored.
 PROBES_SHARE = 8
@@ -26,9 +28,10 @@ class Copies:
     ) -> None:
         layout = SpanLayout.of(geometry, window, 1)
         planes = {plane: layout.planes[plane].chunk_bytes for plane in (K, V)}
-        self.tables_bytes = config.dram_bytes // TABLES_SHARE
+        apart = config.dram_bytes // TABLES_SHARE
+        self.tables_bytes = apart - config.dram_bytes // HISTORY_SHARE
         probe_bytes = config.dram_bytes // PROBES_SHARE if codecs else 0
-        budgets = {"dram": config.dram_bytes - self.tables_bytes - probe_bytes}
+        budgets = {"dram": config.dram_bytes - apart - probe_bytes}
         if config.hbm_bytes:
             _check_hbm(config, layout.chunk_bytes)
             budgets = {"hbm": config.hbm_bytes, **budgets}

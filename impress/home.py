@@ -17,6 +17,7 @@ from impress.config import Config
 from impress.directory import Identity, Shard
 from impress.errors import FormatError, ImpressError, StoreFailed
 from impress.format import SpanRecord
+from impress.history import History, budget_of
 from impress.index import Index
 from impress.stats import Counters
 from tiers.ssd import SsdTier
@@ -46,12 +47,16 @@ class Home:
         )  # fmt: skip
         self.index = Index(shard.index, create=write)
         self.catalog = Catalog(identity.window)
+        self.history = History(
+            identity.geometry.n_layers, identity.window, budget_of(config.dram_bytes),
+            self.index.history, self.index.history_tick(),
+        )  # fmt: skip
         self._superfluous, self.last_span = self._load()
         self.committer: Committer | None = None
         if write:
             self.committer = Committer(
                 self.index, self.ssd, self.catalog, counters, identity.geometry, identity.uuid,
-                self.reclaim, durable=config.durable,
+                self.reclaim, self.history, durable=config.durable,
             )  # fmt: skip
 
     def tidy(self) -> None:
@@ -134,6 +139,11 @@ class Home:
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
             raise StoreFailed(f"{failures[0]}{more}") from failures[0]
 
+    def save_history(self) -> None:
+        """Soon, in the background; nothing where this process may not write."""
+        if self.committer is not None:
+            self.committer.save_history()
+
     def settle(self) -> None:
         """Finish what is queued; what failed is only logged. No store comes after this."""
         if self.committer is not None:
@@ -142,7 +152,12 @@ class Home:
                 log.warning("%s: a store failed before close: %s", self._path, error)
 
     def close(self, *, files: bool) -> None:
-        """Let the index go, and the segments unless a stuck thread may still use them."""
+        """Save history, let the index go; the segments too unless a stuck thread may use them."""
+        if self.committer is not None:
+            try:
+                self.committer.save_last()
+            except StoreFailed as err:
+                log.warning("%s: %s", self._path, err)
         if files:
             self.ssd.close()
         self.index.close()

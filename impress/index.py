@@ -22,6 +22,8 @@ from impress.errors import FormatError, StoreFailed
 MAP_BYTES: Final = 64 << 30
 
 _HEAT = struct.Struct("<QQ")
+_NAMES: Final = ("spans", "heat", "names", "history")
+_TICK: Final = b"tick"  # in `history`: requests noted; every other key there is a span id
 _envs: dict[Path, tuple[Any, int]] = {}
 _envs_lock = threading.Lock()
 
@@ -51,7 +53,7 @@ def _close_env(folder: Path) -> None:
 
 
 class Index:
-    """Spans by id, heat by span id, names of roots. Raises StoreFailed on LMDB's errors."""
+    """Spans, heat and history by span id, names of roots. Raises StoreFailed on LMDB's errors."""
 
     def __init__(self, folder: Path, *, create: bool) -> None:
         self._folder = folder.resolve()
@@ -60,10 +62,7 @@ class Index:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._env = _open_env(self._folder, create=create)
             _check_whole(self._env, self._folder)
-            self._dbs = {
-                name: self._env.open_db(name.encode(), create=create)
-                for name in ("spans", "heat", "names")
-            }
+            self._dbs = {name: self._open_db(name, create=create) for name in _NAMES}
         except (lmdb.Error, OSError) as err:
             raise StoreFailed(f"index: {self._folder}: {err}") from err
 
@@ -83,10 +82,40 @@ class Index:
                 if len(value) == _HEAT.size
             }
 
+    def history(self, span: int) -> bytes | None:
+        """What requests have shown of a span (impress.remembered), as last committed."""
+        if self._dbs["history"] is None:
+            return None
+        with self._read() as txn:
+            value: bytes | None = txn.get(_id(span), db=self._dbs["history"])
+            return value
+
+    def history_tick(self) -> int:
+        """Requests noted, as last committed."""
+        if self._dbs["history"] is None:
+            return 0
+        with self._read() as txn:
+            return int.from_bytes(txn.get(_TICK, b"", db=self._dbs["history"]), "little")
+
     def names(self) -> dict[bytes, str]:
         """Root key -> what its namespace is called."""
         with self._read() as txn, txn.cursor(self._dbs["names"]) as cursor:
             return {bytes(key): value.decode(errors="replace") for key, value in cursor}
+
+    def save_history(self, values: Mapping[int, bytes], tick: int) -> None:
+        """What requests have shown, of spans that are still indexed. Only the committer calls.
+
+        One transaction. Raises StoreFailed.
+        """
+        spans, history = self._dbs["spans"], self._dbs["history"]
+        try:
+            with self._env.begin(write=True) as txn:
+                for span, value in values.items():
+                    if txn.get(_id(span), db=spans) is not None:
+                        txn.put(_id(span), value, db=history)
+                txn.put(_TICK, tick.to_bytes(8, "little"), db=history)
+        except (lmdb.Error, OSError) as err:
+            raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
 
     def version(self) -> int:
         """Grows with every commit, by any process."""
@@ -111,11 +140,21 @@ class Index:
                 for span in delete:
                     txn.delete(_id(span), db=self._dbs["spans"])
                     txn.delete(_id(span), db=self._dbs["heat"])
+                    txn.delete(_id(span), db=self._dbs["history"])
         except (lmdb.Error, OSError) as err:
             raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
 
     def close(self) -> None:
         _close_env(self._folder)
+
+    def _open_db(self, name: str, *, create: bool) -> Any:
+        """None for one that a store written before it existed does not have."""
+        try:
+            return self._env.open_db(name.encode(), create=create)
+        except lmdb.NotFoundError:
+            if name == "history":
+                return None
+            raise
 
     def _read(self) -> Any:
         try:

@@ -15,6 +15,7 @@ from impress.chunks import ChunkCache, Ids
 from impress.config import Config
 from impress.copies import Copies
 from impress.errors import PrefixLost
+from impress.history import History
 from impress.layout import K, V
 from impress.plan import (
     Missing,
@@ -64,6 +65,8 @@ class Reading:
     buffers: BufferPool
     counters: Counters
     quarantine: Callable[[int], None]  # span at home is bad
+    history: History
+    save_history: Callable[[], None]  # asks the committer; nothing where none writes
 
 
 class Load:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ from impress.layout import K, V
 from impress.load import Load, Reading, ended
 from impress.plan import Source
 from impress.policy import Exact, Policy
+from impress.promote import Looked, learn
 from impress.rows import torch_module
-from tiers.iopool import Ticket
+from tiers.iopool import Lane, Ticket
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -112,6 +114,7 @@ class Session:
         self._loads: dict[int, Load] = {}  # under way
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
         self._promotions: list[Ticket] = []
+        self._looked: list[Looked] = []  # by layers retrieved, for history
         self._layers: list[dict[str, Any]] = []
         self._closed = False
 
@@ -222,6 +225,7 @@ class Session:
                 load.give_back()
         self._loads.clear()
         self._given.clear()
+        self._hand_over()
         return ended([*tickets, *self._promotions], self._r.config.read_timeout_s)
 
     def __enter__(self) -> Session:
@@ -238,6 +242,12 @@ class Session:
         if outs is not None:
             self._check_outs(outs)
         return Load(self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs)
+
+    def _hand_over(self) -> None:
+        """The request has what it needs: what it showed is learnt behind it."""
+        if self._looked:
+            task = partial(learn, self._r, self._sources, self._looked)
+            self._r.pool.submit(Lane.PROMOTE, [task])
 
     def _check_outs(self, outs: Tensors) -> None:
         g = self._r.geometry
@@ -262,6 +272,7 @@ class Session:
                 "map_ms": load.map_ms,
             }
         )
+        self._looked.append(Looked(load.layer, None, decided=False))
         promotion = load.promote()
         if promotion is not None and load.outs is not None:
             self._promotions.append(promotion)  # reads `outs`: close waits for it

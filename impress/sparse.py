@@ -8,6 +8,7 @@ stored without the records a policy wants gets them made from its keys, which mu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from impress.layout import K, V
 from impress.load import Load, Reading
 from impress.policy import Exact, KeepAll, Policy
 from impress.probes import codec_of
+from impress.promote import Looked
 from impress.rows import host_words
 from impress.session import Lease, Session
 from impress.tables import read_header
@@ -106,6 +108,8 @@ class SparseSession(Session):
                 load.give_back()
         self._keep(layer, seen)
         self._note(layer, selection, used, rows, begin_s)
+        by_query = positions is not None and not math.isnan(selection.estimated_missing_mass)
+        self._looked.append(Looked(layer, positions, decided=by_query))
         return k, v, positions
 
     def _read(self, load: Load) -> Load:

@@ -22,6 +22,7 @@ from impress.copies import Copies
 from impress.directory import Identity, Shard, matching_identity
 from impress.draft import Media, Stored
 from impress.errors import BadInput, ConfigError, ImpressError, StoreFailed
+from impress.history import History
 from impress.home import COMMIT_TIMEOUT_S, Home
 from impress.index import Index
 from impress.layout import SpanLayout
@@ -116,7 +117,7 @@ class PrefixStore:
         """Page-aligned buffers for whoever reads: sessions and engines."""
         self._reading = Reading(
             geometry, config, home.ssd, self._copies, self._pool, self.buffers, self.counters,
-            home.quarantine,
+            home.quarantine, home.history, home.save_history,
         )  # fmt: skip
         self._admission: Admission | None = None
         if home.committer is not None:
@@ -138,6 +139,7 @@ class PrefixStore:
     def _forget(self, span: int) -> None:
         self._copies.drop_span(span)
         self._tables.drop(span)
+        self._home.history.forget(span)
 
     # ---- looking up ------------------------------------------------------------------------
 
@@ -302,6 +304,11 @@ class PrefixStore:
     def catalog(self) -> Catalog:
         """The tree and its spans, for commands that show them."""
         return self._home.catalog
+
+    @property
+    def history(self) -> History:
+        """What requests have shown of each span."""
+        return self._home.history
 
     @property
     def index(self) -> Index:

@@ -1,0 +1,130 @@
+"""One span's history as arrays, and as a value in the index (docs/FORMAT.md, database `history`).
+
+0   2 version = 1       12  4 length of the compressed part
+2   2 layers            16  8 request counter when it was last noted
+4   4 windows           24  4 mean score of its chunks then, float32
+8   4 window, tokens    28  4 mean share of important rows, float32, NaN: nothing was decided
+32  … zlib of: tick i64 [layers] ‖ uses f32 [layers, windows] ‖ seen u8 [layers, windows] ‖
+    average f16 [layers, rows], all low bytes before all high ones
+-8  8 xxh3_64 of all before
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from impress.errors import FormatError
+
+_HEAD: Final = struct.Struct("<HHIIIQff")
+_VERSION: Final = 1
+
+
+@dataclass(slots=True)
+class Remembered:
+    """What is known of one span. Rows in position order, chunks in the order they lie in."""
+
+    average: npt.NDArray[np.float16]  # [n_layers, n_rows], two bytes a row and layer
+    seen: npt.NDArray[np.uint8]  # [n_layers, n_windows] decisions, counted as far as they matter
+    uses: npt.NDArray[np.float32]  # [n_layers, n_chunks] as of `ticks`
+    ticks: npt.NDArray[np.int64]  # [n_layers] request of the last note
+    window: int
+
+    @classmethod
+    def empty(cls, n_layers: int, n_windows: int, window: int) -> Remembered:
+        return cls(
+            np.zeros((n_layers, n_windows * window), dtype=np.float16),
+            np.zeros((n_layers, n_windows), dtype=np.uint8),
+            np.zeros((n_layers, n_windows), dtype=np.float32),
+            np.zeros(n_layers, dtype=np.int64),
+            window,
+        )
+
+    @property
+    def n_rows(self) -> int:
+        return int(self.average.shape[1])
+
+    @property
+    def n_bytes(self) -> int:
+        rows = self.average.nbytes + self.seen.nbytes
+        return rows + self.uses.nbytes + self.ticks.nbytes
+
+    def copy(self) -> Remembered:
+        average, seen, uses = self.average.copy(), self.seen.copy(), self.uses.copy()
+        return Remembered(average, seen, uses, self.ticks.copy(), self.window)
+
+    def summary(self) -> tuple[float, float]:
+        """(mean score when last noted, mean share of important rows or nan), by window."""
+        share = self.average.reshape(*self.seen.shape, self.window).mean(axis=2, dtype=np.float32)
+        decided = self.seen > 0
+        score = float((self.uses * np.where(decided, share, 1)).mean())
+        return score, float(share[decided].mean()) if decided.any() else math.nan
+
+
+class Head(NamedTuple):
+    """What a value tells without being unpacked."""
+
+    tick: int
+    score: float
+    share: float
+
+
+def encode(known: Remembered) -> bytes:
+    """The value; see above."""
+    planes = known.average.view(np.uint8).reshape(-1, 2).T  # low bytes, high bytes: compress better
+    body = b"".join(
+        np.ascontiguousarray(array).tobytes()
+        for array in (known.ticks, known.uses, known.seen, planes)
+    )
+    packed = zlib.compress(body, 1)
+    n_layers, n_windows = known.seen.shape
+    head = _HEAD.pack(
+        _VERSION, n_layers, n_windows, known.window, len(packed), int(known.ticks.max()),
+        *known.summary(),
+    )  # fmt: skip
+    return head + packed + _sum(head + packed)
+
+
+def decode(raw: bytes) -> Remembered:
+    """The inverse. Raises FormatError on a value that is damaged or newer."""
+    if len(raw) < _HEAD.size + 8 or _sum(raw[:-8]) != raw[-8:]:
+        raise FormatError("history: a damaged value")
+    version, n_layers, n_windows, window, length, *_ = _HEAD.unpack_from(raw)
+    if version != _VERSION:
+        raise FormatError(f"history: version {version} is newer than this program")
+    body = zlib.decompress(raw[_HEAD.size : _HEAD.size + length])
+    n = n_layers * n_windows
+    cuts = np.cumsum([8 * n_layers, 4 * n, n, 2 * n * window])
+    if len(body) != cuts[-1]:
+        raise FormatError("history: a value of the wrong length")
+    ticks, uses, seen, planes = (
+        np.frombuffer(body[end - size : end], dtype=np.uint8)
+        for end, size in zip(cuts.tolist(), np.diff(cuts, prepend=0).tolist(), strict=True)
+    )
+    average = np.ascontiguousarray(planes.reshape(2, -1).T).view(np.float16)
+    return Remembered(
+        average.reshape(n_layers, n_windows * window),
+        seen.reshape(n_layers, n_windows).copy(),
+        uses.view(np.float32).reshape(n_layers, n_windows).copy(),
+        ticks.view(np.int64).copy(),
+        window,
+    )
+
+
+def head_of(raw: bytes | None) -> Head | None:
+    """What a value says in front; None on one that is damaged or of another version."""
+    if raw is None or len(raw) < _HEAD.size + 8 or _sum(raw[:-8]) != raw[-8:]:
+        return None
+    version, _, _, _, _, tick, score, share = _HEAD.unpack_from(raw)
+    return Head(tick, score, share) if version == _VERSION else None
+
+
+def _sum(raw: bytes) -> bytes:
+    return xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little")

@@ -1,0 +1,241 @@
+"""History: averages, scores and their decay; what is kept over a restart and what is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import prompt, put_prompt
+from hypothesis import given
+from hypothesis import strategies as st
+
+import impress
+from impress.errors import FormatError
+from impress.history import HALF_LIFE, NEWEST, SAVE_EVERY, History, Note
+from impress.policy import AllHeads, Exact, Policy
+from impress.remembered import Remembered, decode, encode, head_of
+
+Open = Callable[..., impress.PrefixStore]
+W = 16
+LAYERS, WINDOWS = 2, 4
+ROWS = WINDOWS * W
+MOST = round(1 / NEWEST)
+
+
+def history(budget: int = 1 << 20, saved: dict[int, bytes] | None = None, tick: int = 0) -> History:
+    return History(LAYERS, W, budget, (saved or {}).get, tick)
+
+
+def note(chosen: list[int] | None, layer: int = 0, first: int = 0, count: int = ROWS) -> Note:
+    rows = None if chosen is None else np.array(chosen, dtype=np.int64)
+    return Note(7, ROWS, layer, first, count, rows)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, WINDOWS - 1),
+            st.integers(1, WINDOWS),
+            st.sets(st.integers(0, ROWS - 1)),
+        ),
+        max_size=30,
+    )
+)
+def test_an_average_is_the_mean_at_first_and_then_moves(
+    requests: list[tuple[int, int, set[int]]],
+) -> None:
+    h = history()
+    mean, seen = np.zeros(ROWS), np.zeros(ROWS)
+    for at, n, rows in requests:
+        first, count = at * W, min(n, WINDOWS - at) * W
+        looked = np.arange(first, first + count)
+        chosen = sorted(rows & set(looked.tolist()))
+        h.request([note(chosen, 1, first, count)])
+        seen[looked] = np.minimum(seen[looked] + 1, MOST)
+        mean[looked] += (np.isin(looked, chosen) - mean[looked]) / seen[looked]
+        h.check()
+    found = h.average(7)
+    if not requests:
+        assert found is None
+        return
+    assert found is not None and found.dtype == np.float32
+    assert np.allclose(found[1], mean, atol=2e-3)
+    assert not found[0].any()
+
+
+def test_a_layer_loaded_whole_counts_as_a_use_and_leaves_averages_alone() -> None:
+    h = history()
+    h.request([note([0, 1])])
+    before = h.average(7)
+    h.request([note(None)])
+    assert np.array_equal(h.average(7), before)
+    # Chunk 0 was used twice, the others once; only two rows of 16 matter in it, none elsewhere.
+    fade = 2 ** (-1 / HALF_LIFE)
+    assert np.allclose(h.scores(7, 0), [(1 + fade) * 2 / W, 0, 0, 0])
+
+
+def test_what_was_never_decided_about_scores_by_its_uses() -> None:
+    h = history()
+    assert h.scores(7, 0) is None and h.ranks(7, 0) is None and h.shares(7, 0) is None
+    h.request([note(None, first=W, count=2 * W)])
+    h.request([note(None, first=W, count=W)])
+    assert np.allclose(h.scores(7, 0), [0, 1 + 2 ** (-1 / HALF_LIFE), 2 ** (-1 / HALF_LIFE), 0])
+    assert h.shares(7, 0) is None and h.average(7) is None
+
+
+def test_a_use_counts_half_after_a_half_life_of_requests() -> None:
+    h = history()
+    h.request([note(None)])
+    for _ in range(HALF_LIFE):
+        h.request([])
+    assert np.allclose(h.scores(7, 0), 0.5)
+
+
+def test_ranks_order_chunks_as_scores_do_and_never_need_renewing() -> None:
+    h = history()
+    rng = np.random.default_rng(3)
+    early: dict[int, np.ndarray] = {}
+    for at in range(40):
+        chosen = np.flatnonzero(rng.random(ROWS) < rng.random())
+        h.request([note(chosen.tolist(), layer=at % 2)])
+        early[at % 2] = h.ranks(7, at % 2)
+    scores = np.concatenate([h.scores(7, layer) for layer in range(2)])
+    ranks = np.concatenate([early[layer] for layer in range(2)])
+    assert np.array_equal(np.argsort(scores), np.argsort(ranks))
+    assert np.allclose(np.exp2(ranks - h.tick / HALF_LIFE), scores, rtol=1e-4)
+
+
+def test_chunks_are_those_the_rows_lie_in() -> None:
+    h = history()
+    order = np.arange(ROWS).reshape(W, WINDOWS).T.reshape(-1)  # ordinals of rows 0, 1, …
+    packed = np.argsort(order)[:W]  # the rows that lie in chunk 0
+    chosen = np.sort(packed)
+    h.request([replace(note(chosen.tolist()), ordinals=order[chosen])])
+    assert np.allclose(h.scores(7, 0, order), [1, 0, 0, 0])
+    assert np.allclose(h.shares(7, 0, order), [1, 0, 0, 0])
+    assert np.flatnonzero(h.average(7)[0]).tolist() == chosen.tolist()
+
+
+def test_averages_go_over_to_the_span_a_repack_makes() -> None:
+    h = history()
+    h.request([note([3, 5])])
+    h.carry(7, 9)
+    assert np.array_equal(h.average(9), h.average(7))
+    assert h.scores(9, 0).tolist()[0] > 0
+    h.forget(7)
+    assert h.average(7) is None and h.average(9) is not None
+    h.carry(1234, 5678)  # nothing is known of it
+    assert h.average(5678) is None
+
+
+def test_its_budget_holds_and_the_span_noted_longest_ago_goes() -> None:
+    size = Remembered.empty(LAYERS, WINDOWS, W).n_bytes
+    h = history(budget=3 * size)
+    for span in (1, 2, 3, 1, 4):
+        h.request([replace(note([0]), span=span)])
+        h.check()
+    assert [s for s in range(1, 5) if h.average(s) is not None] == [1, 3, 4]
+    assert history(budget=0).average(7) is None
+    nothing = history(budget=0)
+    nothing.request([note([1])])
+    nothing.check()
+
+
+def test_a_value_comes_back_as_it_was_saved() -> None:
+    h = history()
+    for chosen in ([1, 2, 40], None, [2]):
+        h.request([note(chosen), note(chosen, 1)])
+    saved = h.dump()
+    assert list(saved) == [7] and h.dump() == {}
+    again = history(saved=saved, tick=h.tick)
+    assert np.array_equal(again.average(7), h.average(7))
+    for layer in range(LAYERS):
+        assert np.array_equal(again.scores(7, layer), h.scores(7, layer))
+        assert np.array_equal(again.ranks(7, layer), h.ranks(7, layer))
+    assert history(saved=saved, tick=h.tick).summary(7) == pytest.approx(h.summary(7))
+    assert len(encode(decode(saved[7]))) == len(saved[7])
+
+
+def test_a_damaged_newer_or_foreign_value_is_forgotten() -> None:
+    h = history()
+    h.request([note([1])])
+    (raw,) = h.dump().values()
+    for at in (0, 20, 40, len(raw) - 1):
+        bad = bytearray(raw)
+        bad[at] ^= 1
+        with pytest.raises(FormatError):
+            decode(bytes(bad))
+        assert head_of(bytes(bad)) is None
+        assert history(saved={7: bytes(bad)}).average(7) is None
+    assert history(saved={7: b""}).summary(7) is None
+    assert History(LAYERS + 1, W, 1 << 20, {7: raw}.get).average(7) is None
+
+
+# ---- in a store ------------------------------------------------------------------------------
+
+
+def ask(store: impress.PrefixStore, tokens: np.ndarray, policy: Policy, n: int = 1) -> None:
+    import torch
+
+    g = store.geometry
+    for at in range(n):
+        torch.manual_seed(at)
+        query = torch.randn(g.n_heads, 4, g.head_dim)
+        lse = torch.zeros(g.n_heads, 4)
+        with store.lease(tokens) as lease, lease.session(policy) as session:
+            for layer in range(g.n_layers):
+                session.retrieve(layer, query, suffix_lse=lse)
+
+
+def test_a_store_remembers_what_its_requests_chose(open_store: Open) -> None:
+    geometry = impress.Geometry(2, 4, 2, 32, "float32")
+    policy = AllHeads(0.25)
+    tokens = prompt(256)
+    store = open_store(geometry, dram_bytes=0)
+    put_prompt(store, tokens).wait(60)
+    (span,) = (record.span_id for record in store.catalog.records())
+    ask(store, tokens, policy, 3)
+    store.close()
+    again = open_store(geometry, dram_bytes=0)
+    average = again.history.average(span)
+    assert again.history.tick == 3
+    assert average is not None and np.allclose(average.mean(axis=1), 0.25, atol=1e-3)
+    ask(again, tokens, Exact())
+    again.close()
+    reader = open_store(geometry, "r", dram_bytes=0)
+    assert reader.history.tick == 4
+    assert np.array_equal(reader.history.average(span), average)
+    ask(reader, tokens, policy)  # learns, and keeps it to itself
+
+
+def test_history_goes_with_its_span(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry, dram_bytes=0)
+    tokens = prompt(128)
+    put_prompt(store, tokens).wait(60)
+    ask(store, tokens, Exact())
+    store.close()
+    store = open_store(geometry, dram_bytes=0)
+    (span,) = (record.span_id for record in store.catalog.records())
+    assert store.index.history(span) is not None
+    store.evict(1)
+    assert store.index.history(span) is None and store.history.scores(span, 0) is None
+
+
+def test_history_is_saved_every_so_many_requests(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, dram_bytes=0)
+    tokens = prompt(64)
+    put_prompt(store, tokens).wait(60)
+    (span,) = (record.span_id for record in store.catalog.records())
+    for _ in range(SAVE_EVERY - 1):
+        store.history.request([])
+    assert store.index.history(span) is None
+    with store.lease(tokens) as lease, lease.session() as session:
+        session.retrieve(0, None)
+    assert store._pool.close(60)  # what follows the request has run
+    store.flush()
+    assert store.index.history(span) is not None
+    assert store.index.history_tick() == SAVE_EVERY
