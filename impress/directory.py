@@ -65,19 +65,22 @@ def make_identity(path: Path, geometry: Geometry, window: int) -> Identity:
                 f"{path}: holds {foreign[0]!r} and is no store; name an empty directory"
             )
         identity = Identity(VERSION, secrets.token_bytes(16), geometry, window)
-        raw = {
-            "format": VERSION,
-            "uuid": identity.uuid.hex(),
-            "geometry": {
-                name: getattr(geometry, name)
-                for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dtype", "v_head_dim")
-            },
-            "window": window,
-        }
-        _write_atomically(path / IDENTITY, json.dumps(raw, indent=1) + "\n")
+        restore_identity(path, identity)
     except OSError as err:
         raise StoreFailed(f"{path}: {err.strerror}") from None
     return identity
+
+
+def restore_identity(path: Path, identity: Identity) -> None:
+    """Write the identity file. Raises OSError."""
+    names = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dtype", "v_head_dim")
+    raw = {
+        "format": identity.format,
+        "uuid": identity.uuid.hex(),
+        "geometry": {name: getattr(identity.geometry, name) for name in names},
+        "window": identity.window,
+    }
+    _write_atomically(path / IDENTITY, json.dumps(raw, indent=1) + "\n")
 
 
 def _write_atomically(file: Path, text: str) -> None:

@@ -41,6 +41,10 @@ class Home:
         shard = Shard(path)
         if not write and not shard.index.is_dir():
             raise FormatError(f"{path}: nothing has been stored here yet")
+        if not shard.index.is_dir() and any(shard.segments.glob("*.seg")):
+            raise FormatError(
+                f"{path}: its index is missing; impress rebuild makes it again from the segments"
+            )
         self.ssd = SsdTier(
             shard.segments, config.segment_bytes, config.disk_bytes, read_only=not write,
             engine=config.io_engine,

@@ -168,7 +168,10 @@ def _check_whole(env: Any, folder: Path) -> None:
     want = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     size = (folder / "data.mdb").stat().st_size
     if size < want:
-        raise FormatError(f"index: {folder / 'data.mdb'} is cut short: {size} of {want} bytes")
+        raise FormatError(
+            f"index: {folder / 'data.mdb'} is cut short: {size} of {want} bytes; "
+            "impress rebuild makes it again from the segments"
+        )
 
 
 def _id(span: int) -> bytes:

@@ -31,6 +31,7 @@ from impress.format import (
 )
 from impress.index import Index
 from impress.layout import K, SpanLayout, V
+from impress.records import wrong_record
 from tiers.base import Read, Slot, Sums, round_up, sums_of
 from tiers.coalesce import locate
 from tiers.errors import MediumError
@@ -167,29 +168,13 @@ class _Verification:
             except (FormatError, ValueError, struct.error) as err:
                 self._report(str(err), span)
                 continue
-            wrong = self._wrong_record(record)
+            wrong = wrong_record(record, self._identity.geometry, self._identity.window)
             if wrong:
                 self._report(f"index value: {wrong}", span)
             else:
                 records.append(record)
         self._verdict.spans = len(self._values)
         return records
-
-    def _wrong_record(self, record: SpanRecord) -> str:
-        """Why a record that decodes cannot be true; "" when it can. Pure."""
-        window = self._identity.window
-        if record.window != window:
-            return f"window {record.window}, the store's is {window}"
-        if not record.n_windows or len(record.labels) != record.n_windows * 4 * window:
-            return f"{len(record.labels)} bytes of tokens for {record.n_windows} windows"
-        layout = SpanLayout.of(self._identity.geometry, window, record.n_windows)
-        if record.data_bytes < layout.data_bytes:
-            return f"{record.data_bytes} bytes of space for {layout.data_bytes}"
-        if not record.first_window and record.key_before != record.root:
-            return "it begins a prompt, but not at its root"
-        if key_after(record.key_before, record.labels, window) != record.key_after:
-            return "its key does not follow from its tokens"
-        return ""
 
     def _check_space(self, records: list[SpanRecord]) -> None:
         """No byte of a segment belongs to two spans."""

@@ -11,6 +11,7 @@ from impress.cli.demo import demo
 from impress.cli.doctor import doctor
 from impress.cli.inspect import inspect
 from impress.cli.options import fail, one_line
+from impress.cli.rebuild import rebuild
 from impress.cli.run import run as run_model
 from impress.cli.verify import verify
 
@@ -45,7 +46,7 @@ def main(
     Every command has its own --help."""
 
 
-for command in (demo, run_model, inspect, verify, doctor):
+for command in (demo, run_model, inspect, verify, rebuild, doctor):
     app.command(command.__name__, no_args_is_help=False)(one_line(command))
 
 

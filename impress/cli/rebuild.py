@@ -1,0 +1,82 @@
+"""`impress rebuild`: the index again, from the segments alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from impress.cli.options import Json, Store, print_json, store_dir
+from impress.rebuild import Rebuilt, rebuild_store
+from impress.terminal import err, out, size
+
+
+def rebuild(
+    store: Store = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be found, change nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a lost or damaged index again from the segments alone.
+
+    Looks at every page of every segment for span headers, keeps the newest owner of each byte,
+    reads every row and drops spans that do not match their checksums. The old index is set aside
+    as index.old. The store must not be open for writing elsewhere.
+
+    **Exit status**
+
+    0 done · 1 done, and something did not read back · 2 it could not run
+
+    **Examples**
+
+    impress rebuild --dry-run
+
+    impress rebuild --store /mnt/nvme/store
+    """
+    where = store_dir(store)
+    found = _with_progress(where, dry_run)
+    if as_json:
+        print_json({"store": str(where), "dry_run": dry_run, **asdict(found)})
+    else:
+        _print(where, found, dry_run)
+    if found.torn or found.damaged:
+        raise typer.Exit(1)
+
+
+def _with_progress(where: Path, dry_run: bool) -> Rebuilt:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("scanning", total=None)
+        return rebuild_store(
+            where,
+            dry_run=dry_run,
+            progress=lambda what, done, of: bar.update(
+                task, description=what, completed=done, total=of
+            ),
+        )
+
+
+def _print(where: Path, found: Rebuilt, dry_run: bool) -> None:
+    done = "would hold" if dry_run else "holds"
+    out.print(
+        f"{where}: the index {done} {found.spans} spans, {found.windows} windows, "
+        f"{size(found.n_bytes)}",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+    for n, what in (
+        (found.superseded, "older copies, or headers whose space is another span's now"),
+        (found.torn, "headers that do not read back whole: stores that were cut off"),
+        (found.damaged, "spans whose rows do not match their checksums: dropped"),
+        (found.foreign, "headers of another store"),
+    ):
+        if n:
+            out.print(f"  {n} {what}", markup=False)
+    for note in found.notes:
+        out.print(f"  {note}", markup=False)

@@ -1,0 +1,141 @@
+"""The index can always be made again from the segments, and never brings back what is not whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import assert_serves, prompt, put_prompt
+from typer.testing import CliRunner
+
+import impress
+from impress.cli.main import app
+from impress.rebuild import rebuild_store
+from tiers.base import PAGE
+
+Open = Callable[..., impress.PrefixStore]
+
+
+def fill(open_store: Open, geometry: impress.Geometry, n: int = 6) -> Path:
+    """A store of n prompts and one that goes on from the first; closed."""
+    with open_store(geometry) as store:
+        for seed in range(n):
+            put_prompt(store, prompt(256, seed))
+        store.flush()
+        longer = np.concatenate([prompt(256, 0), prompt(128, 99)])
+        put_prompt(store, longer)
+        store.flush()
+        return store.path
+
+
+def longer_prompt() -> np.ndarray:
+    return np.concatenate([prompt(256, 0), prompt(128, 99)])
+
+
+def test_a_lost_index_is_made_again(open_store: Open, geometry: impress.Geometry) -> None:
+    path = fill(open_store, geometry)
+    shutil.rmtree(path / "shards/main/index")
+    with pytest.raises(impress.FormatError, match="impress rebuild"):
+        open_store(geometry)
+    found = rebuild_store(path)
+    assert (found.spans, found.torn, found.damaged) == (7, 0, 0)
+    store = open_store(geometry)
+    store.check()
+    for seed in range(1, 6):
+        assert_serves(store, prompt(256, seed), 256)
+    assert_serves(store, longer_prompt(), 384)
+
+
+def test_a_damaged_index_is_set_aside(open_store: Open, geometry: impress.Geometry) -> None:
+    path = fill(open_store, geometry)
+    data = path / "shards/main/index/data.mdb"
+    data.write_bytes(data.read_bytes()[: 3 * PAGE])
+    done = CliRunner().invoke(app, ["rebuild", "--store", str(path), "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["spans"] == 7
+    assert (path / "shards/main/index.old/data.mdb").exists()
+    assert_serves(open_store(geometry), longer_prompt(), 384)
+
+
+def test_rows_that_do_not_match_are_left_out_with_what_hangs_from_them(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    path = fill(open_store, geometry)
+    with open_store(geometry) as store:
+        record = next(r for r in store.catalog.records() if r.first_window == 0)
+        place = record.parts[0]
+    segment = path / f"shards/main/segments/{place.segment:08d}.seg"
+    with segment.open("r+b") as file:
+        file.seek(place.off + 5000)
+        file.write(bytes([file.read(1)[0] ^ 1]))
+    found = rebuild_store(path)
+    assert found.damaged == 1 and found.spans == 6
+    store = open_store(geometry)
+    store.check()
+    served = sum(store.lookup(prompt(256, seed)) == 256 for seed in range(6))
+    assert served == 5
+
+
+def test_evicted_spans_stay_away_and_newer_owners_of_their_space_win(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    path = fill(open_store, geometry)
+    with open_store(geometry) as store:
+        store.evict(1)
+        store.flush()
+        gone = [seed for seed in range(6) if store.lookup(prompt(256, seed)) == 0]
+        put_prompt(store, prompt(512, 50))
+        store.flush()
+        n_spans = store.stats()["spans"]
+    found = rebuild_store(path)
+    assert found.spans == n_spans and not found.damaged
+    store = open_store(geometry)
+    store.check()
+    assert_serves(store, prompt(512, 50), 512)
+    assert all(store.lookup(prompt(256, seed)) == 0 for seed in gone)
+
+
+def test_a_header_cut_off_by_a_crash_is_torn_not_served(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    path = fill(open_store, geometry, n=2)
+    with open_store(geometry) as store:
+        meta = max(store.catalog.records(), key=lambda r: r.span_id).meta
+    segment = path / f"shards/main/segments/{meta.segment:08d}.seg"
+    with segment.open("r+b") as file:  # all but its first page never reached the disk
+        file.seek(meta.off + PAGE)
+        file.write(bytes(meta.length - PAGE))
+    found = rebuild_store(path)
+    assert (found.torn, found.spans) == (1, 2)
+    assert_serves(open_store(geometry), longer_prompt(), 256)
+
+
+def test_the_identity_can_be_lost_too(open_store: Open, geometry: impress.Geometry) -> None:
+    path = fill(open_store, geometry)
+    before = json.loads((path / "impress.json").read_text())
+    (path / "impress.json").unlink()
+    found = rebuild_store(path)
+    assert found.notes and found.spans == 7
+    assert json.loads((path / "impress.json").read_text()) == before
+    assert_serves(open_store(geometry), longer_prompt(), 384)
+
+
+def test_dry_run_changes_nothing_and_a_live_writer_is_left_alone(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    path = fill(open_store, geometry)
+    index = path / "shards/main/index/data.mdb"
+    before = index.stat().st_mtime_ns
+    assert rebuild_store(path, dry_run=True).spans == 7
+    assert index.stat().st_mtime_ns == before
+    open_store(geometry)
+    with pytest.raises(impress.StoreLocked):
+        rebuild_store(path)
+
+
+def test_nothing_to_rebuild_is_one_line(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["rebuild", "--store", str(tmp_path)])
+    assert done.exit_code == 2 and "no store here" in done.stderr
