@@ -20,6 +20,7 @@ from impress.format import (
     split_index,
 )
 from impress.radix import NONE, Graft, RadixTree, View
+from impress.trace import Trace, trace
 from tiers.base import Extent
 
 #: Leaves looked at in one pass of an eviction.
@@ -263,6 +264,11 @@ class Catalog:
         """The n most leased leaves, as paths."""
         with self.lock:
             return [self._prefix(leaf) for leaf in self._tree.hottest(n).tolist()]
+
+    def trace(self, root: bytes, labels: bytes) -> Trace:
+        """How far a prefix matches, and what is stored where it stops. Pins and counts nothing."""
+        with self.lock:
+            return trace(self._tree, root, labels, 4 * self._window, self._tick)
 
     def walk(self) -> list[tuple[int, View, Prefix]]:
         """(depth, view, path) of every node, parents before children, for printing a tree."""

@@ -8,107 +8,45 @@ import pty
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import pytest
+from console import (
+    CONFIG,
+    FORK,
+    GEOMETRY,
+    PROMPT,
+    SCRIPT,
+    assert_refused,
+    ended,
+    opened,
+    put,
+    records_of,
+    run,
+    run_json,
+    two_prompts,
+)
 
 import impress
 from impress.directory import Shard
-from impress.verify import verify_store
-
-SCRIPT = Path(sys.executable).parent / "impress"
-GEOMETRY = impress.Geometry(n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, dtype="float32")
-CONFIG = impress.Config(segment_bytes=1 << 20, dram_bytes=1 << 20, io_threads=2)
-PROMPT = list(range(1000, 1320))  # 5 windows
-FORK = PROMPT[:128] + list(range(5000, 5192))  # shares 2 of its 5
-
-
-def rows_of(n_tokens, seed=0):
-    draw = np.random.default_rng(seed)
-    return [draw.standard_normal((2, n_tokens, 16), dtype=np.float32) for _ in range(2)]
-
-
-def opened(path, mode="rw"):
-    return impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG, mode)
-
-
-def put(store, tokens):
-    assert not store.store(tokens, rows_of(len(tokens)), rows_of(len(tokens), 1)).refused
-    store.flush()
 
 
 @pytest.fixture
 def path(tmp_path):
-    """A store with two prompts that share their first two windows."""
-    with opened(tmp_path / "store") as store:
-        put(store, PROMPT)
-        put(store, FORK)
-    return tmp_path / "store"
-
-
-def run(*args, **options):
-    return ended([str(SCRIPT), *map(str, args)], **options)
-
-
-def ended(command, stdout=subprocess.PIPE, **options):
-    return subprocess.run(
-        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
-        **options,
-    )  # fmt: skip
-
-
-def run_json(*args):
-    done = run(*args, "--json")
-    return done, json.loads(done.stdout)
-
-
-def assert_refused(done, *words):
-    """Exit status 2 and one line on stderr that has these words in it."""
-    assert done.returncode == 2, done
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("impress: "), done.stderr
-    for word in words:
-        assert word in lines[0]
-
-
-def records_of(path):
-    with opened(path, "r") as store:
-        return sorted(store.catalog.records(), key=lambda record: record.span_id)
-
-
-def flip(path, extent, off=0):
-    """Change one byte of a segment."""
-    with (Shard(path).segments / f"{extent.segment:08d}.seg").open("r+b") as file:
-        file.seek(extent.off + off)
-        byte = file.read(1)[0]
-        file.seek(extent.off + off)
-        file.write(bytes([byte ^ 1]))
-
-
-@contextmanager
-def index_values(path):
-    """Span id -> index value, to be changed in place; written back at the end."""
-    with lmdb.open(str(Shard(path).index), map_size=64 << 30, max_dbs=8) as env:
-        db = env.open_db(b"spans")
-        with env.begin(write=True) as txn:
-            values = {int.from_bytes(k, "big"): bytearray(v) for k, v in txn.cursor(db)}
-            yield values
-            for span, value in values.items():
-                txn.put(span.to_bytes(8, "big"), bytes(value), db=db)
+    return two_prompts(tmp_path / "store")
 
 
 def test_help_names_every_command_and_the_exit_status():
     done = run("--help")
     assert done.returncode == 0
-    for word in ("demo", "run", "inspect", "verify", "Exit status"):
+    for word in ("demo", "run", "inspect", "explain", "verify", "Exit status"):
         assert word in done.stdout
     assert run("--version").stdout == f"impress {impress.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "inspect", "verify"])
+@pytest.mark.parametrize("command", ["demo", "run", "inspect", "explain", "verify"])
 def test_help_of_a_command_has_examples_and_its_exit_status(command):
     done = run(command, "--help")
     assert done.returncode == 0
@@ -214,90 +152,6 @@ def test_inspect_asks_a_running_process_for_its_counters(path):
     assert_refused(run("inspect", "--store", path, "--metrics", port), str(port))
 
 
-def test_verify_of_a_sound_store_ends_with_0(path):
-    done, found = run_json("verify", "--store", path)
-    assert done.returncode == 0
-    assert (found["sound"], found["spans"], found["problems"]) == (True, 2, [])
-    assert found["pieces"] == sum(2 * 2 * r.n_windows * 2 for r in records_of(path))
-    assert "sound" in run("verify", "--store", path).stdout
-
-
-def test_verify_names_span_and_segment_of_a_flipped_byte(path):
-    record = records_of(path)[1]
-    flip(path, record.parts[0], off=8192 + 5)
-    done, found = run_json("verify", "--store", path)
-    assert done.returncode == 1 and not found["sound"]
-    (problem,) = found["problems"]
-    assert (problem["span"], problem["segment"]) == (record.span_id, record.parts[0].segment)
-    assert "1 pieces" in problem["what"] and f"byte {record.parts[0].off + 8192}" in problem["what"]
-    assert "1 problem " in run("verify", "--store", path).stdout
-
-
-@pytest.mark.parametrize("off", [0, 20, 4096 + 3])
-def test_verify_lists_a_damaged_header_and_still_reads_the_rest(path, off):
-    flip(path, records_of(path)[0].meta, off)
-    done, found = run_json("verify", "--store", path)
-    assert done.returncode == 1
-    assert [(p["span"], "header" in p["what"]) for p in found["problems"]] == [(1, True)]
-    assert found["pieces"] > 0
-
-
-def test_verify_lists_a_damaged_index_value_and_what_hung_from_it(path):
-    with index_values(path) as values:
-        values[1][30] ^= 1
-    done, found = run_json("verify", "--store", path)
-    assert done.returncode == 1
-    assert [p["span"] for p in found["problems"]] == [1, 2]
-    assert "checksum" in found["problems"][0]["what"]
-    assert "never found" in found["problems"][1]["what"]
-
-
-def test_verify_lists_two_spans_in_one_place(path):
-    with index_values(path) as values:
-        values[9] = values[2]
-    _, found = run_json("verify", "--store", path)
-    assert any("is also span" in p["what"] for p in found["problems"])
-
-
-def test_verify_lists_a_segment_that_is_gone(path):
-    for segment in Shard(path).segments.glob("*.seg"):
-        segment.unlink()
-    done, found = run_json("verify", "--store", path)
-    assert done.returncode == 1
-    assert [p["span"] for p in found["problems"]] == [1, 2]
-
-
-def test_verify_says_that_the_index_is_gone_or_no_index(path):
-    data = Shard(path).index / "data.mdb"
-    data.write_bytes(b"\x55" * 8192)
-    done, found = run_json("verify", "--store", path)
-    assert done.returncode == 1 and "index" in found["problems"][0]["what"]
-    for file in Shard(path).index.iterdir():
-        file.unlink()
-    Shard(path).index.rmdir()
-    done, found = run_json("verify", "--store", path)
-    assert done.returncode == 1 and "missing" in found["problems"][0]["what"]
-
-
-def test_verify_skips_spans_that_a_writer_evicts_meanwhile(path):
-    with opened(path) as store:
-
-        def evict(done, of):
-            if not done:
-                store.evict(1 << 40)
-                put(store, list(range(7000, 7320)))
-
-        verdict = verify_store(path, evict)
-    assert verdict.problems == [] and verdict.gone == 2
-
-
-def test_verify_prints_no_tokens(path):
-    flip(path, records_of(path)[0].parts[0])
-    flip(path, records_of(path)[1].meta, 20)
-    done = run("verify", "--store", path, "--json")
-    assert not any(str(token) in done.stdout for token in (PROMPT[3], FORK[-2]))
-
-
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_no_store_is_one_line_and_2(tmp_path, command):
     assert_refused(run(command, "--store", tmp_path / "none"), "no store here")
@@ -319,10 +173,23 @@ def test_the_default_store_comes_from_the_environment(path, tmp_path):
     assert_refused(run("verify", env=environment), "none")
 
 
-@pytest.mark.parametrize("args", [["verify", "--bogus"], ["inspect", "--metrics", "x"], ["bogus"]])
-def test_a_wrong_flag_ends_with_2_and_no_traceback(args):
-    done = run(*args)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["verify", "--bogus"], "No such option: --bogus; see impress verify --help"),
+        (["inspect", "--metrics", "x"], "--metrics"),
+        (["bogus"], "No such command 'bogus'; see impress --help"),
+        (["run"], "Missing option '--model'; see impress run --help"),
+        (["verify", "extra"], "extra"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_2(args, said):
+    assert_refused(run(*args), said)
+
+
+def test_no_arguments_show_the_help():
+    done = run()
+    assert done.returncode == 2 and "explain" in done.stdout + done.stderr
 
 
 def test_a_store_without_permission_is_one_line_and_2(path):

@@ -1,19 +1,24 @@
-"""`impress`: inspect and verify a store, run a model over it, see the whole thing in a demo."""
+"""`impress`: look into a store, verify it, run a model over it, see the whole in a demo."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import Annotated, Any, Final
 
 import typer
 
 from impress import __version__
 from impress.cli.demo import demo
 from impress.cli.doctor import doctor
+from impress.cli.explain import explain
 from impress.cli.inspect import inspect
 from impress.cli.options import fail, one_line
 from impress.cli.rebuild import rebuild
 from impress.cli.run import run as run_model
 from impress.cli.verify import verify
+
+#: Typer's own base of every complaint about arguments, which it exports only by its children.
+_WRONG_USE: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="impress",
@@ -46,16 +51,27 @@ def main(
     Every command has its own --help."""
 
 
-for command in (demo, run_model, inspect, verify, rebuild, doctor):
+for command in (demo, run_model, inspect, explain, verify, rebuild, doctor):
     app.command(command.__name__, no_args_is_help=False)(one_line(command))
 
 
 def run() -> None:
     """Entry point of the console script. Ends the process."""
     try:
-        app()
+        status = app(standalone_mode=not sys.argv[1:])  # alone it shows its help
     except KeyboardInterrupt:
         fail("interrupted")
+    except _WRONG_USE as wrong:
+        fail(_said(wrong))
+    if status == 130:  # interrupted before a command began
+        fail("interrupted")
+    raise SystemExit(status)
+
+
+def _said(wrong: Any) -> str:
+    """What was wrong with the arguments, and where the right ones stand."""
+    path = wrong.ctx.command_path if wrong.ctx is not None else "impress"
+    return f"{wrong.format_message().rstrip('.')}; see {path} --help"
 
 
 if __name__ == "__main__":

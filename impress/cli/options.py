@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Annotated, Any, NoReturn, ParamSpec
 import typer
 
 from impress.config import default_store_dir
+from impress.errors import BadInput
+from impress.policy import Exact, Paper, Policy, Quality
 from impress.terminal import line_of
 
 P = ParamSpec("P")
@@ -28,6 +31,35 @@ Store = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+PolicyName = Annotated[
+    str,
+    typer.Option("--policy", metavar="NAME", help="What to load of a hit: exact, paper, quality."),
+]
+Keep = Annotated[
+    float | None,
+    typer.Option("--keep", metavar="SHARE", help="paper: share of the tokens to keep."),
+]
+MissingMass = Annotated[
+    float | None,
+    typer.Option(
+        "--max-missing-mass", metavar="MASS", help="quality: most attention a layer may miss."
+    ),
+]
+
+
+def policy_of(name: str, keep: float | None, mass: float | None) -> Policy:
+    """The policy of these options. Raises BadInput where they do not go together."""
+    if keep is not None and name != "paper":
+        raise BadInput(f"--keep goes with --policy paper, not {name}")
+    if mass is not None and name != "quality":
+        raise BadInput(f"--max-missing-mass goes with --policy quality, not {name}")
+    if name == "exact":
+        return Exact()
+    if name == "paper":
+        return Paper() if keep is None else Paper(keep=keep)
+    if name == "quality":
+        return Quality() if mass is None else Quality(max_missing_mass=mass)
+    raise BadInput(f"--policy {name}: want exact, paper or quality")
 
 
 def store_dir(given: Path | None) -> Path:
@@ -74,4 +106,13 @@ def one_line(command: Callable[P, None]) -> Callable[P, None]:
 
 def print_json(value: Any) -> None:
     """One object, with keys in the order given."""
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+    sys.stdout.write(json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """The same for JSON, which knows no nan: None stands for it. Pure."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from impress.cli.options import Json, Store, print_json, store_dir
-from impress.errors import BadInput, Unsupported
-from impress.policy import Exact, Paper, Policy, Quality
+from impress.cli.models import check_length, check_model_dir, engine_module, load, query_ids
+from impress.cli.options import (
+    Json,
+    Keep,
+    MissingMass,
+    PolicyName,
+    Store,
+    policy_of,
+    print_json,
+    store_dir,
+)
+from impress.errors import BadInput
+from impress.policy import Policy
 from impress.terminal import err, out, size
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def run(
@@ -34,17 +41,9 @@ def run(
     max_new_tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="Most tokens to generate.")
     ] = 64,
-    policy: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="What to load of a hit: exact, paper or quality."),
-    ] = "exact",
-    keep: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="paper: share of the tokens to keep.")
-    ] = None,
-    max_missing_mass: Annotated[
-        float | None,
-        typer.Option(metavar="MASS", help="quality: most attention a layer may miss."),
-    ] = None,
+    policy: PolicyName = "exact",
+    keep: Keep = None,
+    max_missing_mass: MissingMass = None,
     as_json: Json = False,
 ) -> None:
     """Answer a question about a text; the text is computed once and reused ever after.
@@ -67,10 +66,8 @@ def run(
     impress run --model demo-out/model --prefix demo-out/documents/json.txt --query "What is it?"
     """
     text = _text(prefix)
-    for name in ("config.json", "tokenizer_config.json"):
-        if not (model / name).is_file():
-            raise BadInput(f"--model {model}: no {name} there; name a local Transformers model")
-    chosen = _policy(policy, keep, max_missing_mass)
+    check_model_dir(model)
+    chosen = policy_of(policy, keep, max_missing_mass)
     found = _answer(model, text, query, store_dir(store), max_new_tokens, chosen)
     if as_json:
         print_json(found)
@@ -85,36 +82,15 @@ def _text(path: Path) -> str:
         raise BadInput(f"--prefix {path}: not UTF-8 text") from None
 
 
-def _policy(name: str, keep: float | None, mass: float | None) -> Policy:
-    """The policy of these options. Raises BadInput where they do not go together."""
-    if keep is not None and name != "paper":
-        raise BadInput(f"--keep goes with --policy paper, not {name}")
-    if mass is not None and name != "quality":
-        raise BadInput(f"--max-missing-mass goes with --policy quality, not {name}")
-    if name == "exact":
-        return Exact()
-    if name == "paper":
-        return Paper() if keep is None else Paper(keep=keep)
-    if name == "quality":
-        return Quality() if mass is None else Quality(max_missing_mass=mass)
-    raise BadInput(f"--policy {name}: want exact, paper or quality")
-
-
 def _answer(
     model_dir: Path, text: str, query: str, where: Path, n_new: int, policy: Policy
 ) -> dict[str, Any]:
-    try:
-        import torch
+    hf = engine_module()
+    import torch
 
-        from impress.engines import hf
-    except ImportError as error:
-        raise Unsupported(
-            f"running a model needs {error.name or 'torch'}: pip install 'impress-kv[hf]'"
-        ) from None
-    with err.status("loading the model"):
-        model, tokenizer = _load(model_dir)
-    ids = [*tokenizer(text)["input_ids"], *_without_specials(tokenizer, query)]
-    _check_length(model.config, len(ids), n_new)
+    model, tokenizer = load(model_dir)
+    ids = [*tokenizer(text)["input_ids"], *query_ids(tokenizer, query)]
+    check_length(model.config, len(ids), n_new)
     with hf.attach(model, where, policy) as engine, err.status("answering"):
         sequences = engine.generate(
             torch.tensor([ids], dtype=torch.int64), max_new_tokens=n_new, do_sample=False
@@ -143,39 +119,6 @@ def _answer(
         "lost": request.lost,
         "store": str(where),
     }
-
-
-def _load(model_dir: Path) -> tuple[Any, Any]:
-    """The model in the dtype it was saved in, and its tokenizer; from this directory only."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(model_dir), local_files_only=True, dtype="auto"
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
-    return model.eval(), tokenizer
-
-
-def _without_specials(tokenizer: Any, query: str) -> Sequence[int]:
-    ids: Sequence[int] = tokenizer(query, add_special_tokens=False)["input_ids"]
-    if not ids:
-        raise BadInput("--query: empty")
-    return ids
-
-
-def _check_length(config: Any, n_tokens: int, n_new: int) -> None:
-    most = getattr(config, "max_position_embeddings", None)
-    if most is not None and n_tokens + n_new > most:
-        raise BadInput(
-            f"{n_tokens} tokens of text and question and {n_new} new ones are more than "
-            f"the model's {most}; shorten the text or set --max-new-tokens"
-        )
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -52,6 +53,18 @@ def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
         "namespaces": _namespaces(store),
         "hottest": _hottest(store),
     }  # fmt: skip
+
+
+def known_of(store: PrefixStore, span: int) -> tuple[float | None, float | None]:
+    """(mean score of a span's chunks, share of its rows that mattered); None: nobody knows yet.
+
+    A chunk's score is uses × share of important rows; the share needs a sparse request.
+    """
+    found = store.history.summary(span)
+    if found is None:
+        return None, None
+    score, important = found
+    return score, None if math.isnan(important) else important
 
 
 def _ssd(store: PrefixStore) -> dict[str, int]:

@@ -1,0 +1,53 @@
+"""One request of a model over a snapshot of a store, for `impress explain --query`.
+
+Nothing is written: the store is opened for reading, so it may be another process's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from impress.blockhash import Tokens
+from impress.cli.models import check_length, engine_module, load, query_ids
+from impress.config import Config
+from impress.directory import Identity
+from impress.namespace import namespace_of
+from impress.policy import Policy
+from impress.store import PrefixStore
+from impress.terminal import err
+
+
+def ask(
+    model_dir: Path, where: Path, identity: Identity, prompt: str | Tokens, query: str,
+    policy: Policy,
+) -> tuple[Tokens, bytes, dict[str, Any]]:  # fmt: skip
+    """The request's tokens, the model's namespace, and what one new token took.
+
+    Raises StoreMismatch where the store is of another geometry, BadInput, Unsupported.
+    """
+    hf = engine_module()
+    import numpy as np
+    import torch
+
+    model, tokenizer = load(model_dir)
+    before = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt.tolist()
+    ids = [*before, *query_ids(tokenizer, query)]
+    check_length(model.config, len(ids), 1)
+    namespace = namespace_of(model)
+    geometry = hf.hf_models.geometry_of(model.config, model.dtype)
+    probes = () if policy.probe is None else (policy.probe,)
+    config = Config(window=identity.window, probes=probes)
+    with (
+        PrefixStore.open(where, geometry, namespace, config, mode="r") as store,
+        hf.attach(model, store, policy, store_new=False) as engine,
+        err.status("asking"),
+    ):
+        engine.generate(torch.tensor([ids], dtype=torch.int64), max_new_tokens=1, do_sample=False)
+        request = engine.last_request
+    assert request is not None, "a request has just returned"
+    found = asdict(request)
+    del found["n_new"], found["stored_tokens"], found["refused"]  # nothing is stored from here
+    found["probe"] = policy.probe
+    return np.asarray(ids, dtype=np.int32), namespace, found

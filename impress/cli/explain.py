@@ -1,0 +1,178 @@
+"""`impress explain`: why a prefix hit or missed, and what a request over it chooses and costs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from impress.blockhash import Tokens
+from impress.cli.explained import print_match, print_request
+from impress.cli.matching import match_prompt
+from impress.cli.options import (
+    Keep,
+    MissingMass,
+    PolicyName,
+    Store,
+    plain,
+    policy_of,
+    store_dir,
+)
+from impress.cli.survey import open_for_reading, read_token_file
+from impress.directory import Identity
+from impress.errors import BadInput
+from impress.policy import Policy
+
+
+def explain(
+    prefix: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            readable=False,
+            help="The prompt: token ids as a JSON list, integers apart by white space or a .npy "
+            "array; with --model also text (UTF-8).",
+        ),
+    ],
+    query: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Run the model on the prompt and this, for one token, and show what each layer "
+            "chose. Needs --model.",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            readable=False,
+            help="A local Transformers model with its tokenizer: whose namespace is looked at.",
+        ),
+    ] = None,
+    store: Store = None,
+    policy: PolicyName = "quality",
+    keep: Keep = None,
+    max_missing_mass: MissingMass = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", readable=False,
+            help="Write all of it to FILE as one JSON object; - prints it instead of tables.",
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    """Say why a prompt's prefix hits or misses, where it lies and what reading it costs.
+
+    How many of its windows are stored in each namespace; the first that is not, and why; the
+    spans that hold the rest, how hot they are, and what reading them takes by the read cost model
+    (bytes and requests are exact, milliseconds modelled). Reads a snapshot of the index and the
+    matching spans' headers, no rows, and takes no lock. Token ids are never printed.
+
+    With --query, the model then answers with one token over the same snapshot, and each layer's
+    line says how many rows it chose and why, what it estimates to miss, and from which tier they
+    came. Nothing is stored.
+
+    **Exit status**
+
+    0 explained, hit or miss · 2 there is no store, it cannot be read, or no such model
+
+    **Examples**
+
+    impress explain --prefix prompt.json
+
+    impress explain --model demo-out/model --prefix demo-out/documents/json.txt
+    --query "What is it?" --store demo-out/store
+    """
+    chosen = policy_of(policy, keep, max_missing_mass)
+    if query is not None and model is None:
+        raise BadInput("--query needs --model DIR: the model that is to be asked")
+    found = _explained(store_dir(store), prefix, query, model, chosen)
+    if json_file is not None:
+        _write(json_file, found)
+    if json_file is None or str(json_file) != "-":
+        print_match(found)
+        if "request" in found:
+            print_request(found)
+
+
+def _explained(
+    where: Path, file: Path, query: str | None, model: Path | None, policy: Policy
+) -> dict[str, Any]:
+    """Everything that is shown, ready for JSON."""
+    opened, identity = open_for_reading(where)
+    namespace, request, mismatch = None, None, ""
+    with opened:
+        if model is None:
+            tokens = _token_ids(file)
+        elif query is None:
+            tokens, namespace, mismatch = _of_model(file, model, identity)
+        else:
+            from impress.cli.asking import ask
+            from impress.cli.models import check_model_dir
+
+            check_model_dir(model)
+            prompt = _prompt(file)
+            tokens, namespace, request = ask(model, where, identity, prompt, query, policy)
+        found: dict[str, Any] = {
+            "store": str(where), "window": identity.window, "mismatch": mismatch,
+            **match_prompt(opened, tokens, namespace),
+        }  # fmt: skip
+    if request is not None:
+        found["request"] = request
+    return found
+
+
+def _of_model(file: Path, model: Path, identity: Identity) -> tuple[Tokens, bytes, str]:
+    """The prompt in a model's tokens, its namespace, and why the store can never serve it."""
+    from impress.cli.models import check_model_dir, identity_of, load_tokenizer
+
+    check_model_dir(model)
+    prompt = _prompt(file)
+    namespace, geometry = identity_of(model)
+    if isinstance(prompt, str):
+        import numpy as np
+
+        ids = load_tokenizer(model)(prompt)["input_ids"]
+        if not ids:
+            raise BadInput(f"--prefix {file}: empty")
+        prompt = np.asarray(ids, dtype=np.int32)
+    mismatch = ""
+    if geometry != identity.geometry:
+        mismatch = f"the store holds {identity.geometry}, the model has {geometry}"
+    return prompt, namespace, mismatch
+
+
+def _prompt(file: Path) -> str | Tokens:
+    """Text, or token ids where the file is an array or a JSON list."""
+    if file.suffix == ".npy":
+        return read_token_file(file)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise BadInput(f"--prefix {file}: not UTF-8 text") from None
+    try:
+        listed = isinstance(json.loads(text), list)
+    except ValueError:
+        listed = False
+    return read_token_file(file) if listed else text
+
+
+def _token_ids(file: Path) -> Tokens:
+    try:
+        return read_token_file(file)
+    except BadInput as err:
+        raise BadInput(
+            f"--prefix {err} (text needs --model DIR, whose tokenizer is used)"
+        ) from None
+
+
+def _write(file: Path, found: dict[str, Any]) -> None:
+    text = json.dumps(plain(found), indent=1, allow_nan=False) + "\n"
+    if str(file) == "-":
+        sys.stdout.write(text)
+    else:
+        file.write_text(text)

@@ -1,0 +1,188 @@
+"""What `impress explain` prints: matches and requests, as people read them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from impress.terminal import out, share, size
+
+#: Namespaces beside the first that get a line each; --json has all.
+MOST_OTHERS = 5
+#: Nodes of a match that get a row each.
+MOST_NODES = 40
+
+
+def print_match(found: dict[str, Any]) -> None:
+    """The prompt against the store: the best namespace in full, others by a line."""
+    out.print(found["store"], style="bold", markup=False, soft_wrap=True)
+    tail = f" and {found['tail_tokens']} more" if found["tail_tokens"] else ""
+    say(
+        f"the prompt: {found['tokens']:,} tokens, {found['windows']:,} windows of "
+        f"{found['window']}{tail}"
+    )
+    if found["mismatch"]:
+        say(f"[bold]never a hit[/bold]: {escape(found['mismatch'])}; use another directory")
+    if found["damaged_index_values"]:
+        n = found["damaged_index_values"]
+        say(f"{n} damaged index values were passed over: impress verify lists them")
+    if not found["found"]:
+        say("[bold]miss[/bold]: the store is empty")
+        return
+    first, *others = found["found"]
+    _print_root(first, found)
+    _print_others(first, others)
+
+
+def say(line: str) -> None:
+    """A line of text, wrapped by the terminal and not by a guess at its width."""
+    out.print(line, soft_wrap=True)
+
+
+def table(*columns: str) -> Table:
+    """Columns called with a leading ">" hold numbers."""
+    made = Table(box=None, pad_edge=False)
+    for name in columns:
+        made.add_column(name.lstrip(">"), justify="right" if name[0] == ">" else "left")
+    return made
+
+
+def called(row: dict[str, Any]) -> str:
+    """An engine derives its namespace from the model: a digest, without a name."""
+    return escape(row["name"]) or f"model {row['namespace'][:12]}"
+
+
+def _print_root(row: dict[str, Any], found: dict[str, Any]) -> None:
+    whose = " (this model's)" if row["yours"] else ""
+    verdict = "hit" if row["windows"] else "miss"
+    say(
+        f"\n[bold]{verdict}[/bold]: {row['windows']:,} of {found['windows']:,} windows, "
+        f"{row['tokens']:,} tokens ({share(row['tokens'], found['tokens'])}), "
+        f"under {called(row)}{whose}"
+    )
+    _print_stop(row["stop"], found["window"])
+    if not row["held"]:
+        return
+    out.print(_nodes(row["held"]))
+    left = len(row["held"]) - MOST_NODES
+    if left > 0:
+        say(f"… and {left:,} more: --json lists all")
+    say(
+        f"\nchunks: ssd {row['chunks']:,} of {row['chunks']:,}; copies in dram and hbm belong to "
+        "the process that serves"
+    )
+    cost = row["cost"]
+    say(
+        f"reading all of it from ssd: {size(cost['bytes'])} in {cost['requests']:,} requests, "
+        f"about {cost['ms_cold']:,.1f} ms cold (modelled: {cost['modelled']})"
+    )
+
+
+def _print_stop(stop: dict[str, Any], window: int) -> None:
+    if "window" not in stop:
+        say(stop["why"])
+        return
+    at = stop["window"] * window
+    say(f"window {stop['window']} (tokens {at}–{at + window - 1}): {escape(stop['why'])}")
+    near = stop.get("nearest")
+    if near is not None:
+        ways = f", of {near['ways']} that go on from there" if near["ways"] > 1 else ""
+        say(
+            f"nearest: a stored prompt of {near['tokens']:,} tokens in span {near['span']}, "
+            f"{near['leases']:,} leases{ways}"
+        )
+
+
+def _nodes(held: list[dict[str, Any]]) -> Table:
+    made = table(
+        "windows", ">span", ">leases", "last lease", ">score", ">important", ">K and V", "records",
+    )  # fmt: skip
+    for row in held[:MOST_NODES]:
+        first, last = row["first_window"], row["first_window"] + row["n_windows"] - 1
+        ago = row["leases_ago"]
+        since = "never" if ago is None else "the latest" if not ago else f"{ago:,} leases ago"
+        probes = ", ".join(f"{name} {size(n)}" for name, n in row["probes"].items())
+        made.add_row(
+            f"{first}–{last}", str(row["span"]), f"{row['leases']:,}", since,
+            number(row["score"], ".2f"), number(row["important_share"], ".0%"), size(row["bytes"]),
+            escape(probes) or "none",
+        )  # fmt: skip
+    return made
+
+
+def _print_others(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
+    """Other trees that have some of the prompt: no request to the first is ever served by them."""
+    some = [row for row in others if row["windows"]]
+    for row in some[:MOST_OTHERS]:
+        tenant = row["namespace"] == first["namespace"]
+        what = "another tenant (which, cannot be told)" if tenant else "another namespace"
+        say(
+            f"{what}, {called(row)} {row['root'][:12]}: {row['windows']:,} windows, "
+            f"{row['tokens']:,} tokens"
+        )
+    if len(some) > MOST_OTHERS:
+        say(f"… and {len(some) - MOST_OTHERS:,} more: --json lists all")
+    if some:
+        say("KV of one namespace or tenant never serves another")
+    if others and first["yours"] is None:
+        say("which namespace a request asks in depends on its model: --model DIR tells")
+
+
+# ---- a request ---------------------------------------------------------------------------------
+
+
+def print_request(found: dict[str, Any]) -> None:
+    """One row a layer, then totals and why the request went as it did."""
+    request, held = found["request"], found["found"][0]["held"]
+    say(f"\n[bold]the request[/bold] under {request['policy']}: {escape(request['why'])}")
+    if request["lost"]:
+        say(f"the prefix was lost while it was read: {request['lost']}; computed instead")
+    lines = request["per_layer"]
+    if not lines:
+        say(f"TTFT {request['ttft_ms']:,.1f} ms, nothing read")
+        return
+    if request["mode"] == "sparse" and not all(request["probe"] in row["probes"] for row in held):
+        say(f"stored without {request['probe']} records: made from its keys, all of them read")
+    out.print(_layers(lines, request["hit_tokens"]))
+    rows = _by_tier(request["rows_by_tier"], "{:,}".format)
+    moved = _by_tier(request["bytes_by_tier"], size)
+    say(
+        f"\nall: {request['chosen_rows_share']:.0%} of {request['hit_tokens']:,} tokens' rows "
+        f"({rows}) · {request['bytes_share']:.0%} of exact's bytes wanted with probe records, "
+        f"{request['transferred_share']:.0%} moved ({moved})"
+    )
+    say(
+        f"waited {sum(line['wait_ms'] for line in lines):,.1f} ms · TTFT "
+        f"{request['ttft_ms']:,.1f} ms · estimated missing mass at most "
+        f"{number(request['estimated_missing_mass'])}, worst head "
+        f"{number(request['missing_mass_worst_head'])} · {request['fallback_share']:.0%} of the "
+        "layers fell back"
+    )
+
+
+def _layers(lines: list[dict[str, Any]], n_tokens: int) -> Table:
+    made = table(
+        ">layer", ">rows", f">of {n_tokens:,}", "reason", ">agreement", ">missing", ">worst head",
+        "rows by tier", "bytes by tier", ">wait ms",
+    )  # fmt: skip
+    for line in lines:
+        chosen = line.get("chosen", n_tokens)  # exact says nothing of choosing
+        made.add_row(
+            str(line["layer"]), f"{chosen:,}", share(chosen, n_tokens),
+            line.get("reason", "exact"), number(line.get("agreement")),
+            number(line.get("estimated_missing_mass")), number(line.get("missing_mass_worst_head")),
+            _by_tier(line["rows"], "{:,}".format), _by_tier(line["bytes"], size),
+            f"{line['wait_ms']:.2f}",
+        )  # fmt: skip
+    return made
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:{form}}"
+
+
+def _by_tier(counts: dict[str, int], form: Any) -> str:
+    return ", ".join(f"{tier} {form(n)}" for tier, n in counts.items()) or "–"

@@ -1,0 +1,101 @@
+"""What commands that run a model share: loading it from a directory, making prompts for it.
+
+Imports torch and Transformers only when called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from impress.errors import BadInput, Unsupported
+from impress.namespace import namespace_of
+from impress.terminal import err
+from impress.types import Geometry
+
+
+def check_model_dir(model_dir: Path) -> None:
+    """Raises BadInput, before anything slow is imported."""
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (model_dir / name).is_file():
+            raise BadInput(f"--model {model_dir}: no {name} there; name a local Transformers model")
+
+
+def engine_module() -> ModuleType:
+    """impress.engines.hf. Raises Unsupported with what to install."""
+    try:
+        import torch  # noqa: F401
+
+        from impress.engines import hf
+    except ImportError as error:
+        raise Unsupported(
+            f"running a model needs {error.name or 'torch'}: pip install 'impress-kv[hf]'"
+        ) from None
+    return hf
+
+
+def load_tokenizer(model_dir: Path) -> Any:
+    """From this directory only. Raises BadInput, or Unsupported where Transformers is missing."""
+    try:
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+    except ImportError as error:
+        raise Unsupported(
+            f"a tokenizer needs {error.name or 'transformers'}: pip install 'impress-kv[hf]'"
+        ) from None
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
+
+
+def load(model_dir: Path) -> tuple[Any, Any]:
+    """The model in the dtype it was saved in, and its tokenizer; from this directory only."""
+    with err.status("loading the model"):
+        tokenizer = load_tokenizer(model_dir)
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(model_dir), local_files_only=True, dtype="auto"
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
+    return model.eval(), tokenizer
+
+
+def query_ids(tokenizer: Any, query: str) -> Sequence[int]:
+    """Tokens of a query that follows a text. Raises BadInput where there are none."""
+    ids: Sequence[int] = tokenizer(query, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise BadInput("--query: empty")
+    return ids
+
+
+def check_length(config: Any, n_tokens: int, n_new: int) -> None:
+    """Raises BadInput where a prompt and its answer are longer than the model takes."""
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and n_tokens + n_new > most:
+        raise BadInput(
+            f"{n_tokens} tokens of text and question and {n_new} new ones are more than "
+            f"the model's {most}; shorten the text or set --max-new-tokens"
+        )
+
+
+def identity_of(model_dir: Path) -> tuple[bytes, Geometry]:
+    """Namespace and geometry of a directory's model, without loading its weights."""
+    engine_module()
+    from transformers import AutoConfig
+
+    from impress.engines.hf_models import geometry_of
+
+    namespace = namespace_of(model_dir)
+    try:
+        config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
+    return namespace, geometry_of(config, config.dtype or "float32")

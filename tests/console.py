@@ -1,0 +1,80 @@
+"""Stores for the command line to look at, and the console script itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import impress
+from impress.directory import Shard
+
+SCRIPT = Path(sys.executable).parent / "impress"
+GEOMETRY = impress.Geometry(n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, dtype="float32")
+CONFIG = impress.Config(segment_bytes=1 << 20, dram_bytes=1 << 20, io_threads=2)
+PROMPT = list(range(1000, 1320))  # 5 windows
+FORK = PROMPT[:128] + list(range(5000, 5192))  # shares 2 of its 5
+
+
+def rows_of(n_tokens, seed=0):
+    draw = np.random.default_rng(seed)
+    return [draw.standard_normal((2, n_tokens, 16), dtype=np.float32) for _ in range(2)]
+
+
+def opened(path, mode="rw"):
+    return impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG, mode)
+
+
+def put(store, tokens):
+    assert not store.store(tokens, rows_of(len(tokens)), rows_of(len(tokens), 1)).refused
+    store.flush()
+
+
+def two_prompts(path):
+    """A store with two prompts that share their first two windows; its path."""
+    with opened(path) as store:
+        put(store, PROMPT)
+        put(store, FORK)
+    return path
+
+
+def run(*args, **options):
+    return ended([str(SCRIPT), *map(str, args)], **options)
+
+
+def ended(command, stdout=subprocess.PIPE, **options):
+    return subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        **options,
+    )  # fmt: skip
+
+
+def run_json(*args):
+    done = run(*args, "--json")
+    return done, json.loads(done.stdout)
+
+
+def assert_refused(done, *words):
+    """Exit status 2 and one line on stderr that has these words in it."""
+    assert done.returncode == 2, done
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("impress: "), done.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+def records_of(path):
+    with opened(path, "r") as store:
+        return sorted(store.catalog.records(), key=lambda record: record.span_id)
+
+
+def flip(path, extent, off=0):
+    """Change one byte of a segment."""
+    with (Shard(path).segments / f"{extent.segment:08d}.seg").open("r+b") as file:
+        file.seek(extent.off + off)
+        byte = file.read(1)[0]
+        file.seek(extent.off + off)
+        file.write(bytes([byte ^ 1]))

@@ -1,0 +1,125 @@
+"""`impress explain` with a model: whose namespace is asked, and what a request chose."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import impress
+from impress.cli.explain import explain
+from impress.engines import hf
+from impress.errors import BadInput, StoreMismatch
+
+WORDS = [f"w{i}" for i in range(200)]
+TEXT = " ".join(WORDS[i * 7 % 200] for i in range(200))  # 3 windows and 8 tokens
+CONFIG = impress.Config(segment_bytes=1 << 20, dram_bytes=0, io_threads=2)
+
+
+def saved_model(folder, n_layers=2, seed=0):
+    """A random Llama and a tokenizer of one token a word."""
+    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["?", *WORDS])}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?").save_pretrained(
+        folder
+    )
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=n_layers, num_attention_heads=4,
+        vocab_size=201, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder with model, text, and a store that has the text under the records of quality."""
+    folder = tmp_path_factory.mktemp("explain")
+    saved_model(folder / "model")
+    (folder / "text").write_text(TEXT)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    ids = torch.tensor([[WORDS.index(word) + 1 for word in TEXT.split()]])
+    config = CONFIG.model_copy(update={"probes": ("int4-v1",)})
+    with hf.attach(model, folder / "store", config=config) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+    return folder
+
+
+def told(here, *, store="store", text="text", model="model", **options):
+    explain(
+        prefix=here / text, model=here / model, store=here / store, json_file=here / "told.json",
+        **options,
+    )  # fmt: skip
+    return json.loads((here / "told.json").read_text())
+
+
+def test_a_text_is_looked_up_in_the_models_own_namespace(here, capsys):
+    row = told(here)["found"][0]
+    assert (row["yours"], row["windows"], row["stop"]["reason"]) == (True, 3, "end of prompt")
+    assert list(row["held"][0]["probes"]) == ["int4-v1"]
+    assert "(this model's)" in capsys.readouterr().out
+
+
+def test_another_model_of_the_same_shape_finds_its_own_namespace_empty(here, capsys):
+    saved_model(here / "other", seed=1)
+    found = told(here, model="other")["found"]
+    assert [(row["yours"], row["windows"]) for row in found] == [(True, 0), (False, 3)]
+    assert found[0]["stop"]["reason"] == "not stored"
+    shown = capsys.readouterr().out
+    assert "miss" in shown and "another namespace" in shown
+
+
+def test_a_store_of_another_geometry_is_never_a_hit(here, capsys):
+    saved_model(here / "deeper", n_layers=3)
+    assert "3 layers" in told(here, model="deeper")["mismatch"]
+    assert "never a hit" in capsys.readouterr().out
+    with pytest.raises(StoreMismatch):
+        told(here, model="deeper", query="w1 w2")
+
+
+@pytest.mark.parametrize("policy", ["exact", "paper", "quality"])
+def test_a_query_shows_each_layer_and_its_totals(here, capsys, policy):
+    with impress.PrefixStore.open(here / "store", *_of(here), CONFIG):  # in use: a writer has it
+        found = told(here, query="w1 w2 w3", policy=policy)
+    request, row = found["request"], found["found"][0]
+    assert found["tokens"] == 203 and request["hit_tokens"] == 192
+    assert request["mode"] == ("exact" if policy == "exact" else "sparse")
+    assert [line["layer"] for line in request["per_layer"]] == [0, 1]
+    assert all(sum(line["bytes"].values()) for line in request["per_layer"])
+    if policy == "exact":
+        assert request["bytes_by_tier"] == {"ssd": row["cost"]["bytes"]}
+    shown = capsys.readouterr().out
+    assert f"under {policy}" in shown and "TTFT" in shown and "ssd 192" in shown
+    assert ("stored without heads3-v1 records" in shown) == (policy == "paper")
+
+
+def test_token_ids_and_a_query_go_together(here):
+    (here / "ids.json").write_text(json.dumps([WORDS.index(word) + 1 for word in TEXT.split()]))
+    assert told(here, text="ids.json", query="w1")["request"]["hit_tokens"] == 192
+
+
+def test_a_request_that_misses_says_so(here, capsys):
+    (here / "new").write_text(" ".join(reversed(WORDS)))
+    request = told(here, text="new", query="w1")["request"]
+    assert (request["mode"], request["per_layer"]) == ("recompute", [])
+    assert "nothing of the prompt is stored" in capsys.readouterr().out
+
+
+def test_a_prompt_longer_than_the_model_takes_is_refused(here):
+    (here / "long").write_text(TEXT * 4)
+    with pytest.raises(BadInput, match="more than the model's 512"):
+        told(here, text="long", query="w1")
+
+
+def _of(here):
+    with (here / "store" / "impress.json").open() as file:
+        return impress.Geometry(**json.load(file)["geometry"]), "someone else"

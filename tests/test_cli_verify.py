@@ -1,0 +1,113 @@
+"""`impress verify`: what it finds in a store that was damaged on purpose."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import lmdb
+import pytest
+from console import FORK, PROMPT, flip, opened, put, records_of, run, run_json, two_prompts
+
+from impress.directory import Shard
+from impress.verify import verify_store
+
+
+@pytest.fixture
+def path(tmp_path):
+    return two_prompts(tmp_path / "store")
+
+
+@contextmanager
+def index_values(path):
+    """Span id -> index value, to be changed in place; written back at the end."""
+    with lmdb.open(str(Shard(path).index), map_size=64 << 30, max_dbs=8) as env:
+        db = env.open_db(b"spans")
+        with env.begin(write=True) as txn:
+            values = {int.from_bytes(k, "big"): bytearray(v) for k, v in txn.cursor(db)}
+            yield values
+            for span, value in values.items():
+                txn.put(span.to_bytes(8, "big"), bytes(value), db=db)
+
+
+def test_verify_of_a_sound_store_ends_with_0(path):
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 0
+    assert (found["sound"], found["spans"], found["problems"]) == (True, 2, [])
+    assert found["pieces"] == sum(2 * 2 * r.n_windows * 2 for r in records_of(path))
+    assert "sound" in run("verify", "--store", path).stdout
+
+
+def test_verify_names_span_and_segment_of_a_flipped_byte(path):
+    record = records_of(path)[1]
+    flip(path, record.parts[0], off=8192 + 5)
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1 and not found["sound"]
+    (problem,) = found["problems"]
+    assert (problem["span"], problem["segment"]) == (record.span_id, record.parts[0].segment)
+    assert "1 pieces" in problem["what"] and f"byte {record.parts[0].off + 8192}" in problem["what"]
+    assert "1 problem " in run("verify", "--store", path).stdout
+
+
+@pytest.mark.parametrize("off", [0, 20, 4096 + 3])
+def test_verify_lists_a_damaged_header_and_still_reads_the_rest(path, off):
+    flip(path, records_of(path)[0].meta, off)
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1
+    assert [(p["span"], "header" in p["what"]) for p in found["problems"]] == [(1, True)]
+    assert found["pieces"] > 0
+
+
+def test_verify_lists_a_damaged_index_value_and_what_hung_from_it(path):
+    with index_values(path) as values:
+        values[1][30] ^= 1
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1
+    assert [p["span"] for p in found["problems"]] == [1, 2]
+    assert "checksum" in found["problems"][0]["what"]
+    assert "never found" in found["problems"][1]["what"]
+
+
+def test_verify_lists_two_spans_in_one_place(path):
+    with index_values(path) as values:
+        values[9] = values[2]
+    _, found = run_json("verify", "--store", path)
+    assert any("is also span" in p["what"] for p in found["problems"])
+
+
+def test_verify_lists_a_segment_that_is_gone(path):
+    for segment in Shard(path).segments.glob("*.seg"):
+        segment.unlink()
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1
+    assert [p["span"] for p in found["problems"]] == [1, 2]
+
+
+def test_verify_says_that_the_index_is_gone_or_no_index(path):
+    data = Shard(path).index / "data.mdb"
+    data.write_bytes(b"\x55" * 8192)
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1 and "index" in found["problems"][0]["what"]
+    for file in Shard(path).index.iterdir():
+        file.unlink()
+    Shard(path).index.rmdir()
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1 and "missing" in found["problems"][0]["what"]
+
+
+def test_verify_skips_spans_that_a_writer_evicts_meanwhile(path):
+    with opened(path) as store:
+
+        def evict(done, of):
+            if not done:
+                store.evict(1 << 40)
+                put(store, list(range(7000, 7320)))
+
+        verdict = verify_store(path, evict)
+    assert verdict.problems == [] and verdict.gone == 2
+
+
+def test_verify_prints_no_tokens(path):
+    flip(path, records_of(path)[0].parts[0])
+    flip(path, records_of(path)[1].meta, 20)
+    done = run("verify", "--store", path, "--json")
+    assert not any(str(token) in done.stdout for token in (PROMPT[3], FORK[-2]))
