@@ -49,11 +49,17 @@ def namespace_digest(namespace: str | bytes) -> bytes:
     return blake2b(kind + raw, digest_size=KEY_BYTES, person=b"impress-ns").digest()
 
 
-def root_key(namespace: bytes, geometry: Geometry, window: int, tenant: str) -> bytes:
-    """The key before the first window: everything that must agree before any token does."""
+def root_key(
+    namespace: bytes, geometry: Geometry, window: int, tenant: str, secret: bytes = b""
+) -> bytes:
+    """The key before the first window: everything that must agree before any token does.
+
+    `secret`: 16 to 64 bytes of the server's own, mixed in as a MAC key: without it nobody can tell
+    from a key whose it is, or make another tenant's.
+    """
     if not isinstance(tenant, str):
         raise BadInput("tenant: want a str")
-    digest = blake2b(namespace, digest_size=KEY_BYTES, person=b"impress-root")
+    digest = blake2b(namespace, digest_size=KEY_BYTES, person=b"impress-root", key=secret)
     digest.update(geometry.pack() + window.to_bytes(4, "little") + tenant.encode())
     return digest.digest()
 

@@ -169,6 +169,18 @@ class Catalog:
                         retired.append(gone)
         return retired
 
+    def purge(self, root: bytes) -> list[int]:
+        """Take everything under a root key out of the tree, held or not; spans retired by it."""
+        retired = []
+        with self.lock:
+            top = self._tree.roots.get(root)
+            for child in list(self._tree.children(top)) if top is not None else []:
+                for below in self._tree.subtree(child):
+                    gone = self._tree.view(below).span
+                    if self._remove(below):
+                        retired.append(gone)
+        return retired
+
     def deleted(self, spans: Iterable[int]) -> list[SpanRecord]:
         """Their index values are gone for good; those of them that can be reclaimed now."""
         free = []

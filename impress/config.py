@@ -50,6 +50,9 @@ class Config(BaseModel):
     """A lease older than this expires: its next read raises."""
     io_threads: int = Field(default=8, ge=1, le=64)
     """Threads that read and write the SSD."""
+    tenant_secret_file: str | None = None
+    """A file of 16 to 64 secret bytes, readable by its owner alone, mixed into every key as a MAC
+    key. Set by whoever serves, never by a tenant; another secret finds nothing of what is there."""
     io_engine: Literal["auto", "aio", "io_uring", "preadv", "kvikio", "aiofiles"] = "auto"
     """How segments are read; `impress doctor` says which go here and measures each."""
     durable: bool = True
@@ -89,6 +92,25 @@ class Config(BaseModel):
             return cls(**values)
         except ConfigError as err:
             raise ConfigError(f"{path}: {err}") from None
+
+
+def tenant_secret(config: Config) -> bytes:
+    """The bytes of `tenant_secret_file`; none without one. Raises ConfigError."""
+    if config.tenant_secret_file is None:
+        return b""
+    path = Path(config.tenant_secret_file)
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"config: tenant_secret_file: {path} is open to others: chmod 600")
+        secret = path.read_bytes()
+    except OSError as err:
+        raise ConfigError(f"config: tenant_secret_file: {path}: {err.strerror}") from None
+    if not 16 <= len(secret) <= 64:
+        raise ConfigError(
+            f"config: tenant_secret_file: {path} has {len(secret)} bytes, wanted are 16 to 64 "
+            "(head -c 32 /dev/urandom)"
+        )
+    return secret
 
 
 def default_store_dir() -> Path:

@@ -20,6 +20,7 @@ from impress.format import SpanRecord
 from impress.history import History, budget_of
 from impress.index import Index
 from impress.stats import Counters
+from tiers.base import Slot
 from tiers.ssd import SsdTier
 
 log = logging.getLogger("impress")
@@ -38,6 +39,7 @@ class Home:
         self._path = path
         self._counters = counters
         self._forget = forget
+        self._erase: set[int] = set()  # purged spans: their bytes go before their space does
         shard = Shard(path)
         if not write and not shard.index.is_dir():
             raise FormatError(f"{path}: nothing has been stored here yet")
@@ -106,6 +108,20 @@ class Home:
         self._delete(spans)
         return freed
 
+    def purge(self, roots: Iterable[bytes]) -> tuple[int, int]:
+        """Erase everything under these root keys: (spans, those of them still held).
+
+        Their bytes are overwritten on the medium before the space is free; what a lease still
+        holds, when it ends.
+        """
+        if self.committer is None:
+            raise ImpressError('store: opened with mode="r"')
+        spans = [span for root in roots for span in self.catalog.purge(root)]
+        self._erase.update(spans)
+        self._counters.add("purged_spans", len(spans))
+        self._delete(spans)
+        return len(spans), len(self.catalog.retired_records(spans))
+
     def make_room(self, n_bytes: int) -> bool:
         """Evict until n_bytes more are free; False when nothing can go."""
         return self.evict(n_bytes) > 0
@@ -130,6 +146,9 @@ class Home:
         for record in records:
             self._forget(record.span_id)
             if self.committer is not None:
+                if record.span_id in self._erase:
+                    self._erase.discard(record.span_id)
+                    self.ssd.erase(Slot((record.meta, *record.parts)))
                 bury(self.ssd, record)
 
     def flush(self, timeout_s: float = COMMIT_TIMEOUT_S) -> None:

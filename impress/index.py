@@ -7,6 +7,7 @@ path and process (LMDB's rule), shared by reference count, so a reader beside a 
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -161,6 +162,33 @@ class Index:
             return self._env.begin()
         except lmdb.Error as err:
             raise FormatError(f"index: {self._folder}: {err}") from err
+
+
+def compact(folder: Path) -> None:
+    """Write the index anew without what it has freed, and put it in the old one's place.
+
+    For whoever holds the writer's lock, with no `Index` open on it. Raises StoreFailed.
+    """
+    folder = folder.resolve()
+    draft = folder / "compact"
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(mode=0o700)
+        env = _open_env(folder, create=False)
+        try:
+            env.copy(str(draft), compact=True)
+        finally:
+            _close_env(folder)
+        (draft / "data.mdb").chmod(0o600)
+        fd = os.open(draft / "data.mdb", os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        (draft / "data.mdb").replace(folder / "data.mdb")
+        shutil.rmtree(draft)
+    except (lmdb.Error, OSError) as err:
+        raise StoreFailed(f"index: {folder}: {err}") from err
 
 
 def _check_whole(env: Any, folder: Path) -> None:

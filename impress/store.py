@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from impress.admission import Admission
 from impress.blockhash import as_tokens, labels_of, namespace_digest, root_key
 from impress.catalog import Catalog, Held
-from impress.config import Config
+from impress.config import Config, tenant_secret
 from impress.copies import Copies
 from impress.directory import Identity, Shard, matching_identity
 from impress.draft import Media, Stored
@@ -65,6 +65,8 @@ class PrefixStore:
         self._leases: set[Lease] = set()
         self._leases_lock = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
+        self._secret = tenant_secret(config)
         self._shard = Shard(path)
         if write:
             self._shard.lock()
@@ -156,10 +158,12 @@ class PrefixStore:
     ) -> Lease:
         """Pin the longest stored prefix of whole windows; reads its sums tables.
 
-        A prefix whose tables cannot be read is cut before them. Never raises for a miss.
+        A prefix whose tables cannot be read is cut before them. Never raises for a miss; while
+        every I/O thread is stuck in a read ("tier off") all leases are misses.
         """
         root, labels, _ = self._names_of(token_ids, extra, tenant)
-        held = self._home.catalog.hold(root, labels, count=True)
+        off = self._pool.n_stuck(self.config.read_timeout_s) == self._pool.n_threads
+        held = [] if off else self._home.catalog.hold(root, labels, count=True)
         tables = (
             self._tables.of([h.record for h in held], self.config.read_timeout_s) if held else {}
         )
@@ -175,7 +179,7 @@ class PrefixStore:
             sources.append(self._source(h, table, at))
             at += h.count
         self._home.release(held[len(sources) :])
-        reason = "" if sources else "lost" if held else "too short" if not labels else "not stored"
+        reason = "" if sources else self._miss(off=off, lost=bool(held), short=not labels)
         self.counters.add("hits" if sources else f"misses/{reason.replace(' ', '_')}")
         self.counters.add("hit_tokens", at * self.window)
         make = partial(session_of, self._reading)
@@ -183,6 +187,11 @@ class PrefixStore:
         with self._leases_lock:
             self._leases.add(lease)
         return lease
+
+    def _miss(self, *, off: bool, lost: bool, short: bool) -> str:
+        if off:
+            return "tier off"  # every I/O thread is stuck in a read: computing is faster
+        return "lost" if lost else "too short" if short else "not stored"
 
     def _source(self, held: Held, table: Tables, at: int) -> Source:
         probe_bytes = [probe.window_bytes(self.window) for probe in table.probes]
@@ -257,6 +266,25 @@ class PrefixStore:
         self._home.ssd.trim()
         return freed
 
+    def purge(
+        self, tenant: str | None = None, *, namespaces: Iterable[bytes] | None = None
+    ) -> tuple[int, int]:
+        """Erase what is stored of a tenant (None: of all of them) in this store's namespace.
+
+        `namespaces`: digests of others instead. Returns (spans, those of them a lease still holds:
+        they go when it ends). Their bytes are gone from the segments on return; what the index has
+        freed is overwritten by `impress.index.compact`, as `impress purge` does.
+        """
+        digests = {self.namespace} if namespaces is None else set(namespaces)
+        if tenant is None:
+            roots = {r.root for r in self._home.catalog.records() if r.namespace in digests}
+        else:
+            shape = (self.geometry, self.window, tenant, self._secret)
+            roots = {root_key(digest, *shape) for digest in digests}
+        spans = self._home.purge(roots)
+        self._home.ssd.trim()
+        return spans
+
     def drop_caches(self) -> None:
         """Empty the DRAM tier and the cached tables; home keeps everything."""
         self._copies.clear()
@@ -268,7 +296,7 @@ class PrefixStore:
 
     def close(self) -> None:
         """Finish what is queued, stop the threads, release the lock. Idempotent."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked child must not touch its parent's
             return
         self._closed = True
         if self._metrics is not None:
@@ -293,6 +321,7 @@ class PrefixStore:
             "tiers": {tier: use._asdict() for tier, use in usage.items()},
             "emulated": list(self._copies.emulated),
             "tables_bytes": self._tables.used_bytes,
+            "stuck_threads": self._pool.n_stuck(self.config.read_timeout_s),
             "leases": len(started),
             "oldest_lease_s": monotonic() - min(started) if started else 0.0,
             **self.counters.snapshot(),
@@ -330,9 +359,14 @@ class PrefixStore:
     def _names_of(
         self, token_ids: Any, extra: Mapping[int, bytes] | None, tenant: str
     ) -> tuple[bytes, bytes, Any]:
+        if os.getpid() != self._pid:  # its threads and its index did not come along
+            raise ImpressError(
+                "store: opened before a fork; open it again in this process, or start it by spawn"
+            )
         tokens = as_tokens(token_ids)
         labels = labels_of(tokens, self.window, extra)
-        return root_key(self.namespace, self.geometry, self.window, tenant), labels, tokens
+        root = root_key(self.namespace, self.geometry, self.window, tenant, self._secret)
+        return root, labels, tokens
 
     def __enter__(self) -> PrefixStore:
         return self

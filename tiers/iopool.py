@@ -93,8 +93,9 @@ class IoPool:
         self._lanes: tuple[deque[tuple[Ticket, Task]], ...] = tuple(deque() for _ in Lane)
         self._wake = threading.Condition()
         self._open = True
+        self._since = [0.0] * n_threads  # when each began the task it is at; 0: idle
         self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True)
+            threading.Thread(target=self._work, args=(i,), name=f"{name}-{i}", daemon=True)
             for i in range(n_threads)
         ]
         for thread in self._threads:
@@ -117,6 +118,11 @@ class IoPool:
         """Queued tasks by lane."""
         return [len(lane) for lane in self._lanes]
 
+    def n_stuck(self, limit_s: float) -> int:
+        """Threads that have been at one task for longer than limit_s: the medium holds them."""
+        begun_before = monotonic() - limit_s
+        return sum(0.0 < since < begun_before for since in self._since)
+
     def close(self, timeout_s: float) -> bool:
         """Run what is queued, stop the threads; False when one is stuck past timeout_s."""
         with self._wake:
@@ -137,9 +143,11 @@ class IoPool:
                     return None
                 self._wake.wait()
 
-    def _work(self) -> None:
+    def _work(self, number: int) -> None:
         while (job := self._next()) is not None:
             ticket, task = job
+            self._since[number] = monotonic()
             ticket.run(task)
+            self._since[number] = 0.0
             # A waiting worker must not keep the last ticket's buffers alive.
             del job, ticket, task

@@ -6,6 +6,7 @@ where it refuses (some network and memory file systems), buffered, and said once
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
@@ -144,6 +145,23 @@ class SsdTier:
                 os.fdatasync(self._fd(segment))
             except OSError as err:
                 raise MediumError(f"ssd: fdatasync of {self._path(segment)}: {err}") from err
+
+    def erase(self, slot: Slot) -> None:
+        """Give the slot's blocks back to the medium and take empty ones in their place.
+
+        What was there is out of reach of whoever reads the files. Raises MediumError.
+        """
+        for part in slot.parts:
+            punched = _punch(self._fd(part.segment), part.off, part.length)
+            if punched:
+                try:
+                    os.posix_fallocate(self._fd(part.segment), part.off, part.length)
+                except OSError as err:
+                    raise MediumError(f"ssd: {self._path(part.segment)}: {err.strerror}") from err
+            else:  # a file system without holes
+                for off in range(0, part.length, BOUNCE_BYTES):
+                    size = min(BOUNCE_BYTES, part.length - off)
+                    self._write_at(part.segment, part.off + off, aligned(size)[:size])
 
     def usage(self) -> Usage:
         with self._lock:
@@ -301,6 +319,15 @@ class SsdTier:
         if scratch is None:
             scratch = self._local.bounce = aligned(BOUNCE_BYTES)
         return scratch
+
+
+def _punch(fd: int, off: int, n_bytes: int) -> bool:
+    """Make a hole (fallocate, PUNCH_HOLE | KEEP_SIZE); False where the file system has none."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if call is None:
+        return False
+    long = ctypes.c_longlong
+    return int(call(fd, 3, long(off), long(n_bytes))) == 0
 
 
 def _copied(data: Bytes) -> Bytes:

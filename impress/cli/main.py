@@ -13,6 +13,7 @@ from impress.cli.doctor import doctor
 from impress.cli.explain import explain
 from impress.cli.inspect import inspect
 from impress.cli.options import fail, one_line
+from impress.cli.purge import purge
 from impress.cli.rebuild import rebuild
 from impress.cli.run import run as run_model
 from impress.cli.verify import verify
@@ -51,7 +52,17 @@ def main(
     Every command has its own --help."""
 
 
-for command in (demo, run_model, inspect, explain, verify, rebuild, doctor):
+_COMMANDS = (
+    demo,
+    run_model,
+    inspect,
+    explain,
+    verify,
+    rebuild,
+    purge,
+    doctor,
+)
+for command in _COMMANDS:
     app.command(command.__name__, no_args_is_help=False)(one_line(command))
 
 

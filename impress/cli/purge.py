@@ -1,0 +1,83 @@
+"""`impress purge`: erase what a store holds of a namespace or a tenant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from impress.blockhash import namespace_digest
+from impress.cli.options import Json, Store, print_json, store_dir
+from impress.config import Config
+from impress.directory import Shard, read_identity
+from impress.errors import BadInput
+from impress.index import compact
+from impress.store import PrefixStore
+from impress.terminal import out, size
+
+_LEAST_HEX = 8
+
+
+def purge(
+    store: Store = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="A namespace as inspect shows it: its name or its first digits."
+        ),
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="One tenant; without --namespace, of all.")
+    ] = None,
+    tenant_secret_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", readable=False, help="The secret its keys were made with."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Erase everything stored of a namespace, or of one tenant.
+
+    The bytes are overwritten in the segments, and the index is written anew without what it has
+    freed, so that token ids do not linger there. The store must not be open for writing elsewhere;
+    a process that only reads keeps what it has in memory.
+
+    **Examples**
+
+    impress purge --namespace 3f9a52c1
+
+    impress purge --tenant acme --tenant-secret-file /etc/impress/tenant.key
+    """
+    if namespace is None and tenant is None:
+        raise BadInput("purge: say what: --namespace NAME, --tenant NAME, or both")
+    where = store_dir(store)
+    identity = read_identity(where)
+    secret = None if tenant_secret_file is None else str(tenant_secret_file)
+    config = Config(window=identity.window, dram_bytes=0, io_threads=2, tenant_secret_file=secret)
+    with PrefixStore.open(where, identity.geometry, b"purge", config) as opened:
+        before = opened.ssd.usage().used
+        spans, _ = opened.purge(tenant, namespaces=_digests(opened, namespace))
+        freed = before - opened.ssd.usage().used
+    compact(Shard(where).index)
+    if as_json:
+        print_json({"store": str(where), "spans": spans, "freed_bytes": freed})
+    else:
+        out.print(f"{where}: {spans} spans erased, {size(freed)}", markup=False, soft_wrap=True)
+
+
+def _digests(store: PrefixStore, namespace: str | None) -> set[bytes]:
+    """Digests of the namespaces meant. Raises BadInput when the name is none or several."""
+    there = {record.namespace for record in store.catalog.records()}
+    if namespace is None:
+        return there
+    if not namespace:
+        raise BadInput("purge: --namespace is empty")
+    named = namespace_digest(namespace)
+    if named in there:
+        return {named}
+    digits = namespace.lower()
+    found = {d for d in there if len(digits) >= _LEAST_HEX and d.hex().startswith(digits)}
+    if len(found) != 1:
+        what = "names several namespaces" if found else "is not stored here"
+        raise BadInput(f"purge: --namespace {namespace} {what} (impress inspect lists them)")
+    return found

@@ -1,0 +1,200 @@
+"""Tenants, secrets, erasure, forks, stuck disks: what must not leak, and must not hang."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import assert_serves, kv_of, prompt, put_prompt
+from typer.testing import CliRunner
+
+import impress
+from impress.cli.main import app
+from tiers.iopool import Lane
+
+Open = Callable[..., impress.PrefixStore]
+
+
+def secret_file(folder: Path, name: str, byte: int) -> str:
+    path = folder / name
+    path.write_bytes(bytes([byte]) * 32)
+    path.chmod(0o600)
+    return str(path)
+
+
+def put_for(store: impress.PrefixStore, tokens: np.ndarray, tenant: str) -> None:
+    store.store(tokens, *kv_of(tokens, store.geometry), wait_s=30, tenant=tenant)
+
+
+def rows_of(tokens: np.ndarray, geometry: impress.Geometry) -> bytes:
+    """The first rows of its keys, as they lie on the medium."""
+    return kv_of(tokens, geometry)[0][0].transpose(1, 0, 2)[:5].tobytes()
+
+
+def everything_in(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_tenants_never_see_each_other(open_store: Open, geometry: impress.Geometry) -> None:
+    store, tokens = open_store(geometry), prompt(128)
+    put_for(store, tokens, "alice")
+    store.flush()
+    assert store.lookup(tokens, tenant="alice") == 128
+    assert store.lookup(tokens, tenant="bob") == 0 and store.lookup(tokens) == 0
+
+
+def test_without_the_servers_secret_nothing_is_found(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path
+) -> None:
+    right, wrong = secret_file(tmp_path, "right", 1), secret_file(tmp_path, "wrong", 2)
+    with open_store(geometry, tenant_secret_file=right) as store:
+        put_for(store, prompt(128), "alice")
+        store.flush()
+        assert store.lookup(prompt(128), tenant="alice") == 128
+    for settings in ({"tenant_secret_file": wrong}, {}):
+        with open_store(geometry, **settings) as store:
+            assert store.lookup(prompt(128), tenant="alice") == 0
+    held = everything_in(tmp_path / "store")
+    assert bytes([1]) * 32 not in held and b"alice" not in held
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "mode", "said"),
+    [(8, 0o600, "has 8 bytes"), (32, 0o644, "open to others"), (None, 0, "No such file")],
+)
+def test_a_bad_secret_file_is_one_line(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path, n_bytes: int | None, mode: int,
+    said: str,
+) -> None:  # fmt: skip
+    path = tmp_path / "secret"
+    if n_bytes is not None:
+        path.write_bytes(bytes(n_bytes))
+        path.chmod(mode)
+    with pytest.raises(impress.ConfigError, match=said):
+        open_store(geometry, tenant_secret_file=str(path))
+
+
+def test_purging_a_tenant_leaves_no_byte_of_it(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    hers, his = prompt(256, 1), prompt(256, 2)
+    with open_store(geometry) as store:
+        put_for(store, hers, "alice")
+        put_for(store, his, "bob")
+        store.flush()
+        path = store.path
+    marks = [hers.tobytes()[:256], rows_of(hers, geometry)]
+    kept = [his.tobytes()[:256], rows_of(his, geometry)]
+    held = everything_in(path)
+    assert all(mark in held for mark in marks + kept)
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--tenant", "alice"])
+    assert done.exit_code == 0 and "1 spans erased" in done.stdout, done.output
+    held = everything_in(path)
+    assert not any(mark in held for mark in marks)
+    assert all(mark in held for mark in kept)
+    with open_store(geometry) as store:
+        store.check()
+        assert store.lookup(hers, tenant="alice") == 0
+        assert store.lookup(his, tenant="bob") == 256
+
+
+def test_a_namespace_is_purged_by_name_and_only_that(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    for name in ("one", "two"):
+        with open_store(geometry, namespace=name) as store:
+            put_prompt(store, prompt(128))
+            store.flush()
+            path = store.path
+    run = CliRunner().invoke
+    assert run(app, ["purge", "--store", str(path), "--namespace", "one"]).exit_code == 0
+    with open_store(geometry, namespace="one") as store:
+        assert store.lookup(prompt(128)) == 0
+    with open_store(geometry, namespace="two") as store:
+        assert_serves(store, prompt(128), 128)
+        digest = store.namespace.hex()
+    unknown = run(app, ["purge", "--store", str(path), "--namespace", "three"])
+    assert unknown.exit_code == 2 and "is not stored here" in unknown.stderr
+    assert run(app, ["purge", "--store", str(path)]).exit_code == 2
+    assert run(app, ["purge", "--store", str(path), "--namespace", digest[:12]]).exit_code == 0
+    with open_store(geometry, namespace="two") as store:
+        assert store.lookup(prompt(128)) == 0
+
+
+def test_what_a_lease_holds_is_erased_when_it_ends(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store, tokens = open_store(geometry, dram_bytes=0), prompt(256, 3)
+    put_prompt(store, tokens)
+    store.flush()
+    mark = rows_of(tokens, geometry)
+    with store.lease(tokens) as lease, lease.session() as session:
+        assert store.purge() == (1, 1)
+        assert store.lookup(tokens) == 0
+        k, _, _ = session.retrieve(0, None)
+        assert np.array_equal(k.numpy(), kv_of(tokens, geometry)[0][0])
+        assert mark in everything_in(store.path / "shards/main/segments")
+    assert mark not in everything_in(store.path / "shards/main/segments")
+    store.check()
+
+
+def test_everything_is_private(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry)
+    put_prompt(store, prompt(128))
+    store.flush()
+    for path in [store.path, *store.path.rglob("*")]:
+        mode = path.stat().st_mode & 0o777
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_forked_child_is_refused_in_one_line(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Its threads stayed behind: a read would wait for ever, a commit corrupt the index."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(128))
+    store.flush()
+    came, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = b"nothing was refused"
+        try:
+            store.lease(prompt(128))
+        except impress.ImpressError as err:
+            said = str(err).encode()
+        store.close()  # must not touch what is its parent's
+        os.write(go, said)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert b"opened before a fork" in os.read(came, 1000)
+    os.close(came)
+    os.close(go)
+    assert_serves(store, prompt(128), 128)
+
+
+def test_while_every_thread_is_stuck_requests_are_told_to_compute(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """A disk that hangs takes the I/O threads with it; requests must not queue up behind them."""
+    store = open_store(geometry, read_timeout_s=0.05, io_threads=2)
+    put_prompt(store, prompt(128)).wait(60)
+    stuck, begun = threading.Event(), threading.Barrier(3)
+
+    def hang() -> None:
+        begun.wait(60)
+        stuck.wait(60)
+
+    blockers = store._pool.submit(Lane.DEMAND, [hang, hang])
+    begun.wait(60)
+    while store.stats()["stuck_threads"] < 2:  # it takes the time limit to be sure
+        pass
+    with store.lease(prompt(128)) as lease:
+        assert lease.n_tokens == 0 and lease.miss_reason == "tier off"
+    assert store.stats()["misses"]["tier_off"] == 1
+    stuck.set()
+    blockers.wait(60)
+    assert_serves(store, prompt(128), 128)
