@@ -173,9 +173,9 @@ class LowBit:
         noise = (rows.square().sum(dim=-1) * errors[:, None]).view(shape)
         with scratch(raw.device) as take:
             multiply = code_product(rows, n, self.bits, geometry.dtype, take)
-            for kv in range(n_kv):
-                scores = multiply(kv, codes[:, kv], scales[kv])
-                yield Scored(scores.view(*shape[1:], n), noise[kv])
+            by_head = zip(codes.unbind(dim=1), scales.unbind(), noise.unbind(), strict=True)
+            for kv, (head, its_scales, its_noise) in enumerate(by_head):
+                yield Scored(multiply(kv, head, its_scales).view(*shape[1:], n), its_noise)
 
 
 _CODECS: Final[dict[str, ProbeCodec]] = {

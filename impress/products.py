@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Keeps int32 sums in range (127 · 15 · ratio · head_dim / 2) for heads of up to 2,048.
 _MOST_RATIO: Final = 1024.0
+#: Up to so many rows, products are made codes first.
+_FEW_ROWS: Final = 32
 
 
 class CodeProduct(Protocol):
@@ -69,18 +71,16 @@ class IntegerProduct:
     def __init__(self, rows: torch.Tensor, n: int, bits: int, take: Take) -> None:
         module = torch_module()
         self._bits = bits
-        whole, self._steps = _rounded(rows)
-        self._rows = whole.to(module.int8)
-        self._centres = _centres(whole, bits)
+        whole, steps = _rounded(rows)
+        self._rows, self._steps = whole.to(module.int8).unbind(), steps.unbind()
+        self._centres = _centres(whole, bits).unbind()
         self._codes = take((n, rows.shape[-1]), module.uint8)
-        self._dots = take((rows.shape[1], n), module.int32)
-        self._scores = take((rows.shape[1], n), module.float32)
+        self._dots = _Dots(rows.shape[1], n, 1, take)
 
     def __call__(self, kv: int, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         unpack_codes(packed, self._codes.shape[1], self._bits, self._codes)
-        _int_mm(self._rows[kv], self._codes, self._dots)
-        scores: torch.Tensor = self._scores.copy_(self._dots)
-        return scores.sub_(self._centres[kv]).mul_(scales * self._steps[kv, 0])
+        self._dots.multiply(0, self._rows[kv], self._codes)
+        return self._dots.floats().sub_(self._centres[kv]).mul_(scales * self._steps[kv])
 
 
 class HalvesProduct:
@@ -100,31 +100,65 @@ class HalvesProduct:
         most_low = most[..., :half].amax(dim=-1, keepdim=True)
         most_high = most[..., half:].amax(dim=-1, keepdim=True)
         steps = module.maximum(most_high / 16, most_low / (_MOST_RATIO - 1)) / 127
-        self._steps = steps.clamp_(min=1e-30)
-        high = (rows[..., half:] / (16 * self._steps)).round_()
-        left = rows[..., :half] - high * self._steps
-        ratios = (left.abs().amax(dim=(1, 2), keepdim=True) / (127.0 * self._steps)).ceil_()
+        steps.clamp_(min=1e-30)
+        high = (rows[..., half:] / (16 * steps)).round_()
+        left = rows[..., :half] - high * steps
+        ratios = (left.abs().amax(dim=(1, 2), keepdim=True) / (127.0 * steps)).ceil_()
         ratios.nan_to_num_(nan=1.0).clamp_(1, 2 * _MOST_RATIO)  # a query of nan scores nan
-        low = (left / (ratios * self._steps)).round_().clamp_(-127, 127)
-        self._ratios = ratios.flatten().to(module.int64).tolist()
-        self._high, self._low = high.to(module.int8), low.to(module.int8)
+        low = (left / (ratios * steps)).round_().clamp_(-127, 127)
+        self._steps, self._ratios = steps.unbind(), ratios.flatten().to(module.int64).tolist()
+        self._high, self._low = high.to(module.int8).unbind(), low.to(module.int8).unbind()
         # In steps, q_hi = 16 high and q_lo = low × ratio + high: 8 Σ q_hi − 7.5 Σ (q_hi + q_lo)
         tops = high.sum(dim=-1, keepdim=True)
-        self._centres = 8 * tops - 7.5 * (low.sum(dim=-1, keepdim=True) * ratios + tops)
-        self._bytes = take((2, n, half), module.uint8)
-        self._dots = take((2, rows.shape[1], n), module.int32)
-        self._scores = take((rows.shape[1], n), module.float32)
+        centres = 8 * tops - 7.5 * (low.sum(dim=-1, keepdim=True) * ratios + tops)
+        self._centres = centres.unbind()
+        self._bytes = take((n, half), module.uint8)
+        self._dots = _Dots(rows.shape[1], n, 2, take)
 
     def __call__(self, kv: int, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        raw, low = self._bytes
-        raw.copy_(packed)
-        torch_module().bitwise_and(raw, 15, out=low)
-        dots, low_dots = self._dots
-        _int_mm(self._high[kv], raw, dots)
-        _int_mm(self._low[kv], low, low_dots)
-        dots.add_(low_dots, alpha=self._ratios[kv])
-        scores: torch.Tensor = self._scores.copy_(dots)
-        return scores.add_(self._centres[kv]).mul_(scales * self._steps[kv, 0])
+        # In place throughout: what one head takes then stays in a core's own cache.
+        raw, dots = self._bytes.copy_(packed), self._dots
+        dots.multiply(0, self._high[kv], raw)
+        dots.multiply(1, self._low[kv], raw.bitwise_and_(15))
+        dots.add(self._ratios[kv])
+        return dots.floats().add_(self._centres[kv]).mul_(scales * self._steps[kv])
+
+
+class _Dots:
+    """Integer products of rows int8 [r, k] with codes [n, k] as float32 [r, n], reused.
+
+    With few rows, codes come first: they are then read as they lie, where rows first rearranges
+    them, and a product with the identity turns what comes out the way softmax wants it.
+    """
+
+    def __init__(self, r: int, n: int, n_parts: int, take: Take) -> None:
+        module = torch_module()
+        self._turns = r <= _FEW_ROWS
+        shape = (n_parts, n, r) if self._turns else (n_parts, r, n)
+        self._parts = take(shape, module.int32).unbind()
+        self._floats = self._parts[0].view(module.float32)
+        if self._turns:
+            self._identity = module.eye(r)
+            self._turned = take((r, n), module.float32)
+
+    def multiply(self, part: int, rows: torch.Tensor, codes: torch.Tensor) -> None:
+        module = torch_module()
+        signed = codes.view(module.int8)
+        pair = (signed, rows.t()) if self._turns else (rows, signed.t())
+        module._int_mm(*pair, out=self._parts[part])
+
+    def add(self, ratio: int) -> None:
+        """The second part, times a whole number, to the first."""
+        self._parts[0].add_(self._parts[1], alpha=ratio)
+
+    def floats(self) -> torch.Tensor:
+        """The first part, to be overwritten."""
+        floats = self._floats.copy_(self._parts[0])
+        if not self._turns:
+            return floats
+        module = torch_module()
+        turned: torch.Tensor = module.mm(self._identity, floats.t(), out=self._turned)
+        return turned
 
 
 @cache
@@ -143,11 +177,6 @@ def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     steps = rows.abs().amax(dim=(1, 2), keepdim=True).clamp_(min=1e-30) / 127.0
     return (rows / steps).round_(), steps
-
-
-def _int_mm(rows: torch.Tensor, codes: torch.Tensor, out: torch.Tensor) -> None:
-    module = torch_module()
-    module._int_mm(rows, codes.view(module.int8).t(), out=out)
 
 
 def _centres(rows: torch.Tensor, bits: int) -> torch.Tensor:
