@@ -124,8 +124,8 @@ def ask_all(
             with torch.no_grad():
                 dense = model(torch.tensor([q.tokens]), past_key_values=cache).logits[0, -1]
             cache.crop(-len(q.tokens))
-            found.dense_same.append(_choice(dense, q) == _choice(got["exact"].logits, q))
-            found.dense_right.append(_choice(dense, q) == q.answer)
+            found.dense_same.append(choice_of(dense, q) == choice_of(got["exact"].logits, q))
+            found.dense_right.append(choice_of(dense, q) == q.answer)
             if doc.index < n_checked:
                 _compare(engine, doc, q, got, found)
 
@@ -138,14 +138,14 @@ def _outcome(
     said = [[line.get(name, 0.0) for line in lines] for name in ESTIMATES]
     mass = np.array([said[0], one.missing, said[1], one.missing_worst]) if one.missing else ()
     log_p, log_e = one.logits.log_softmax(-1), exact.logits.log_softmax(-1)
-    chosen = _choice(one.logits, q)
+    chosen = choice_of(one.logits, q)
     return Outcome(
         document=doc.index,
         task=q.task,
         right=chosen == q.answer,
         strict=int(one.logits.argmax()) == q.answer,
-        same=chosen == _choice(exact.logits, q),
-        exact_right=_choice(exact.logits, q) == q.answer,
+        same=chosen == choice_of(exact.logits, q),
+        exact_right=choice_of(exact.logits, q) == q.answer,
         kl=float((log_e.exp() * (log_e - log_p)).sum()),
         rows_share=float(np.mean([line.get("chosen", doc.n_tokens) for line in lines]))
         / doc.n_tokens,
@@ -156,7 +156,7 @@ def _outcome(
     )
 
 
-def _choice(logits: torch.Tensor, q: Question) -> int:
+def choice_of(logits: torch.Tensor, q: Question) -> int:
     """The likeliest of a question's candidates."""
     return int(q.candidates[int(logits[list(q.candidates)].argmax())])
 
@@ -297,12 +297,17 @@ def _reads(row: Row) -> Row:
 # ---- the run -----------------------------------------------------------------------------------
 
 
-def opened(checkpoint: str, folder: Path) -> hf.Engine:
-    """A checkpoint's model over a fresh store, which the engine closes."""
+def model_of(checkpoint: str) -> Any:
+    """A checkpoint's model in float16."""
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(_LOOKUP / checkpoint, dtype=torch.float16).eval()
     assert geometry_of(model.config, model.dtype).dtype == "float16"
-    return hf.attach(model, folder / checkpoint, config=CONFIG, store_new=False)
+    return model
+
+
+def opened(checkpoint: str, folder: Path) -> hf.Engine:
+    """A checkpoint's model over a fresh store, which the engine closes."""
+    return hf.attach(model_of(checkpoint), folder / checkpoint, config=CONFIG, store_new=False)
 
 
 def digest_of(checkpoint: str) -> str:
