@@ -35,19 +35,18 @@ from impress.policy import AllHeads, Exact, Paper, Policy, Quality, Random, Rece
 CHECKPOINTS: Final = ("agreeing", "specialised")
 N_TOKENS: Final = 1024
 N_DOCUMENTS: Final = {False: 252, True: 8}  # by `quick`
-LIMIT_S: Final = 900  # after this no further document is begun: `n` says how many were asked
+LIMIT_S: Final = 2700  # after this no further document is begun: `n` says how many were asked
 N_CHECKED: Final = 2  # documents whose answers the engine gives too
 N_RESAMPLES: Final = 2000
-BOUND: Final = 0.1
 ESTIMATES: Final = ("estimated_missing_mass", "missing_mass_worst_head")
 POLICIES: Final[dict[str, Policy]] = {
     "exact": Exact(),
     "paper10": Paper(0.10),
     "paper25": Paper(0.25),
     "ungated25": Paper(0.25, gate=False),
-    "quality": Quality(BOUND),
-    "quality_head": Quality(BOUND, per="head"),
-    "quality05": Quality(BOUND / 2),
+    "quality": Quality(),
+    "quality10": Quality(0.1),
+    "quality_head10": Quality(0.1, per="head"),
     "all_heads10": AllHeads(0.10),
     "random25": Random(0.25),
     "recency25": Recency(0.25),

@@ -77,7 +77,7 @@ class Quality:
     the bound, the estimate in the answer says so. Raises BadInput.
     """
 
-    max_missing_mass: float = 0.1
+    max_missing_mass: float = 0.05
     max_bytes: int | None = None
     per: Literal["mean", "head"] = "mean"
     probe: str | None = "int4-v1"
