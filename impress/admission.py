@@ -5,20 +5,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
+from typing import Final
 
 from impress.blockhash import Tokens, key_after
 from impress.catalog import Held
 from impress.commit import Committer, StoreJob
 from impress.draft import Draft, Media, Stored
 from impress.errors import BadInput, StoreFailed
-from impress.format import SpanRecord, meta_bytes
+from impress.fitting import Fitter
+from impress.format import ProbeRecord, SpanRecord, meta_bytes
 from impress.home import Home
 from impress.layout import SpanLayout
 from impress.stats import Counters
+from impress.tables import TableCache
 from impress.types import Geometry
 from impress.writer import Writer
 from tiers.base import Extent, Slot, round_up
-from tiers.errors import MediumError
+from tiers.errors import MediumError, ReadFailed
+
+#: Longest wait for the header of the span a new one hangs from; it is read with most leases.
+HEADER_TIMEOUT_S: Final = 10.0
 
 
 class Admission:
@@ -26,7 +32,7 @@ class Admission:
 
     def __init__(
         self, geometry: Geometry, window: int, namespace: bytes, name: str, home: Home,
-        committer: Committer, media: Media, counters: Counters,
+        committer: Committer, media: Media, counters: Counters, tables: TableCache, fitter: Fitter,
     ) -> None:  # fmt: skip
         self._geometry = geometry
         self._window = window
@@ -36,6 +42,8 @@ class Admission:
         self._committer = committer
         self._media = media
         self._counters = counters
+        self._tables = tables
+        self.fitter = fitter
         self._spans = itertools.count(home.last_span + 1)  # next() of it is atomic
         self._drafts: dict[int, Draft] = {}  # space reserved, not yet READY or given back
 
@@ -57,7 +65,7 @@ class Admission:
         draft = None
         try:
             if n_windows > first:
-                draft = self._draft(root, labels, first, n_windows - first)
+                draft = self._draft(root, labels, first, n_windows - first, self._before(held))
                 if draft is None:
                     stored.refused = "disk full"
         except BaseException:
@@ -78,10 +86,22 @@ class Admission:
         """The committer is through with a draft."""
         del self._drafts[draft.record.span_id]
         self._home.release(held)
+        self.fitter.poke(draft.record.n_windows * self._window)
 
-    def _draft(self, root: bytes, labels: bytes, first: int, n_windows: int) -> Draft | None:
+    def _before(self, held: Sequence[Held]) -> tuple[ProbeRecord, ...]:
+        """What the span that the next hangs from was probed with, where that matters."""
+        if not held or not self._media.fits:
+            return ()
+        last = held[-1].record
+        table = self._tables.of([last], HEADER_TIMEOUT_S)[last.span_id]
+        return () if isinstance(table, ReadFailed) else table.probes
+
+    def _draft(
+        self, root: bytes, labels: bytes, first: int, n_windows: int, probed: Sequence[ProbeRecord]
+    ) -> Draft | None:
         """Reserve space for a span of n_windows from window `first`; None when there is none."""
-        probe_bytes = [probe.window_bytes(self._window) for probe in self._media.probes]
+        sketches = self._media.sketches(probed)
+        probe_bytes = [sketch.record.window_bytes(self._window) for sketch in sketches]
         layout = SpanLayout.of(self._geometry, self._window, n_windows, probe_bytes)
         meta = self._reserve_meta(n_windows, layout)
         slot = self._reserve(layout.data_bytes) if meta is not None else None
@@ -96,7 +116,7 @@ class Admission:
             next(self._spans), self._namespace, root, before, key_after(before, own, self._window),
             first, n_windows, self._window, meta, slot.parts, own,
         )  # fmt: skip
-        return Draft(record, self._geometry, layout, slot, labels, self._media)
+        return Draft(record, self._geometry, layout, slot, labels, self._media, sketches)
 
     def _reserve_meta(self, n_windows: int, layout: SpanLayout) -> Extent | None:
         size = meta_bytes(64, n_windows, self._window, self._geometry.n_layers, layout.n_sums)

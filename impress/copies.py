@@ -9,7 +9,7 @@ from impress.config import Config
 from impress.errors import ConfigError, Unsupported
 from impress.history import SHARE as HISTORY_SHARE
 from impress.layout import K, SpanLayout, V
-from impress.probes import ProbeCodec
+from impress.probes import ProbeCodec, codec_of, fitted
 from impress.types import Geometry
 from tiers.base import Usage, round_up
 
@@ -40,11 +40,15 @@ class Copies:
             ChunkCache(n, planes, geometry.n_layers, name, config.eviction)
             for name, n in budgets.items()
         )
-        self.probes: dict[int, ChunkCache] = {}
-        for plane, codec in enumerate(codecs, start=V + 1):
-            size = round_up(codec.probe_bytes(geometry) * window // codec.group)
-            share = probe_bytes // len(codecs)
-            self.probes[plane] = ChunkCache(share, {plane: size}, geometry.n_layers)
+        self.probes: dict[tuple[int, int], ChunkCache] = {}  # by plane and bytes a chunk
+        sizes = {
+            (plane, round_up(one.probe_bytes(geometry) * window // one.group))
+            for plane, codec in enumerate(codecs, start=V + 1)
+            for one in _with_fallback(codec)
+        }
+        for plane, size in sorted(sizes):
+            share = probe_bytes // len(sizes)
+            self.probes[plane, size] = ChunkCache(share, {plane: size}, geometry.n_layers)
 
     def _all(self) -> list[ChunkCache]:
         return [*self.chunks, *self.probes.values()]
@@ -73,6 +77,12 @@ class Copies:
     def check(self) -> None:
         for cache in self._all():
             cache.check()
+
+
+def _with_fallback(codec: ProbeCodec) -> list[ProbeCodec]:
+    """What may make a codec's records: itself, and what stands in until it has parameters."""
+    again = fitted(codec)
+    return [codec] if again is None else [codec, codec_of(again.fallback)]
 
 
 def _check_hbm(config: Config, chunk_bytes: int) -> None:

@@ -130,6 +130,7 @@ class Shard:
         self.path = path / "shards" / name
         self.index = self.path / "index"
         self.segments = self.path / "segments"
+        self.params = self.path / "params"
         self._fd = -1
 
     def lock(self) -> None:

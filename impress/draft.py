@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ from impress.errors import StoreFailed
 from impress.format import ProbeRecord, SpanRecord
 from impress.layout import K, SpanLayout, V
 from impress.order import RowOrder, Rows
+from impress.params import NONE, Layers, Params
+from impress.probes import ProbeCodec, codec_of, fitted
 from impress.rows import all_finite, plane_words
 from impress.types import Geometry
 from tiers.base import Bytes, Slot, sums_of
@@ -24,9 +27,6 @@ from tiers.errors import MediumError
 from tiers.iopool import IoPool, Lane
 from tiers.slots import Buffer, BufferPool, aligned
 from tiers.ssd import SsdTier
-
-if TYPE_CHECKING:
-    from impress.probes import ProbeCodec
 
 #: Rows of at most this many bytes share a slot: large enough to write well, small enough to pool.
 SLOT_BYTES = 4 << 20
@@ -69,6 +69,19 @@ class Stored:
         return f"Stored(n_tokens={self.n_tokens}, n_new={self.n_new}, {state})"
 
 
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A codec as one span uses it: how its header says so, and the parameters by layer."""
+
+    codec: ProbeCodec
+    record: ProbeRecord
+    layers: Layers | None = None
+
+    def encode(self, keys: Any, geometry: Geometry, layer: int) -> Bytes:
+        """Records of some keys of a layer."""
+        return self.codec.encode(keys, geometry, self.layers[layer] if self.layers else None)
+
+
 class Media:
     """What a writer writes with; the same for all writers of a store."""
 
@@ -78,17 +91,48 @@ class Media:
         pool: IoPool,
         slots: BufferPool,
         geometry: Geometry,
-        codecs: Sequence[ProbeCodec] = (),
+        codecs: Sequence[ProbeCodec],
+        namespace: bytes,
+        params: Params,
     ) -> None:
         self.ssd = ssd
         self.codecs = tuple(codecs)  # a probe record of each goes with every span
-        self.probes = tuple(
-            ProbeRecord(codec.name, codec.group, codec.probe_bytes(geometry)) for codec in codecs
-        )
+        self._geometry = geometry
+        self._namespace = namespace
+        self._params = params
         self.pool = pool
         self.slots = slots
         # Several slots at least, so that packing goes on while one is written.
         self.slot_bytes = min(SLOT_BYTES, (slots.budget_bytes or SLOT_BYTES) // 4)
+
+    @property
+    def fits(self) -> bool:
+        """Whether some codec has parameters to fit."""
+        return any(fitted(codec) is not None for codec in self.codecs)
+
+    def sketches(self, before: Sequence[ProbeRecord] = ()) -> tuple[Sketch, ...]:
+        """What a new span's records are made with; `before`: those of the span it hangs from.
+
+        A fitted codec goes on as the span before did, so that one prefix is scored alike from end
+        to end; else with the newest parameters; until there are any with its fallback.
+        """
+        made: dict[str, Sketch] = {}
+        for codec in self.codecs:
+            sketch = self._sketch(codec, {record.codec: record.params for record in before})
+            made.setdefault(sketch.codec.name, sketch)
+        return tuple(made.values())
+
+    def _sketch(self, codec: ProbeCodec, before: dict[str, bytes]) -> Sketch:
+        again, digest, layers = fitted(codec), NONE, None
+        if again is not None:
+            fallback = codec_of(again.fallback)
+            found = before.get(codec.name)
+            if found is None and fallback.name not in before:
+                found = self._params.current(self._namespace, codec.name)
+            layers = None if found is None else self._params.layers(found)
+            codec, digest = (fallback, NONE) if found is None or not layers else (codec, found)
+        size = codec.probe_bytes(self._geometry)
+        return Sketch(codec, ProbeRecord(codec.name, codec.group, size, digest), layers)
 
 
 class Draft:
@@ -102,6 +146,7 @@ class Draft:
         slot: Slot,
         prefix: bytes,
         media: Media,
+        sketches: Sequence[Sketch] = (),
     ) -> None:
         self.record = record
         self.slot = slot
@@ -111,7 +156,8 @@ class Draft:
         self.importance: npt.NDArray[np.float32] | None = None
         self.packed: list[Rows | None] = [None] * geometry.n_layers
         """For each layer the row in each slot; None: rows in position order. Set before writing."""
-        self.probes = media.probes
+        self.probes = tuple(sketch.record for sketch in sketches)
+        self._sketches = sketches
         self._geometry = geometry
         self._media = media
         self._lock = threading.Condition()
@@ -170,9 +216,9 @@ class Draft:
         g, plane = self._geometry, self.layout.planes[K]
         packed = slot[: count * plane.chunk_bytes]
         keys = plane_words(packed, plane, g.dtype, g.n_kv_heads, g.head_dim)
-        for i, codec in enumerate(self._media.codecs, start=V + 1):
+        for i, sketch in enumerate(self._sketches, start=V + 1):
             data = aligned(count * self.layout.planes[i].chunk_bytes)
-            groups = codec.encode(keys, g).reshape(count, -1)
+            groups = sketch.encode(keys, g, layer).reshape(count, -1)
             data.reshape(count, -1)[:, : groups.shape[1]] = groups
             self._put(i, layer, first, count, data)
 

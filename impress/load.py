@@ -17,6 +17,7 @@ from impress.copies import Copies
 from impress.errors import PrefixLost
 from impress.history import History
 from impress.layout import K, V
+from impress.params import Params
 from impress.plan import (
     Missing,
     Part,
@@ -67,6 +68,7 @@ class Reading:
     quarantine: Callable[[int], None]  # span at home is bad
     history: History
     save_history: Callable[[], None]  # asks the committer; nothing where none writes
+    params: Params  # of fitted probe codecs
 
 
 class Load:

@@ -21,8 +21,9 @@ from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.identify import Asked, select
 from impress.layout import K, V
 from impress.load import Load, Reading
+from impress.params import NONE, Layers
 from impress.policy import Exact, KeepAll, Policy
-from impress.probes import codec_of
+from impress.probes import ProbeCodec, codec_of, fitted
 from impress.promote import Looked
 from impress.rows import host_words
 from impress.session import Lease, Session
@@ -42,22 +43,40 @@ class SparseSession(Session):
 
     def __init__(self, lease: Lease, policy: Policy, reading: Reading) -> None:
         super().__init__(lease, policy, reading)
-        self._codec = codec_of(policy.probe) if policy.probe else None
-        self._plane = self._probe_plane()
+        self._codec, self._plane, self._params = self._sketch()
         self._probes: dict[int, Load] = {}  # records on their way, by layer
         self._importance: npt.NDArray[np.float32] | None = None  # [n_layers, n_tokens]
         self._chosen: dict[int, Selection] = {}  # by layer
 
-    def _probe_plane(self) -> int | None:
-        """The plane that holds the codec's records in every span of the prefix; else None."""
-        if self._codec is None:
-            return None
-        wanted = (self._codec.name, self._codec.group, self._codec.probe_bytes(self._r.geometry))
+    def _sketch(self) -> tuple[ProbeCodec | None, int | None, Layers | None]:
+        """The codec to score with, the plane of its records, and its parameters by layer.
+
+        Records count only where every span has them, made with the same parameters, and these can
+        be had; else those of the codec's fallback; else (plane None) they are made from the keys,
+        by a codec without parameters.
+        """
+        if not self.policy.probe:
+            return None, None, None
+        codec = codec_of(self.policy.probe)
+        again = fitted(codec)
+        plain = codec if again is None else codec_of(again.fallback)
+        plane, digest = self._plane_of(codec)
+        if again is None:
+            return codec, plane, None
+        layers = None if plane is None else self._r.params.layers(digest)
+        if layers is not None and len(layers) == self._r.geometry.n_layers:
+            return codec, plane, layers
+        return plain, self._plane_of(plain)[0], None
+
+    def _plane_of(self, codec: ProbeCodec) -> tuple[int | None, bytes]:
+        """The plane that holds a codec's records in every span of the prefix, alike; else None."""
+        wanted = (codec.name, codec.group, codec.probe_bytes(self._r.geometry))
         planes = set()
         for source in self._sources:
             found = [(p.codec, p.group, p.group_bytes) for p in source.probes]
-            planes.add(V + 1 + found.index(wanted) if wanted in found else None)
-        return planes.pop() if len(planes) == 1 else None
+            at = found.index(wanted) if wanted in found else None
+            planes.add((None, NONE) if at is None else (V + 1 + at, source.probes[at].params))
+        return planes.pop() if len(planes) == 1 else (None, NONE)
 
     def prefetch(self, outs: Sequence[Tensors] | None = None) -> None:
         """Start reading every layer's probe records. Rows cannot be read before they are chosen."""
@@ -69,11 +88,10 @@ class SparseSession(Session):
                 self._probes[layer] = self._start_probes(layer, self._plane)
 
     def _start_probes(self, layer: int, plane: int) -> Load:
-        cache = self._r.copies.probes.get(plane)
-        fits = self._sources[0].layout.planes[plane].chunk_bytes
+        size = self._sources[0].layout.planes[plane].chunk_bytes
         # A prefix stored with other codecs than this store's now has no cache of its records.
-        caches = [cache] if cache is not None and cache.chunk_bytes == fits else []
-        return Load(self._r, self._sources, layer, caches, (plane,))
+        cache = self._r.copies.probes.get((plane, size))
+        return Load(self._r, self._sources, layer, [cache] if cache else [], (plane,))
 
     def _bring(
         self,
@@ -146,7 +164,7 @@ class SparseSession(Session):
             suffix_lse,
             self._codec,
             None if self._codec is None else self._records(layer, all_keys, used),
-            None,
+            None if self._params is None else self._params[layer],
             all_keys,
             lambda: self._given_importance(layer),
             self._chosen,
@@ -209,6 +227,7 @@ class SparseSession(Session):
                 "wait_ms": (monotonic() - begin_s) * 1e3,
                 "map_ms": sum(load.map_ms for load in used),
                 "chosen": n_rows,
+                "probe": None if self._codec is None else self._codec.name,
                 "wanted_bytes": n_keys * g.k_row_bytes + n_rows * g.v_row_bytes + records,
                 "fell_back": selection.fell_back,
                 "reason": selection.reason,

@@ -22,11 +22,13 @@ from impress.copies import Copies
 from impress.directory import Identity, Shard, matching_identity
 from impress.draft import Media, Stored
 from impress.errors import BadInput, ConfigError, ImpressError, StoreFailed
+from impress.fitting import Fitter
 from impress.history import History
 from impress.home import COMMIT_TIMEOUT_S, Home
 from impress.index import Index
 from impress.layout import SpanLayout
 from impress.load import Reading
+from impress.params import Params
 from impress.plan import Source
 from impress.probes import codec_of
 from impress.rows import check_layers
@@ -115,19 +117,22 @@ class PrefixStore:
         codecs = [codec_of(name) for name in config.probes]
         self._copies = Copies(config, geometry, self.window, codecs)
         self._tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
+        params = Params(self._shard.params, write=self.writable)
         self.buffers = BufferPool(None)
         """Page-aligned buffers for whoever reads: sessions and engines."""
         self._reading = Reading(
             geometry, config, home.ssd, self._copies, self._pool, self.buffers, self.counters,
-            home.quarantine, home.history, home.save_history,
+            home.quarantine, home.history, home.save_history, params,
         )  # fmt: skip
         self._admission: Admission | None = None
         if home.committer is not None:
             slots = BufferPool(config.write_buffer_bytes)
-            media = Media(home.ssd, self._pool, slots, geometry, codecs)
+            ours = self.namespace
+            media = Media(home.ssd, self._pool, slots, geometry, codecs, ours, params)
+            fitter = Fitter(codecs, geometry, ours, home.ssd, home.catalog, params)
             self._admission = Admission(
-                geometry, self.window, self.namespace, self.name, home, home.committer, media,
-                self.counters,
+                geometry, self.window, ours, self.name, home, home.committer, media,
+                self.counters, self._tables, fitter,
             )  # fmt: skip
         home.tidy()
         self._metrics: Any = None
@@ -291,8 +296,13 @@ class PrefixStore:
         self._tables.clear()
 
     def flush(self, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
-        """Wait until all that was stored is READY. Raises StoreFailed for what failed since."""
+        """Wait until all that was stored is READY. Raises StoreFailed for what failed since.
+
+        A fit of probe parameters that this set off has then ended too, or timeout_s has passed.
+        """
         self._home.flush(timeout_s)
+        if self._admission is not None:
+            self._admission.fitter.wait(timeout_s)
 
     def close(self) -> None:
         """Finish what is queued, stop the threads, release the lock. Idempotent."""
@@ -302,6 +312,8 @@ class PrefixStore:
         if self._metrics is not None:
             self._metrics.shutdown()
             self._metrics.server_close()
+        if self._admission is not None:
+            self._admission.fitter.close(self.config.read_timeout_s)
         self._home.settle()
         # A stuck thread may still use its file: then the files stay open until the process ends.
         self._home.close(files=self._pool.close(self.config.read_timeout_s))

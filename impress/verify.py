@@ -31,6 +31,7 @@ from impress.format import (
 )
 from impress.index import Index
 from impress.layout import K, SpanLayout, V
+from impress.params import NONE, Params
 from impress.records import wrong_record
 from tiers.base import Read, Slot, Sums, round_up, sums_of
 from tiers.coalesce import locate
@@ -134,6 +135,7 @@ class _Verification:
             self._ssd = SsdTier(shard.segments, PART_BYTES, None, read_only=True)
         except MediumError as err:
             raise StoreFailed(str(err)) from None
+        self._params = Params(shard.params, write=False)
         self._pool = pool
         self._buffers = BufferPool(None)
         self._verdict = Verdict()
@@ -250,6 +252,10 @@ class _Verification:
         if header is None:
             return
         layout, sums = self._layout(record, header.probes), header.sums
+        for probe in header.probes:
+            if probe.params != NONE and self._params.layers(probe.params) is None:
+                what = f"{probe.codec} parameters {probe.params.hex()[:12]}…: missing or damaged"
+                self._report(what, record.span_id)
         self._verdict.pieces += layout.n_sums
         self._verdict.n_bytes += layout.data_bytes
         for layer in range(layout.n_layers):

@@ -1,0 +1,171 @@
+"""Parameters of fitted probe codecs: records of their own, named by the digest of their bytes.
+
+    STORE/shards/main/params/<64 hex digits>    all layers of one fit; written once, never changed
+    STORE/shards/main/params/current.json       for the writer: (namespace, codec) -> digest
+
+A span's header names the digest its records were made with. Whoever reads them reads the file of
+that name and compares its digest: one that is missing or does not match gives no parameters, never
+wrong ones. Layouts are in docs/FORMAT.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+log = logging.getLogger("impress")
+
+Layers = tuple[bytes, ...]
+
+DIGEST_BYTES: Final = 32
+NONE: Final = bytes(DIGEST_BYTES)  # in a header: made without parameters
+#: One record at most; and all records of a store together, on disk and in memory.
+MOST_RECORD_BYTES: Final = 256 << 20
+MOST_BYTES: Final = 1 << 30
+
+_MAGIC: Final = b"IMPPARM1"
+_HEAD: Final = struct.Struct("<8sI4x")  # magic, layers; then u64 bytes of each
+_CURRENT: Final = "current.json"
+
+
+def encode_params(layers: Sequence[bytes]) -> bytes:
+    """One record of all layers' parameters."""
+    sizes = struct.pack(f"<{len(layers)}Q", *(len(layer) for layer in layers))
+    return _HEAD.pack(_MAGIC, len(layers)) + sizes + b"".join(layers)
+
+
+def decode_params(raw: bytes) -> Layers | None:
+    """The layers of a record; None when it is none."""
+    if len(raw) < _HEAD.size:
+        return None
+    magic, n = _HEAD.unpack_from(raw)
+    at = _HEAD.size + 8 * n
+    if magic != _MAGIC or at > len(raw):
+        return None
+    sizes = struct.unpack_from(f"<{n}Q", raw, _HEAD.size)
+    if at + sum(sizes) != len(raw):
+        return None
+    layers = []
+    for size in sizes:
+        layers.append(raw[at : at + size])
+        at += size
+    return tuple(layers)
+
+
+def digest_of(raw: bytes) -> bytes:
+    """What a record is called."""
+    return hashlib.blake2b(raw, digest_size=DIGEST_BYTES, person=b"impress-params").digest()
+
+
+class Params:
+    """The records of one shard. Thread-safe; nothing here raises for what a disk does."""
+
+    def __init__(self, folder: Path, *, write: bool) -> None:
+        self._folder = folder
+        self._write = write
+        self._lock = threading.Lock()
+        self._cached: OrderedDict[bytes, Layers] = OrderedDict()
+        self._current = self._read_current()
+
+    def current(self, namespace: bytes, codec: str) -> bytes | None:
+        """Digest of the parameters that new spans are made with; None until there are any."""
+        with self._lock:
+            return self._current.get(_key(namespace, codec))
+
+    def layers(self, digest: bytes) -> Layers | None:
+        """The parameters of that name, by layer; None where they cannot be had. Reads once."""
+        with self._lock:
+            if digest in self._cached:
+                self._cached.move_to_end(digest)
+                return self._cached[digest]
+        found = self._read(digest)
+        if found is not None:
+            self._keep(digest, found)
+        return found
+
+    def add(self, namespace: bytes, codec: str, layers: Sequence[bytes]) -> bytes | None:
+        """Keep a fit: on stable storage, under its digest, when this returns; None when not."""
+        raw = encode_params(layers)
+        if not self._write or len(raw) > MOST_RECORD_BYTES or self._used() + len(raw) > MOST_BYTES:
+            log.warning("probe parameters of %s: %d bytes are too many", codec, len(raw))
+            return None
+        digest = digest_of(raw)
+        with self._lock:
+            current = {**self._current, _key(namespace, codec): digest}
+        said = {key: value.hex() for key, value in current.items()}
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            _write_whole(self._folder / digest.hex(), raw)
+            _write_whole(self._folder / _CURRENT, json.dumps(said, indent=1).encode())
+        except OSError as err:
+            log.warning("probe parameters of %s: %s", codec, err)
+            return None
+        with self._lock:
+            self._current = current
+        self._keep(digest, tuple(layers))
+        return digest
+
+    def _keep(self, digest: bytes, layers: Layers) -> None:
+        with self._lock:
+            self._cached[digest] = layers
+            while sum(len(one) for each in self._cached.values() for one in each) > MOST_BYTES:
+                self._cached.popitem(last=False)
+
+    def _read(self, digest: bytes) -> Layers | None:
+        path = self._folder / digest.hex()
+        try:
+            if path.stat().st_size > MOST_RECORD_BYTES:
+                return None
+            raw = path.read_bytes()
+        except OSError:
+            return None
+        if digest_of(raw) != digest:
+            log.warning("%s: does not match its name; not used", path)
+            return None
+        return decode_params(raw)
+
+    def _used(self) -> int:
+        try:
+            return sum(path.stat().st_size for path in self._folder.iterdir())
+        except OSError:
+            return 0
+
+    def _read_current(self) -> dict[str, bytes]:
+        """Empty where there is none that can be read: then parameters are fitted again."""
+        try:
+            said = json.loads((self._folder / _CURRENT).read_text())
+            found = {str(key): bytes.fromhex(value) for key, value in said.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+        return {key: digest for key, digest in found.items() if len(digest) == DIGEST_BYTES}
+
+
+def _key(namespace: bytes, codec: str) -> str:
+    return f"{namespace.hex()}/{codec}"
+
+
+def _write_whole(path: Path, raw: bytes) -> None:
+    """All of it or nothing, and on stable storage on return. Raises OSError."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as out:
+            out.write(raw)
+            out.flush()
+            os.fsync(out.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

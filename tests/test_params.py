@@ -1,0 +1,187 @@
+"""Parameters of fitted probe codecs: when they come, how they are kept, what happens without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import prompt
+from test_probes import low_rank_keys
+from test_sparse import asked
+
+import impress
+from impress import admission, fitting, params
+from impress.params import NONE, Params, decode_params, digest_of, encode_params
+from impress.policy import Quality
+from impress.tables import read_header
+from impress.verify import verify_store
+
+Open = Callable[..., impress.PrefixStore]
+SHAPE = impress.Geometry(2, 8, 8, 32, "float16")
+POLICY = Quality(0.2, probe="pca25-v1")
+N = 256  # tokens a prompt
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit wants one prompt here."""
+    monkeypatch.setattr(fitting, "ENOUGH_TOKENS", N)
+
+
+def rows(seed: int, n: int = N) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    layers = [low_rank_keys(SHAPE, n, 6, 10 * seed + i) * 3 for i in range(2)]
+    return layers, [k.flip(-1) for k in layers]
+
+
+def put(store: impress.PrefixStore, seed: int, *, ends: tuple[int, ...] = (N,)) -> Any:
+    """One prompt, stored in runs that end at `ends`; its tokens."""
+    tokens, (keys, values) = prompt(N, seed), rows(seed)
+    for end in ends:
+        part = slice(store.lookup(tokens), end)
+        store.store(
+            tokens[:end], [k[:, part] for k in keys], [v[:, part] for v in values],
+            start=part.start,
+        ).wait(60)  # fmt: skip
+        store.flush()  # a fit ends here
+    return tokens
+
+
+def probes_of(store: impress.PrefixStore) -> list[tuple[str, bytes]]:
+    """(codec, digest) of each span, in the order they were stored."""
+    records = sorted(store.catalog.records(), key=lambda r: r.span_id)
+    return [(p.codec, p.params) for r in records for p in read_header(store.ssd, r).probes]
+
+
+def bring(store: impress.PrefixStore, tokens: Any, seed: int, policy: Any = POLICY) -> Any:
+    """Positions by layer, and the codec each was chosen with; the rows brought are checked."""
+    keys, values = rows(seed)
+    found, used = [], []
+    with store.lease(tokens) as lease, lease.session(policy) as session:
+        session.prefetch()
+        for layer in range(2):
+            query, lse = asked(SHAPE, layer)
+            k, v, pos = session.retrieve(layer, query, suffix_lse=lse)
+            assert torch.equal(k, keys[layer][:, pos]) and torch.equal(v, values[layer][:, pos])
+            found.append(pos.tolist())
+        used = [line["probe"] for line in session.report().per_layer]
+    assert used[0] == used[1]
+    return found, used[0]
+
+
+def test_the_fallback_serves_until_enough_is_stored_and_parameters_after(open_store: Open) -> None:
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    first, second = put(store, 0), put(store, 1)
+    (one, none), (two, digest) = probes_of(store)
+    assert (one, none) == ("int4-v1", NONE)
+    assert two == "pca25-v1" and digest != NONE
+    assert bring(store, first, 0)[1] == "int4-v1"
+    chosen, used = bring(store, second, 1)
+    assert used == "pca25-v1" and 0 < len(chosen[0]) < N
+    record = store.path / "shards" / "main" / "params" / digest.hex()
+    assert record.stat().st_mode & 0o777 == 0o600
+    assert digest_of(record.read_bytes()) == digest
+    store.check()
+    store.close()
+    reopened = open_store(SHAPE, probes=("pca25-v1",))
+    assert bring(reopened, second, 1) == (chosen, "pca25-v1")
+    put(reopened, 2)
+    assert probes_of(reopened)[-1] == ("pca25-v1", digest)  # not fitted twice
+    reopened.close()
+    assert verify_store(store.path).problems == []
+
+
+def test_a_prefix_goes_on_with_what_it_began_with(open_store: Open) -> None:
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    put(store, 0, ends=(64,))
+    put(store, 1)
+    tokens = put(store, 0, ends=(128, N))
+    assert [name for name, _ in probes_of(store)] == ["int4-v1", "int4-v1", "int4-v1", "int4-v1"]
+    other = put(store, 2, ends=(64, N))
+    assert [name for name, _ in probes_of(store)][-2:] == ["pca25-v1", "pca25-v1"]
+    assert bring(store, tokens, 0)[1] == "int4-v1"
+    assert bring(store, other, 2)[1] == "pca25-v1"
+
+
+def test_spans_with_other_parameters_than_their_neighbours_are_read_by_their_keys(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission.Admission, "_before", lambda self, held: ())
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    put(store, 9)
+    put(store, 0, ends=(128,))
+    store.close()
+    (store.path / "shards" / "main" / "params" / "current.json").unlink()
+    monkeypatch.setattr(fitting, "ENOUGH_TOKENS", 64)  # another fit, of other tokens
+    again = open_store(SHAPE, probes=("pca25-v1",))
+    again.flush()
+    tokens = put(again, 0)
+    (_, one), (_, other) = probes_of(again)[-2:]
+    assert NONE != one != other != NONE
+    mixed = bring(again, tokens, 0)
+    assert mixed[1] == "int4-v1"
+    with again.lease(tokens) as lease, lease.session(POLICY) as session:
+        query, lse = asked(SHAPE, 0)
+        session.retrieve(0, query, suffix_lse=lse)
+        (line,) = session.report().per_layer
+        assert sum(line["bytes"].values()) >= N * SHAPE.k_row_bytes  # all keys
+
+
+@pytest.mark.parametrize("harm", ["damaged", "cut short", "missing"])
+def test_parameters_that_cannot_be_trusted_are_not_used(open_store: Open, harm: str) -> None:
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    put(store, 0)
+    tokens = put(store, 1)
+    digest = probes_of(store)[-1][1]
+    store.close()
+    path = store.path / "shards" / "main" / "params" / digest.hex()
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    if harm == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(raw if harm == "damaged" else path.read_bytes()[:-8])
+    (problem,) = verify_store(store.path).problems
+    assert "pca25-v1 parameters" in problem.what and problem.span is not None
+    reopened = open_store(SHAPE, probes=("pca25-v1",))
+    chosen, used = bring(reopened, tokens, 1)
+    assert used == "int4-v1"
+    bare = open_store_beside(store.path, tokens)
+    with bare:
+        assert bring(bare, tokens, 1, Quality(0.2, probe="int4-v1"))[0] == chosen
+
+
+def open_store_beside(path: Path, tokens: Any) -> impress.PrefixStore:
+    """The same prompt in a store without records."""
+    config = impress.Config(segment_bytes=1 << 20, durable=False)
+    store = impress.PrefixStore.open(path.parent / "beside", SHAPE, "test", config)
+    put(store, 1)
+    return store
+
+
+def test_parameters_too_large_to_keep_leave_the_fallback(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(params, "MOST_RECORD_BYTES", 100)
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    put(store, 0)
+    put(store, 1)
+    assert {name for name, _ in probes_of(store)} == {"int4-v1"}
+    assert not (store.path / "shards" / "main" / "params").exists()
+
+
+def test_a_record_of_parameters_comes_back_whole_or_not_at_all(tmp_path: Path) -> None:
+    layers = (b"one", b"", b"three")
+    raw = encode_params(layers)
+    assert decode_params(raw) == layers
+    for bad in (b"", raw[:-1], raw + b"x", b"x" + raw, raw[:14]):
+        assert decode_params(bad) is None
+    kept = Params(tmp_path / "params", write=True)
+    digest = kept.add(b"n" * 32, "pca25-v1", layers)
+    assert digest == digest_of(raw)
+    assert Params(tmp_path / "params", write=False).layers(digest) == layers
+    assert kept.current(b"n" * 32, "pca25-v1") == digest and kept.current(b"m" * 32, "x") is None
+    (tmp_path / "params" / "current.json").write_text("[1]")
+    assert Params(tmp_path / "params", write=True).current(b"n" * 32, "pca25-v1") is None
