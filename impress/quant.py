@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 
 #: Bit fields a code is cut into, lowest first: each divides a byte.
-_FIELDS: Final = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}
+_FIELDS: Final = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 #: Where the outermost level stands, of the largest value: the least squared error for Gaussians.
-_CLIP: Final = {1: 0.6, 2: 0.75, 3: 0.9, 4: 1.0}
+_CLIP: Final = {1: 0.6, 2: 0.75, 3: 0.9, 4: 1.0, 8: 1.0}
 #: Squared error in units of scale² (1/12 for a uniform error), for Gaussians of 32..128 dims.
 ERROR_OF_BITS: Final = {1: 1.8 / 12, 2: 1.48 / 12, 3: 1.2 / 12, 4: 1.06 / 12}
 _FLIP: Final = 0x80

@@ -1,0 +1,83 @@
+"""The lookup models' documents and questions as cells of `accuracy`: one cell a document.
+
+Each document is stored by the engine itself, so with the probe records of every arm and with
+importance, packed by it; there is no DRAM tier, so all bytes come from home and nothing carries
+over. Weights, arithmetic and rows are float16, as the checkpoints are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import impress
+from experiments.accuracy_measure import Prompts, Query
+from experiments.arms import Arm, probes
+from experiments.common import Row
+from experiments.harness import Cell, Options
+from experiments.selection import CHECKPOINTS, N_TOKENS, asked, digest_of
+from impress.demo.lookup.tasks import document
+from impress.engines import hf
+from impress.policy import Exact, Quality
+
+_LOOKUP: Final = Path(impress.__file__).parent / "demo" / "lookup"
+N_DOCUMENTS: Final = {False: 252, True: 6}  # by `quick`
+#: Seconds of one arm on one question, on one busy core: for the estimate.
+_ARM_S: Final = 0.08
+_QUESTIONS: Final = 4
+
+
+def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
+    """A cell for each document of each checkpoint."""
+    torch.set_num_threads(1)
+
+    @cache
+    def engine(checkpoint: str) -> hf.Engine:
+        return options.exits.enter_context(_opened(checkpoint, options, arms))
+
+    seconds = _ARM_S * _QUESTIONS * len(arms)
+    return [
+        Cell({"group": checkpoint, "document": index, "arms": len(arms)},
+             _measure(engine, checkpoint, index, arms), seconds)
+        for index in range(N_DOCUMENTS[options.quick])
+        for checkpoint in CHECKPOINTS
+    ]  # fmt: skip
+
+
+def meta() -> dict[str, Any]:
+    """What a reader needs to know of the models."""
+    return {"weights": {name: digest_of(name) for name in CHECKPOINTS}, "n_tokens": N_TOKENS}
+
+
+def _opened(checkpoint: str, options: Options, arms: dict[str, Arm]) -> hf.Engine:
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(_LOOKUP / checkpoint, dtype=torch.float16).eval()
+    config = impress.Config(
+        probes=probes(arms), dram_bytes=0, mode="sparse", durable=False, io_threads=2,
+        segment_bytes=64 << 20, disk_bytes=256 << 20,
+    )  # fmt: skip
+    return hf.attach(model, options.folder / checkpoint, Quality(), config=config)
+
+
+def _measure(
+    engine: Callable[[str], hf.Engine], checkpoint: str, index: int, arms: dict[str, Arm]
+) -> Callable[[], list[Row]]:
+    def measure() -> list[Row]:
+        server, doc = engine(checkpoint), document("test", index, N_TOKENS)
+        server.generate(torch.tensor([doc.tokens]), max_new_tokens=1, policy=Exact())
+        server.flush()
+        prompts = Prompts(server.model, server.store, arms, doc.tokens)
+        rows = []
+        for q in asked(doc):
+            choices = tuple((token,) for token in q.candidates)
+            gold = q.candidates.index(q.answer)
+            rows.append(prompts.ask(Query(q.task, (*doc.tokens, *q.tokens), choices, gold)))
+        return rows
+
+    return measure

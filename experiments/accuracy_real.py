@@ -1,0 +1,143 @@
+"""A published model on a published task as cells of `accuracy`: a few questions a cell.
+
+The few-shot prefix is one for all questions and is stored once, by the engine; a question and its
+choices are scored behind it, as lm-eval scores them: log-likelihood of the choice's tokens, the
+prompt tokenised without special tokens. What of the prefix lies behind its last whole window is
+computed with each question. Rows are chosen by the question; its choices are continuations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import impress
+from experiments.accuracy_measure import N_DECODED, Prompts, Query
+from experiments.arms import Arm, probes
+from experiments.common import Row, Unable
+from experiments.harness import Cell, Options
+from experiments.tasks import FORMATS, Drawn, Item, draw, load
+from impress.engines import hf
+from impress.engines.hf_models import geometry_of
+from impress.policy import Exact, Quality
+
+N_QUICK: Final = 20
+_CELL_ITEMS: Final = 10
+#: Seconds of one arm on one question, where nothing is known of the model; for the estimate only.
+_ARM_S: Final = 0.25
+
+
+class Asking(NamedTuple):
+    """A model with its prefix stored, and its questions."""
+
+    engine: hf.Engine
+    prompts: Prompts
+    queries: list[Query]
+
+
+def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
+    """Questions in runs of a few. Raises BadInput or Unable where data or model are not there."""
+    more = options.more
+    n_items = more.items or (N_QUICK if options.quick else None)
+    drawn = draw(load(more.task, more.data), more.shots, options.seed, n_items)
+    tokenizer, config = _found(AutoTokenizer, more.model), _found(AutoConfig, more.model)
+    queries = [query_of(tokenizer, drawn, item, more.task) for item in drawn.items]
+    shared = shared_tokens(queries)
+    _check_lengths(queries, shared, config)
+
+    @cache
+    def asking() -> Asking:
+        return _opened(options, arms, queries, shared)
+
+    name = Path(more.model).name.replace(".", "_")
+    params = {
+        "group": name, "task": more.task, "shots": more.shots, "items": len(queries),
+        "arms": sorted(arms),
+    }  # fmt: skip
+    return [
+        Cell({**params, "first": first}, _measure(asking, range(first, min(first + _CELL_ITEMS,
+             len(queries)))), _ARM_S * _CELL_ITEMS * len(arms))
+        for first in range(0, len(queries), _CELL_ITEMS)
+    ]  # fmt: skip
+
+
+def query_of(tokenizer: Any, drawn: Drawn, item: Item, task: str) -> Query:
+    """A question behind the shared prefix, tokenised as lm-eval does: the choice's tokens are those
+    that the prompt with it has more than the prompt alone."""
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    text = drawn.prefix + item.context
+    prompt = encode(text)
+    choices = tuple(encode(text + choice)[len(prompt) :] for choice in item.choices)
+    if not all(choices):
+        raise Unable(f"a choice of {item.choices} adds no token to its prompt with this tokenizer")
+    lengths = tuple(len(choice) - 1 for choice in item.choices)
+    return Query(task, prompt, choices, item.gold, lengths if FORMATS[task].normalised else ())
+
+
+def shared_tokens(queries: list[Query]) -> tuple[int, ...]:
+    """The tokens that all prompts begin with."""
+    first, last = min(query.prompt for query in queries), max(query.prompt for query in queries)
+    n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
+             min(len(first), len(last)))  # fmt: skip
+    return first[:n]
+
+
+def _check_lengths(queries: list[Query], shared: tuple[int, ...], config: Any) -> None:
+    window = impress.Config().window
+    if len(shared) < window:
+        raise Unable(
+            f"the shared prefix has {len(shared)} tokens, under a window of {window}: "
+            "ask with more --shots"
+        )
+    most = getattr(config, "max_position_embeddings", None)
+    longest = max(len(q.prompt) + max(N_DECODED, *map(len, q.choices)) for q in queries)
+    if most is not None and longest > most:
+        raise Unable(
+            f"the longest prompt and {N_DECODED} tokens after it are {longest} tokens, the model "
+            f"takes {most}: ask with fewer --shots"
+        )
+
+
+def _found(kind: Any, model: str) -> Any:
+    """A model's part by name or directory. Raises Unable in one line."""
+    try:
+        return kind.from_pretrained(model)
+    except (OSError, ValueError) as err:
+        lines = str(err).strip().splitlines() or [type(err).__name__]
+        raise Unable(f"--model {model}: {lines[0]}") from None
+
+
+def _opened(
+    options: Options, arms: dict[str, Arm], queries: list[Query], shared: tuple[int, ...]
+) -> Asking:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(options.more.model, dtype="auto")
+    except (OSError, ValueError) as err:
+        raise Unable(f"--model {options.more.model}: {str(err).splitlines()[0]}") from None
+    model = model.to(device).eval()
+    config = impress.Config(probes=probes(arms), dram_bytes=0, mode="sparse", durable=False)
+    need = 3 * len(shared) * geometry_of(model.config, model.dtype).token_bytes
+    config = config.model_copy(update={"disk_bytes": max(need, 4 * config.segment_bytes)})
+    engine = hf.attach(model, options.folder / "store", Quality(), config=config)
+    options.exits.enter_context(engine)
+    ids = torch.tensor([shared], device=device)
+    engine.generate(ids, max_new_tokens=1, policy=Exact())
+    engine.flush()
+    return Asking(engine, Prompts(model, engine.store, arms, shared), queries)
+
+
+def _measure(asking: Callable[[], Asking], items: range) -> Callable[[], list[Row]]:
+    def measure() -> list[Row]:
+        _, prompts, queries = asking()
+        return [{"document": i, **prompts.ask(queries[i])} for i in items]
+
+    return measure

@@ -1,0 +1,120 @@
+"""Rows of a task as questions: the prompts of EleutherAI's lm-evaluation-harness, word for word.
+
+From its task files super_glue/rte, super_glue/copa, piqa and openbookqa. A choice follows its
+context after one space, which belongs to the choice. Rows come as SuperGLUE and Hugging Face have
+them, or, for PIQA and OpenBookQA, in llm-foundry's form (query, choices, gold).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from impress.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question: text before the answer, the continuations to choose among, the right one."""
+
+    context: str
+    choices: tuple[str, ...]
+    gold: int
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How one task's rows become questions. `normalised`: lm-eval reports acc_norm too.
+
+    `config`: the data set's configuration on the Hugging Face hub, None for its only one.
+    """
+
+    parse: Callable[[Mapping[str, Any], str], Item]
+    normalised: bool
+    config: str | None
+
+
+def _rte(row: Mapping[str, Any], where: str) -> Item:
+    names = ("entailment", "not_entailment")
+    label = row.get("label")
+    gold = names.index(label) if label in names else _index(row, "label", 2, where)
+    premise, hypothesis = _text(row, "premise", where), _text(row, "hypothesis", where)
+    return Item(
+        f"{premise}\nQuestion: {hypothesis} True or False?\nAnswer:", (" True", " False"), gold
+    )
+
+
+def _copa(row: Mapping[str, Any], where: str) -> Item:
+    connectors = {"cause": "because", "effect": "therefore"}
+    asked = _text(row, "question", where)
+    if asked not in connectors:
+        raise BadInput(f"{where}: field 'question' must be 'cause' or 'effect', got {asked!r}")
+    context = f"{_text(row, 'premise', where).strip()[:-1]} {connectors[asked]}"
+    choices = tuple(f" {_text(row, name, where)}" for name in ("choice1", "choice2"))
+    return Item(context, choices, _index(row, "label", 2, where))
+
+
+def _piqa(row: Mapping[str, Any], where: str) -> Item:
+    if "query" in row:
+        context = _text(row, "query", where).rstrip("\n") + "\nAnswer:"
+        return _chosen(context, row, where)
+    choices = tuple(f" {_text(row, name, where)}" for name in ("sol1", "sol2"))
+    context = f"Question: {_text(row, 'goal', where)}\nAnswer:"
+    return Item(context, choices, _index(row, "label", 2, where))
+
+
+def _openbookqa(row: Mapping[str, Any], where: str) -> Item:
+    if "query" in row:
+        return _chosen(_text(row, "query", where), row, where)
+    offered = row.get("choices")
+    if not isinstance(offered, Mapping):
+        raise BadInput(f"{where}: field 'choices' must hold 'text' and 'label', got {offered!r}")
+    texts, labels = _texts(offered, "text", where), _texts(offered, "label", where)
+    key = _text(row, "answerKey", where).strip()
+    if key not in labels or len(labels) != len(texts):
+        raise BadInput(f"{where}: field 'answerKey' must be one of {list(labels)}, got {key!r}")
+    choices = tuple(f" {text}" for text in texts)
+    return Item(_text(row, "question_stem", where), choices, labels.index(key))
+
+
+FORMATS: Final[dict[str, Format]] = {
+    "rte": Format(_rte, False, "rte"),
+    "copa": Format(_copa, False, "copa"),
+    "piqa": Format(_piqa, True, None),
+    "openbookqa": Format(_openbookqa, True, "main"),
+}
+
+
+# ---- fields ------------------------------------------------------------------------------------
+
+
+def _chosen(context: str, row: Mapping[str, Any], where: str) -> Item:
+    """llm-foundry's form: choices and the index of the right one."""
+    choices = tuple(f" {text}" for text in _texts(row, "choices", where))
+    return Item(context, choices, _index(row, "gold", len(choices), where))
+
+
+def _text(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise BadInput(f"{where}: field {name!r} must be text, got {value!r}")
+    return value
+
+
+def _texts(row: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
+    values = row.get(name)
+    if (
+        not isinstance(values, list | tuple)
+        or len(values) < 2
+        or not all(isinstance(value, str) and value.strip() for value in values)
+    ):
+        raise BadInput(f"{where}: field {name!r} must be a list of at least two texts")
+    return tuple(values)
+
+
+def _index(row: Mapping[str, Any], name: str, below: int, where: str) -> int:
+    value = row.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
+        raise BadInput(f"{where}: field {name!r} must be an int in 0..{below - 1}, got {value!r}")
+    return value

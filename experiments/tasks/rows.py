@@ -1,0 +1,88 @@
+"""Where rows come from: files of one JSON object a line, or the Hugging Face hub by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from experiments.tasks.formats import FORMATS, Format, Item
+from impress.errors import BadInput
+
+#: What the file of a split may be called, without .jsonl; the first that is there.
+_SPLITS: Final = {"train": ("train",), "validation": ("val", "validation", "dev")}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A task's questions; `train` is empty where the data has no such split."""
+
+    task: str
+    train: tuple[Item, ...]
+    validation: tuple[Item, ...]
+
+
+def load(task: str, data: str) -> Rows:
+    """Every question of a task. `data`: a folder of train.jsonl and val.jsonl, one file with the
+    questions to ask, or the name of a data set on the Hugging Face hub (needs `datasets`).
+
+    Raises BadInput naming file, line and field of a row that is malformed, or what is missing.
+    """
+    form = FORMATS.get(task)
+    if form is None:
+        raise BadInput(f"task must be one of {', '.join(FORMATS)}, got {task!r}")
+    path = Path(data)
+    if path.is_file():
+        return Rows(task, (), tuple(_of_file(path, form)))
+    if path.is_dir():
+        train, validation = (_of_folder(path, names, form) for names in _SPLITS.values())
+        if not validation:
+            raise BadInput(f"{path}: no val.jsonl with rows (nor validation.jsonl, dev.jsonl)")
+        return Rows(task, train, validation)
+    return _of_hub(task, data, form)
+
+
+def _of_folder(folder: Path, names: tuple[str, ...], form: Format) -> tuple[Item, ...]:
+    files = (folder / f"{name}.jsonl" for name in names)
+    file = next((file for file in files if file.is_file()), None)
+    return tuple(_of_file(file, form)) if file is not None else ()
+
+
+def _of_file(file: Path, form: Format) -> Iterator[Item]:
+    try:
+        text = file.read_text()
+    except UnicodeDecodeError as err:
+        raise BadInput(f"{file}: not UTF-8 at byte {err.start}") from None
+    for number, line in enumerate(text.split("\n"), 1):
+        where = f"{file} line {number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as err:
+            raise BadInput(f"{where}: not JSON ({err})") from None
+        if not isinstance(row, dict):
+            raise BadInput(f"{where}: wants an object with fields, got {type(row).__name__}")
+        yield form.parse(row, where)
+
+
+def _of_hub(task: str, name: str, form: Format) -> Rows:
+    if name.startswith((".", "/", "~")) or name.endswith(".jsonl"):
+        raise BadInput(f"{name}: no such file or directory")
+    if find_spec("datasets") is None:
+        raise BadInput(f"{name}: no such path; for a data set of that name, pip install datasets")
+    from datasets import load_dataset
+
+    found: Any = load_dataset(name, form.config) if form.config else load_dataset(name)
+    splits = []
+    for split in _SPLITS:
+        rows = found.get(split, ())
+        splits.append(
+            tuple(form.parse(row, f"{name} {split} row {i}") for i, row in enumerate(rows))
+        )
+    if not splits[1]:
+        raise BadInput(f"{name}: no validation split with rows")
+    return Rows(task, *splits)

@@ -1,0 +1,51 @@
+"""A shared few-shot prefix, and the questions asked behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments.tasks.formats import Item
+from experiments.tasks.rows import Rows
+from impress.errors import BadInput
+
+#: What lm-eval puts between two questions.
+_BETWEEN = "\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The prefix of all questions, and the questions. `shots_from`: the split of the former."""
+
+    prefix: str
+    items: tuple[Item, ...]
+    shots_from: str
+
+
+def draw(rows: Rows, n_shots: int, seed: int, n_items: int | None = None) -> Drawn:
+    """n_shots answered questions of the train split by chance, the same before every question.
+
+    Without a train split they come from the validation split, and are not asked. n_items: ask only
+    so many, by chance. lm-eval draws other shots for each question; a stored prefix is one for all.
+    Raises BadInput where there are too few rows.
+    """
+    if n_shots < 1:
+        raise BadInput(f"shots: at least 1 makes a prefix, got {n_shots}")
+    rng = np.random.default_rng(seed)
+    pool, split = (rows.train, "train") if rows.train else (rows.validation, "validation")
+    most = len(pool) - (split == "validation")
+    if n_shots > most:
+        raise BadInput(f"shots: {n_shots} asked for, the {split} split has {most} to give")
+    chosen = [int(i) for i in rng.permutation(len(pool))[:n_shots]]
+    left = rows.validation
+    if split == "validation":
+        left = tuple(item for i, item in enumerate(left) if i not in set(chosen))
+    if n_items is not None and n_items < len(left):
+        left = tuple(left[i] for i in sorted(rng.permutation(len(left))[:n_items]))
+    return Drawn(_text([pool[i] for i in chosen]), left, split)
+
+
+def _text(shots: Sequence[Item]) -> str:
+    return "".join(f"{shot.context}{shot.choices[shot.gold]}{_BETWEEN}" for shot in shots)

@@ -1,0 +1,180 @@
+"""What `accuracy` makes of its rows, and its own forward against the engine's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_engine_hf import attach, prompts, tiny
+
+from experiments import accuracy
+from experiments.accuracy_figures import all_figures
+from experiments.arms import KEPT, SELECTORS, Quantised, arms, probes
+from experiments.behind import GivenRows, behind, stored_prefix, stored_rows
+from experiments.harness import main
+from impress.policy import Exact, Paper, Quality, Recency
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- the forward -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("policy", [Exact(), Quality(0.3), Paper(0.25, gate=False), Recency(0.25)])
+def test_logits_and_tokens_are_the_engines(tmp_path: Path, family: str, policy: Any) -> None:
+    model, ids = tiny(family), prompts(150)
+    with attach(model, tmp_path, policy=Quality()) as engine:
+        engine.generate(ids[:, :130], max_new_tokens=1)
+        engine.flush()
+        out = engine.generate(
+            ids, max_new_tokens=6, do_sample=False, policy=policy, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        wanted = out.sequences[0, 150:].tolist()
+        prompt = ids[0].tolist()
+        prefix = stored_prefix(engine.store, prompt, policy)
+        with behind(model, engine.store.geometry, prefix, 60, engine.store.buffers) as mine:
+            last = mine.feed(prompt[prefix.n_tokens :])[-1]
+            assert torch.allclose(last, out.logits[0][0], atol=1e-5)
+            assert mine.decode(last, 6) == wanted
+            assert mine.agreement(last, wanted) == [True] * 6  # after a rewind: the same again
+            other = [*wanted[:3], (wanted[3] + 1) % 199, *wanted[4:]]
+            assert mine.agreement(last, other)[:4] == [True, True, True, False]
+        assert engine.store.buffers.used_bytes == 0
+
+
+def test_given_rows_are_attended_to_as_stored_ones(tmp_path: Path) -> None:
+    model, ids = tiny("llama"), prompts(150)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids[:, :130], max_new_tokens=1)
+        engine.flush()
+        prompt, store = ids[0].tolist(), engine.store
+        logits = []
+        for prefix in (stored_prefix(store, prompt, Exact()), stored_rows(store, prompt)):
+            assert prefix.n_tokens == 128
+            with behind(model, store.geometry, prefix, 30, store.buffers) as mine:
+                logits.append(mine.feed(prompt[128:]))
+    assert torch.equal(*logits)
+
+
+# ---- the arms ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("head_dim", [16, 32, 80])
+def test_quantised_rows_are_within_half_a_step_of_the_stored(bits: int, head_dim: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(3, 40, head_dim, generator=draw).half() for _ in range(2))
+    rows = Quantised(bits).of(GivenRows([k], [v]), 1)
+    for mine, stored in zip(rows.choose(0, k, k, 1.0), (k, v), strict=True):
+        assert mine.dtype == stored.dtype and mine.shape == stored.shape
+        for at in range(0, head_dim, 32):
+            part, back = stored[..., at : at + 32].float(), mine[..., at : at + 32].float()
+            step = part.abs().amax(-1, keepdim=True) / 2 ** (bits - 1)
+            assert ((part - back).abs() <= 0.505 * step + 2e-3 * part.abs()).all()
+
+
+def test_bytes_of_everything_in_few_bits_count_the_scales() -> None:
+    assert Quantised(4).share(128, 2) == pytest.approx(0.28125)
+    assert Quantised(8).share(128, 2) == pytest.approx(0.53125)
+
+
+def test_every_selector_is_there_at_every_share() -> None:
+    named = arms()
+    assert next(iter(named)) == "exact"
+    assert {f"{k}.{s}" for k, s in itertools.product(KEPT, SELECTORS)} <= named.keys()
+    assert {"int8", "int4", "quality05"} <= named.keys()
+    assert {"heads3-v1", "pages16-v1"} <= set(probes(named))
+
+
+# ---- the figures -------------------------------------------------------------------------------
+
+
+def row(group: str, document: int, task: str, right: bool, kl: float) -> dict[str, Any]:
+    read = {"agreed": 1.0, "run": 64, "rows": 1.0, "bytes": 1.0, "moved": 1.0, "fell_back": 0.0}
+    exact = {"right": True, "chosen": 0, "kl": 0.0, **read}
+    some = {**exact, "right": right, "chosen": int(not right), "kl": kl, "bytes": 0.25}
+    return {"group": group, "document": document, "task": task, "arms": {"exact": exact, "x": some}}
+
+
+def test_figures_are_paired_with_exact_and_pooled_over_tasks_and_groups() -> None:
+    rows = [row("a", i, task, i % 4 > 0, 0.01 * i) for i in range(40) for task in ("rte", "copa")]
+    rows += [row("b", i, "rte", True, 0.0) for i in range(40)]
+    figures, lines = all_figures(rows, seed=1)
+    assert figures["a.rte.x.accuracy"] == 0.75 and figures["a.rte.x.flips"] == 10
+    assert figures["a.rte.x.flips_to_wrong"] == 10 and figures["a.rte.x.flips_to_right"] == 0
+    assert figures["a.all.x.n"] == 80 and figures["a.all.x.lost_points"] == 25
+    assert figures["all.rte.x.accuracy"] == 0.875 and figures["all.all.x.n"] == 120
+    assert figures["a.rte.x.kl"] == pytest.approx(0.195)
+    assert figures["a.rte.x.kl_p99"] == pytest.approx(np.percentile(np.arange(40) * 0.01, 99))
+    assert figures["a.rte.x.bytes_share"] == 0.25 and figures["b.rte.x.lost_points_high"] == 0
+    low, high = figures["a.rte.x.accuracy_low"], figures["a.rte.x.accuracy_high"]
+    assert 0.55 < low < 0.68 and 0.82 < high < 0.92  # 40 documents: a standard error of .068
+    assert all(np.isfinite(value) for value in figures.values())
+    assert {(line["group"], line["task"]) for line in lines} == {
+        ("a", "rte"), ("a", "copa"), ("a", "all"), ("b", "rte"), ("all", "rte"), ("all", "copa"),
+        ("all", "all"),
+    }  # fmt: skip
+
+
+def test_questions_on_one_document_are_drawn_together() -> None:
+    alone = [row("a", i, "rte", i % 2 > 0, 0.0) for i in range(40)]
+    together = [row("a", i // 10, "rte", i // 10 % 2 > 0, 0.0) for i in range(40)]
+
+    def width(rows: list[dict[str, Any]]) -> float:
+        figures, _ = all_figures(rows, seed=1)
+        return figures["a.rte.x.accuracy_high"] - figures["a.rte.x.accuracy_low"]
+
+    assert width(together) > 2 * width(alone)
+
+
+# ---- the whole ---------------------------------------------------------------------------------
+
+
+def test_a_run_is_resumed_and_plotted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(accuracy.accuracy_lookup, "N_DOCUMENTS", {True: 1})
+    monkeypatch.setattr(accuracy.accuracy_lookup, "CHECKPOINTS", ("specialised",))
+    few = {name: arms((25,))[name] for name in ("exact", "int4", "25.recency", "quality10")}
+    monkeypatch.setattr(accuracy, "arms", lambda kept: few)
+    report = tmp_path / "accuracy.json"
+    args = ["--quick", "--dir", str(tmp_path), "--json", str(report)]
+    assert main(accuracy.EXPERIMENT, args) == 0
+    first = json.loads(report.read_text())
+    assert first["figures"]["specialised.rte.exact.accuracy"] in (0, 1)
+    assert first["figures"]["specialised.all.25.recency.rows_share"] == 0.25
+    assert first["figures"]["specialised.all.exact.kl"] == 0
+    assert 0 < first["figures"]["specialised.all.quality10.bytes_share"] < 1
+    plots = tmp_path / "plots"
+    assert main(accuracy.EXPERIMENT, [*args, "--resume", "--plot", str(plots)]) == 0
+    assert json.loads(report.read_text())["figures"] == first["figures"]
+    assert {file.name for file in plots.iterdir()} == {"accuracy.accuracy.png", "accuracy.kl.png"}
+    assert "(0 of 1 cells" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--task", "rte"], "--task and --data go with --model"),
+        (["--model", "somewhere"], "--model needs --task and --data"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    tmp_path: Path, args: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(accuracy.EXPERIMENT, ["--dir", str(tmp_path), *args]) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,270 @@
+"""Published tasks: rows become lm-eval's prompts, and what is malformed is named; no download."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from experiments import accuracy, accuracy_measure
+from experiments.accuracy_real import query_of, shared_tokens
+from experiments.harness import main
+from experiments.tasks import FORMATS, Rows, draw, load
+from impress.errors import BadInput
+
+DATA = Path(__file__).parent / "data"
+TASKS = ("rte", "copa", "piqa", "openbookqa")
+
+
+def test_rte_is_asked_as_lm_eval_asks_it() -> None:
+    item = load("rte", str(DATA / "rte")).validation[1]
+    assert item.context == (
+        "Ten climbers reached the top before the storm.\n"
+        "Question: Some climbers reached the top. True or False?\nAnswer:"
+    )
+    assert item.choices == (" True", " False") and item.gold == 0
+
+
+def test_copa_drops_the_full_stop_and_connects() -> None:
+    rows = load("copa", str(DATA / "copa"))
+    assert rows.train[0].context == "My body cast a shadow over the grass because"
+    assert rows.train[0].choices == (" The sun was rising.", " The grass was cut.")
+    assert rows.validation[0].context == "The man turned on the faucet therefore"
+    assert rows.validation[0].gold == 1
+
+
+def test_piqa_and_openbookqa_read_both_forms(tmp_path: Path) -> None:
+    item = load("piqa", str(DATA / "piqa" / "val.jsonl")).validation[0]
+    assert item.context == "Question: dresser\nAnswer:"
+    assert item.choices[0] == " replace drawer with bobby pin" and item.gold == 1
+    published = FORMATS["piqa"].parse(
+        {"goal": "dresser", "sol1": "replace drawer with bobby pin",
+         "sol2": "finish, woodgrain with  bobby pin", "label": 1}, "row",
+    )  # fmt: skip
+    assert published == item
+    book = load("openbookqa", str(DATA / "openbookqa")).validation[1]
+    assert book.context == "Predators eat" and book.choices[2] == " bunnies" and book.gold == 2
+    published = FORMATS["openbookqa"].parse(
+        {"question_stem": "Predators eat", "answerKey": "C ",
+         "choices": {"text": ["lions", "humans", "bunnies", "grass"], "label": list("ABCD")}},
+        "row",
+    )  # fmt: skip
+    assert published == book
+
+
+MALFORMED = [
+    ("rte", {"premise": "a", "hypothesis": "b", "label": "maybe"}, "'label'"),
+    ("rte", {"hypothesis": "b", "label": 0}, "'premise'"),
+    ("rte", {"premise": " ", "hypothesis": "b", "label": 0}, "'premise'"),
+    ("copa", {"premise": "a", "question": "why"}, "'question'"),
+    ("copa", {"premise": "a", "question": "cause", "choice1": "b", "choice2": 3}, "'choice2'"),
+    ("piqa", {"query": "q", "choices": ["a", "b"], "gold": 2}, "'gold'"),
+    ("piqa", {"query": "q", "choices": ["a"], "gold": 0}, "'choices'"),
+    ("piqa", {"goal": "q", "sol1": "a", "sol2": "b", "label": True}, "'label'"),
+    ("openbookqa", {"query": "q", "choices": "ab", "gold": 0}, "'choices'"),
+    ("openbookqa", {"question_stem": "q", "choices": ["a", "b"], "answerKey": "A"}, "'choices'"),
+    (
+        "openbookqa",
+        {"question_stem": "q", "choices": {"text": ["a", "b"], "label": ["A", "B"]},
+         "answerKey": "C"},
+        "'answerKey'",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "row", "named"), MALFORMED)
+def test_a_malformed_row_is_named_by_file_line_and_field(
+    tmp_path: Path, task: str, row: dict[str, Any], named: str
+) -> None:
+    good = (DATA / task / "val.jsonl").read_text().splitlines()[0]
+    file = tmp_path / "val.jsonl"
+    file.write_text(f"{good}\n\n{json.dumps(row)}\n")
+    with pytest.raises(BadInput, match=named) as caught:
+        load(task, str(tmp_path))
+    assert f"{file} line 3: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [(b"{not json\n", "line 1: not JSON"), (b"[1]\n", "got list"), (b"\xff\n", "not UTF-8")],
+)
+def test_a_file_that_is_no_rows_is_named(tmp_path: Path, text: bytes, says: str) -> None:
+    file = tmp_path / "val.jsonl"
+    file.write_bytes(text)
+    with pytest.raises(BadInput, match=says) as caught:
+        load("rte", str(file))
+    assert str(file) in str(caught.value)
+
+
+def test_what_is_not_there_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BadInput, match=r"no val\.jsonl"):
+        load("rte", str(tmp_path))
+    with pytest.raises(BadInput, match="no such file"):
+        load("rte", "/nowhere/rte.jsonl")
+    with pytest.raises(BadInput, match="task must be one of rte"):
+        load("boolq", str(tmp_path))
+    monkeypatch.setattr("experiments.tasks.rows.find_spec", lambda name: None)
+    with pytest.raises(BadInput, match="pip install datasets"):
+        load("rte", "super_glue")
+
+
+def test_a_data_set_of_the_hub_is_read_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def load_dataset(*name: str) -> dict[str, list[dict[str, Any]]]:
+        asked.append(name)
+        row = {"premise": "a", "hypothesis": "b", "label": 1}
+        return {"train": [row, row], "validation": [row, {**row, "label": -1}]}
+
+    fake = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setattr("experiments.tasks.rows.find_spec", lambda name: fake)
+    with pytest.raises(BadInput, match="super_glue validation row 1: field 'label'"):
+        load("rte", "super_glue")
+    assert asked == [("super_glue", "rte")]
+
+
+# ---- the shared prefix -------------------------------------------------------------------------
+
+
+def test_shots_come_from_train_and_are_the_same_for_all() -> None:
+    rows = load("copa", str(DATA / "copa"))
+    drawn = draw(rows, 2, seed=3)
+    assert drawn == draw(rows, 2, seed=3)
+    assert drawn.shots_from == "train" and drawn.items == rows.validation
+    texts = [f"{item.context}{item.choices[item.gold]}\n\n" for item in rows.train]
+    assert drawn.prefix in {a + b for a in texts for b in texts}
+
+
+def test_without_a_train_split_shots_are_not_asked() -> None:
+    rows = load("piqa", str(DATA / "piqa"))
+    drawn = draw(rows, 2, seed=0)
+    assert drawn.shots_from == "validation" and len(drawn.items) == 3
+    assert not any(item.context in drawn.prefix for item in drawn.items)
+    assert len(draw(rows, 2, 0, n_items=1).items) == 1
+    with pytest.raises(BadInput, match="has 4 to give"):
+        draw(rows, 5, seed=0)
+    with pytest.raises(BadInput, match="at least 1"):
+        draw(Rows("rte", (), rows.validation), 0, seed=0)
+
+
+# ---- a model, tiny and random ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random OPT and a byte-level tokenizer trained on the fixtures."""
+    folder = tmp_path_factory.mktemp("tiny-opt")
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    raw.train([str(file) for file in sorted(DATA.glob("*/*.jsonl"))], trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        vocab_size=600, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64,
+        word_embed_proj_dim=64, max_position_embeddings=700, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None,
+    )  # fmt: skip
+    transformers.OPTForCausalLM(config).half().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def reference_likelihoods(model: Any, prompt: tuple[int, ...], choices: Any) -> list[float]:
+    """lm-eval's own way: prompt and choice in one forward, the choice's tokens summed."""
+    scores = []
+    for choice in choices:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *choice]])).logits[0].float().log_softmax(-1)
+        at = range(len(prompt) - 1, len(prompt) + len(choice) - 1)
+        scores.append(sum(float(logits[i, token]) for i, token in zip(at, choice, strict=True)))
+    return scores
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_real_run_scores_as_one_forward_of_prompt_and_choice_does(
+    tmp_path: Path, model_dir: Path, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[list[float]] = []
+    judge = accuracy_measure._judged
+
+    def listening(scores: list[float], query: Any) -> Any:
+        said.append(list(scores))
+        return judge(scores, query)
+
+    monkeypatch.setattr(accuracy_measure, "_judged", listening)
+    report = tmp_path / "out.json"
+    shots, seed = (4 if task == "openbookqa" else 2), 5
+    args = ["--model", str(model_dir), "--task", task, "--data", str(DATA / task), "--kept", "25",
+            "--shots", str(shots), "--items", "2", "--seed", str(seed), "--dir", str(tmp_path),
+            "--json", str(report)]  # fmt: skip
+    assert main(accuracy.EXPERIMENT, args) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto").eval()
+    drawn = draw(load(task, str(DATA / task)), shots, seed, 2)
+    queries = [query_of(tokenizer, drawn, item, task) for item in drawn.items]
+    n_arms = len(said) // len(queries)
+    for i, query in enumerate(queries):
+        want = reference_likelihoods(model, query.prompt, query.choices)
+        assert said[i * n_arms] == pytest.approx(want, abs=0.05)  # exact goes first; float16
+    figures = json.loads(report.read_text())["figures"]
+    where = f"{model_dir.name}.{task}"
+    assert figures[f"{where}.exact.kl"] == 0 and figures[f"{where}.exact.agreement64"] == 1
+    assert figures[f"{where}.25.random.rows_share"] == pytest.approx(0.25, abs=0.01)
+    assert figures[f"{where}.int4.bytes_share"] == pytest.approx(0.3125)  # 16 dimensions a scale
+    assert (f"{where}.exact.accuracy_norm" in figures) is (task in ("piqa", "openbookqa"))
+    assert len(shared_tokens(queries)) >= 64
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["--model", "/nowhere/opt"], "--model /nowhere/opt: "),
+        (["--task", "copa", "--data", str(DATA / "copa"), "--shots", "1"], "under a window"),
+        (["--shots", "9"], "the train split has 4 to give"),
+        (["--data", "/nowhere/rte"], "no such file"),
+    ],
+)
+def test_a_real_run_that_cannot_be_says_why_in_a_line(
+    tmp_path: Path, model_dir: Path, change: list[str], says: str, capsys: pytest.CaptureFixture
+) -> None:
+    given = {"--model": str(model_dir), "--task": "rte", "--data": str(DATA / "rte"),
+             "--shots": "2", "--dir": str(tmp_path)}  # fmt: skip
+    given |= dict(zip(change[::2], change[1::2], strict=True))
+    assert main(accuracy.EXPERIMENT, [part for pair in given.items() for part in pair]) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+def test_a_prompt_longer_than_the_model_takes_is_refused(
+    tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture
+) -> None:
+    short = tmp_path / "model"
+    short.mkdir()
+    for file in model_dir.iterdir():
+        (short / file.name).write_bytes(file.read_bytes())
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
+    args = ["--model", str(short), "--task", "rte", "--data", str(DATA / "rte"), "--shots", "3",
+            "--dir", str(tmp_path)]  # fmt: skip
+    assert main(accuracy.EXPERIMENT, args) == 2
+    assert "the model takes 128: ask with fewer --shots" in capsys.readouterr().err
