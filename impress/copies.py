@@ -70,6 +70,10 @@ class Copies:
             found["dram"] = Usage(*(a + b for a, b in more))
         return found
 
+    def held(self) -> dict[str, int]:
+        """Chunks there are copies of, by tier."""
+        return {c.tier.name: c.tier.usage().used // c.chunk_bytes for c in self.chunks}
+
     def evictions(self) -> dict[str, int]:
         """Chunks dropped to make room, by tier."""
         return {cache.tier.name: cache.evictions for cache in self.chunks}

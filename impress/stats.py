@@ -104,6 +104,11 @@ class _Collector:
             for tier, usage in stats["tiers"].items():
                 gauge.add_metric([tier], usage[state])
             yield gauge
+        for name, help_text, values in _by_tier(stats):
+            gauge = GaugeMetricFamily(name, help_text, labels=["tier"])
+            for tag, n in values.items():
+                gauge.add_metric([tag], n)
+            yield gauge
         for key in ("spans", "nodes", "windows", "leases", "oldest_lease_s"):
             yield GaugeMetricFamily(f"impress_{key}", key.replace("_", " "), value=stats[key])
         load = stats["load_latency"]
@@ -116,6 +121,16 @@ class _Collector:
             ],
             sum_value=load["sum_ms"] / 1e3,
         )
+
+
+def _by_tier(stats: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """(name, help, value by tier) of gauges that not every tier has."""
+    important = {tier: use.get("important_share") for tier, use in stats["tiers"].items()}
+    known = {tier: share for tier, share in important.items() if share is not None}
+    yield "impress_tier_important_share", "share of important rows in the tier's chunks", known
+    yield "impress_tier_chunks", "chunks in the tier", stats["chunks"]
+    emulated = {tier: float(tier in stats["emulated"]) for tier in stats["tiers"]}
+    yield "impress_tier_emulated", "1 where the tier is emulated in host memory", emulated
 
 
 _COUNTERS = (

@@ -332,6 +332,7 @@ class PrefixStore:
             "tokens": counts["windows"] * self.window,
             "tiers": {tier: use._asdict() for tier, use in usage.items()},
             "emulated": list(self._copies.emulated),
+            "chunks": {**self._copies.held(), "ssd": counts["windows"] * self.geometry.n_layers},
             "tables_bytes": self._tables.used_bytes,
             "stuck_threads": self._pool.n_stuck(self.config.read_timeout_s),
             "leases": len(started),

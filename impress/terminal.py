@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Final
 
@@ -40,3 +41,8 @@ def size(n_bytes: float) -> str:
 
 def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "–"
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    """A number in a format; – for what is not known. Pure."""
+    return "–" if value is None or math.isnan(value) else f"{value:{form}}"

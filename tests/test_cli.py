@@ -31,6 +31,7 @@ from console import (
 
 import impress
 from impress.directory import Shard
+from impress.history import Note
 
 
 @pytest.fixture
@@ -150,6 +151,39 @@ def test_inspect_asks_a_running_process_for_its_counters(path):
     assert found["tiers"]["dram"]["total"] > 0
     assert "hit tokens" in shown and "not_stored 1" in shown
     assert_refused(run("inspect", "--store", path, "--metrics", port), str(port))
+
+
+def test_inspect_shows_three_tiers_with_and_without_a_running_process(path):
+    _, found = run_json("inspect", "--store", path)
+    assert list(found["tiers"]) == ["hbm", "dram", "ssd"]
+    assert found["tiers"]["hbm"] is None and found["tiers"]["dram"] is None
+    assert found["tiers"]["ssd"]["chunks"] == 8 * GEOMETRY.n_layers
+    settings = {"metrics_port": 0, "hbm_bytes": 1 << 18, "hbm_device": "cpu"}
+    with impress.PrefixStore.open(
+        path, GEOMETRY, "a test", CONFIG.model_copy(update=settings)
+    ) as store:
+        args = ("inspect", "--store", path, "--metrics", store.metrics_port)
+        _, found = run_json(*args)
+        assert found["tiers"]["hbm"]["total"] == store.stats()["tiers"]["hbm"]["total"] > 0
+        assert found["tiers"]["hbm"]["emulated"] and not found["tiers"]["dram"]["emulated"]
+        assert [tier["chunks"] for tier in found["tiers"].values()] == [0, 0, 16]
+        shown = run(*args).stdout
+    assert "hbm (emulated)" in shown
+
+
+def test_inspect_shows_scores_and_shares_once_requests_have_told(path):
+    _, found = run_json("inspect", "--store", path)
+    assert found["tiers"]["ssd"]["important_share"] is None
+    assert all(p["score"] is None and p["important_share"] is None for p in found["hottest"])
+    with opened(path) as store:
+        chosen = np.arange(0, 320, 4)
+        store.history.request(Note(1, 320, layer, 0, 320, chosen) for layer in (0, 1))
+    _, found = run_json("inspect", "--store", path)
+    share = found["tiers"]["ssd"]["important_share"]
+    assert share == pytest.approx(0.25, abs=1e-3)
+    told = {p["tokens"]: p for p in found["hottest"]}[320]
+    assert told["score"] == pytest.approx(0.25, abs=1e-2)  # used once, a quarter of its rows
+    assert "25%" in run("inspect", "--store", path).stdout
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from impress.terminal import out, share, size
+from impress.terminal import number, out, share, size
 
 #: Namespaces beside the first that get a line each; --json has all.
 MOST_OTHERS = 5
@@ -118,7 +117,11 @@ def _print_others(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
     some = [row for row in others if row["windows"]]
     for row in some[:MOST_OTHERS]:
         tenant = row["namespace"] == first["namespace"]
-        what = "another tenant (which, cannot be told)" if tenant else "another namespace"
+        what = (
+            "another tenant or key secret (which, cannot be told)"
+            if tenant
+            else "another namespace"
+        )
         say(
             f"{what}, {called(row)} {row['root'][:12]}: {row['windows']:,} windows, "
             f"{row['tokens']:,} tokens"
@@ -178,10 +181,6 @@ def _layers(lines: list[dict[str, Any]], n_tokens: int) -> Table:
             f"{line['wait_ms']:.2f}",
         )  # fmt: skip
     return made
-
-
-def number(value: float | None, form: str = ".3f") -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:{form}}"
 
 
 def _by_tier(counts: dict[str, int], form: Any) -> str:

@@ -19,7 +19,7 @@ from impress.cli.survey import (
     survey,
     tree_of,
 )
-from impress.terminal import out, share, size
+from impress.terminal import number, out, share, size
 
 #: Lines of a drawn tree; more than this nobody reads (--json gives all).
 MOST_LINES = 500
@@ -44,7 +44,7 @@ def inspect(
         typer.Option(
             metavar="PORT", min=1, max=65535,
             help="Also ask the process that serves this store's metrics (Config.metrics_port) "
-            "for its counters: hits, misses by reason, bytes by tier, DRAM in use.",
+            "for its tiers and counters: hits, misses by reason, bytes by tier.",
         ),
     ] = None,
     as_json: Json = False,
@@ -52,9 +52,11 @@ def inspect(
     """Show what a store holds: tiers, spans, namespaces, hottest prefixes.
 
     Reads a snapshot of the index and no rows, needs no model and takes no lock: it works while
-    another process writes to the store. The SSD tier is the directory; DRAM belongs to the process
-    that has the store open, so its use is shown only with --metrics. Leases of a running writer
-    are counted here after it closes.
+    another process writes to the store. The SSD tier is the directory; copies in HBM and DRAM
+    belong to the process that has the store open, so they are shown only with --metrics. Leases of
+    a running writer are counted here after it closes. "important" is the share of a tier's rows
+    that sparse requests chose, and a chunk's score its uses times that share, as last saved; –
+    where no request has told yet.
 
     **Exit status**
 
@@ -79,11 +81,19 @@ def inspect(
             found["tree"] = tree_of(opened)
     if metrics is not None:
         found["live"] = live_counters(metrics)
-        found["tiers"]["dram"] = found["live"]["tiers"].get("dram")
+        _take_live_tiers(found)
     if as_json:
         print_json(found)
     else:
         _print(found)
+
+
+def _take_live_tiers(found: dict[str, Any]) -> None:
+    """The tiers as the running process has them; one it has no budget for stays None."""
+    running = found["live"]["tiers"]
+    for name in ("hbm", "dram"):
+        found["tiers"][name] = running.get(name)
+    found["tiers"]["ssd"] |= running.get("ssd", {})
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -97,7 +107,7 @@ def _print(found: dict[str, Any]) -> None:
     out.print(
         f"{found['tokens']:,} tokens in {found['spans']:,} spans, {found['nodes']:,} tree nodes\n"
     )
-    out.print(_tiers(found["tiers"]))
+    out.print(_tiers(found["tiers"], live="live" in found))
     if found["namespaces"]:
         out.print(_namespaces(found["namespaces"]))
         out.print(_hottest(found["hottest"]))
@@ -122,15 +132,20 @@ def _called(row: dict[str, Any]) -> str:
     return escape(row["name"]) or f"model {row['namespace'][:12]}"
 
 
-def _tiers(tiers: dict[str, Any]) -> Table:
-    table = _table("Tiers", "tier", ">used", ">free", ">total", ">full")
-    for name in ("dram", "ssd"):
-        usage = tiers[name]
+def _tiers(tiers: dict[str, Any], *, live: bool) -> Table:
+    """Three rows, whatever is known: copies above the SSD belong to the process that serves."""
+    table = _table("Tiers", "tier", ">used", ">free", ">total", ">full", ">chunks", ">important")
+    for name, usage in tiers.items():
         if usage is None:
-            table.add_row(name, "of each process (see --metrics)", "", "", "")
-        else:
-            sizes = (size(usage[key]) for key in ("used", "free", "total"))
-            table.add_row(name, *sizes, share(usage["used"], usage["total"]))
+            what = "none configured" if live else "see --metrics"
+            table.add_row(name, what, *["–"] * 5)
+            continue
+        sizes = (size(usage[key]) for key in ("used", "free", "total"))
+        table.add_row(
+            f"{name} (emulated)" if usage.get("emulated") else name, *sizes,
+            share(usage["used"], usage["total"]), number(usage.get("chunks"), ",.0f"),
+            number(usage.get("important_share"), ".0%"),
+        )  # fmt: skip
     return table
 
 
@@ -145,9 +160,16 @@ def _namespaces(rows: list[dict[str, Any]]) -> Table:
 
 
 def _hottest(rows: list[dict[str, Any]]) -> Table:
-    table = _table("\nHottest prefixes", "key", "root", ">tokens", ">leases")
+    table = _table(
+        "\nHottest prefixes", "key", "root", ">tokens", ">leases", ">chunks on SSD", ">score",
+        ">important",
+    )  # fmt: skip
     for row in rows:
-        table.add_row(row["key"][:12], row["root"][:12], f"{row['tokens']:,}", str(row["leases"]))
+        table.add_row(
+            row["key"][:12], row["root"][:12], f"{row['tokens']:,}", str(row["leases"]),
+            f"{row['chunks']:,}", number(row["score"], ".2f"),
+            number(row["important_share"], ".0%"),
+        )  # fmt: skip
     return table
 
 

@@ -25,7 +25,7 @@ def live_counters(port: int) -> dict[str, Any]:
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, Any] = {name: {} for name in (*_COUNTERS, *_GAUGES)}
-    tiers: dict[str, dict[str, int]] = {}
+    tiers: dict[str, dict[str, float]] = {}
     load = {"count": 0.0, "sum": 0.0}
     try:
         families = list(text_string_to_metric_families(_scrape(port)))
@@ -35,7 +35,8 @@ def live_counters(port: int) -> dict[str, Any]:
         name = sample.name.removeprefix("impress_").removesuffix("_total")
         if name.startswith("tier_"):
             state = name.removeprefix("tier_").removesuffix("_bytes")
-            tiers.setdefault(sample.labels["tier"], {})[state] = int(sample.value)
+            value = sample.value if state == "important_share" else int(sample.value)
+            tiers.setdefault(sample.labels["tier"], {})[state] = value
         elif name.startswith("layer_load_seconds_") and not sample.labels:
             load[name.rpartition("_")[2]] = sample.value
         elif name in found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +45,7 @@ def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
             "head_dim": g.head_dim, "v_head_dim": g.v_dim, "dtype": g.dtype,
             "token_bytes": g.token_bytes,
         },
-        "tiers": {"ssd": _ssd(store), "dram": None},
+        "tiers": {"hbm": None, "dram": None, "ssd": _ssd(store)},
         "spans": counts["spans"],
         "nodes": counts["nodes"],
         "windows": counts["windows"],
@@ -67,11 +67,17 @@ def known_of(store: PrefixStore, span: int) -> tuple[float | None, float | None]
     return score, None if math.isnan(important) else important
 
 
-def _ssd(store: PrefixStore) -> dict[str, int]:
+def _ssd(store: PrefixStore) -> dict[str, Any]:
     """Bytes of the segments; what spans own is used. A writer's unfinished stores count as free."""
     total = store.ssd.usage().total
     used = sum(extent.length for extent in store.catalog.extents()[0])
-    return {"total": total, "used": used, "free": total - used}
+    runs = [(record.span_id, record.n_windows) for record in store.catalog.records()]
+    n_windows = store.catalog.counts()["windows"]
+    return {
+        "total": total, "used": used, "free": total - used,
+        "chunks": n_windows * store.geometry.n_layers,
+        "important_share": mean_known(store, runs)[1],
+    }  # fmt: skip
 
 
 def _namespaces(store: PrefixStore) -> list[dict[str, Any]]:
@@ -92,15 +98,31 @@ def _namespaces(store: PrefixStore) -> list[dict[str, Any]]:
 
 def _hottest(store: PrefixStore) -> list[dict[str, Any]]:
     """Whole prompts, most leased first. `key` is that of the last window: it names the prompt."""
-    return [
-        {
-            "tokens": p.n_windows * store.window,
-            "leases": p.hits,
-            "root": p.root.hex(),
-            "key": key_after(p.root, p.labels, store.window).hex(),
-        }
-        for p in store.catalog.hottest(HOTTEST)
-    ]
+    rows = []
+    for p in store.catalog.hottest(HOTTEST):
+        steps = store.catalog.trace(p.root, p.labels).steps
+        runs = [(step.view.span, step.view.n_windows) for step in steps]
+        score, important = mean_known(store, runs)
+        rows.append({
+            "tokens": p.n_windows * store.window, "leases": p.hits, "score": score,
+            "important_share": important, "chunks": p.n_windows * store.geometry.n_layers,
+            "root": p.root.hex(), "key": key_after(p.root, p.labels, store.window).hex(),
+        })  # fmt: skip
+    return rows
+
+
+def mean_known(
+    store: PrefixStore, runs: Iterable[tuple[int, int]]
+) -> tuple[float | None, float | None]:
+    """`known_of` the (span, windows) of a prefix: means over the windows that are known of."""
+    sums, weights = [0.0, 0.0], [0, 0]
+    for span, n_windows in runs:
+        for i, value in enumerate(known_of(store, span)):
+            if value is not None:
+                sums[i] += value * n_windows
+                weights[i] += n_windows
+    score, important = (s / w if w else None for s, w in zip(sums, weights, strict=True))
+    return score, important
 
 
 def tree_of(store: PrefixStore) -> list[dict[str, Any]]:
