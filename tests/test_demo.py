@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,20 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from impress.demo import CHECKPOINTS, SIZES
+from impress.demo.checkpoints import make_tokenizer, unseen
 from impress.demo.documents import documents
+from impress.demo.figures import figures_of
+from impress.demo.lookup.tokenizer import decode
 from impress.report import write_report
 
 SCRIPT = Path(sys.executable).parent / "impress"
+MODES = ("recompute", "exact", "paper", "quality")
+#: What is told of each model and of both.
+STORY = ("paper.accuracy", "quality.accuracy", "recompute.accuracy", "exact.accuracy",
+         "exact.agreement", "paper.fallback_share", "paper.bytes_share", "quality.bytes_share",
+         "paper.transferred_share", "quality.transferred_share", "quality.ttft_ratio",
+         "exact.ttft_ratio", "paper.ttft_ratio")  # fmt: skip
 
 
 def run(*args):
@@ -33,25 +44,93 @@ def demo(tmp_path_factory):
     return folder / "out", done.stdout, json.loads((folder / "report.json").read_text())
 
 
+def of_act(report, act):
+    return [row for row in report["rows"] if row["act"] == act]
+
+
 def test_every_answer_from_ssd_and_dram_agrees_with_recomputing(demo):
     _, shown, report = demo
     assert report["figures"]["exact.agreement"] == 1.0
     assert {"ssd.ttft_ratio", "dram.ttft_ratio"} <= report["figures"].keys()
-    assert len(report["rows"]) == 4
+    rows = of_act(report, "reuse")
+    assert len(rows) == 12 and all(row["agrees"] for row in rows)
     assert shown.count("4 of 4") >= 2
 
 
 def test_each_way_of_answering_read_the_document_from_its_own_tier(demo):
-    _, _, report = demo
-    for row in report["rows"]:
-        tokens = row["hit_tokens"]["ssd"]
-        assert tokens == row["hit_tokens"]["dram"] and 1280 <= tokens < row["prompt_tokens"]
-        assert tokens % 64 == 0
-        assert list(row["bytes"]["ssd"]) == ["ssd"] and list(row["bytes"]["dram"]) == ["dram"]
+    for row in of_act(demo[2], "reuse"):
+        if row["mode"] == "recompute":
+            assert row["hit_tokens"] == 0 and not row["bytes"]
+            continue
+        assert 1280 <= row["hit_tokens"] < row["prompt_tokens"] and row["hit_tokens"] % 64 == 0
+        assert list(row["bytes"]) == [row["mode"]]
 
 
 def test_the_rows_that_are_read_decide_the_answers(demo):
     assert demo[2]["figures"]["control.changes_without_prefix"] == 1.0
+
+
+def test_each_model_answers_the_same_questions_in_every_mode(demo):
+    rows = of_act(demo[2], "choice")
+    asked = {
+        mode: [(r["checkpoint"], r["document"], r["question"]) for r in rows if r["mode"] == mode]
+        for mode in MODES
+    }
+    assert all(len(asked[mode]) == SIZES["quick"].asked for mode in MODES)
+    assert len({frozenset(questions) for questions in asked.values()}) == 1
+    firsts = {rows[i]["mode"] for i in range(0, len(rows), len(MODES))}
+    assert firsts == set(MODES), "each mode comes first in its turn"
+
+
+def test_every_hit_was_cold_whole_and_in_the_mode_it_says(demo):
+    for row in of_act(demo[2], "choice"):
+        if row["mode"] == "recompute":
+            continue
+        assert row["hit_tokens"] == 1024 and list(row["bytes"]) == ["ssd"]
+        if row["mode"] == "exact":
+            assert row["agrees"] and row["transferred_share"] == row["rows_share"] == 1.0
+        if row["mode"] == "quality":
+            assert 0 < row["estimated_missing_mass"] <= 0.1 and row["rows_share"] < 1
+
+
+def test_the_figures_are_told_of_both_models_and_of_each(demo):
+    figures = demo[2]["figures"]
+    for where in ("", *(f"{checkpoint}." for checkpoint in CHECKPOINTS)):
+        assert {f"{where}{name}" for name in STORY} <= figures.keys()
+        assert figures[f"{where}exact.agreement"] == 1.0
+        assert figures[f"{where}exact.accuracy"] == figures[f"{where}recompute.accuracy"] > 0.8
+        assert figures[f"{where}quality.bytes_share"] < 0.5
+        # What the three heads cost is counted: the paper can move more than everything.
+        assert figures[f"{where}paper.transferred_share"] > figures[f"{where}paper.bytes_share"]
+    assert figures["agreeing.rte.quality.accuracy"] > 0.5
+
+
+def test_shares_are_means_and_ratios_are_of_medians():
+    def row(mode, ttft_ms, right, share):
+        return {
+            "act": "choice", "checkpoint": "agreeing", "task": "rte", "mode": mode,
+            "ttft_ms": ttft_ms, "right": right, "agrees": right, "rows_share": share,
+            "fallback_share": share, "bytes_share": share, "transferred_share": share,
+            "estimated_missing_mass": None, "missing_mass_worst_head": 0.5,
+        }  # fmt: skip
+
+    rows = [row("recompute", ms, True, None) for ms in (10.0, 20.0, 90.0)]
+    rows += [row("exact", 5.0, True, 1.0) for _ in range(3)]
+    rows += [row("quality", ms, ms != 6.0, ms / 10) for ms in (2.0, 4.0, 6.0)]
+    figures = figures_of(rows)
+    assert figures["agreeing.rte.quality.ttft_ratio"] == 0.2
+    assert figures["quality.accuracy"] == pytest.approx(2 / 3)
+    assert figures["agreeing.quality.bytes_share"] == pytest.approx(0.4)
+    assert figures["quality.missing_mass_worst_head"] == 0.5
+    assert "quality.estimated_missing_mass" not in figures, "unknown is not a number"
+    rows[3]["agrees"] = False
+    assert figures_of(rows)["exact.agreement"] == pytest.approx(2 / 3)
+
+
+def test_the_words_of_a_document_are_its_tokens():
+    doc = unseen(1)[0]
+    tokenizer = make_tokenizer()
+    assert tokenizer(decode(doc.tokens))["input_ids"] == list(doc.tokens)
 
 
 def test_the_report_names_its_conditions_and_no_path(demo):
@@ -85,6 +164,19 @@ def test_run_answers_on_the_demos_model_from_its_store(demo):
     found = json.loads(done.stdout)
     assert (found["mode"], found["policy"]) == ("sparse", "quality")
     assert 0 < found["chosen_rows_share"] < 1 and found["estimated_missing_mass"] <= 0.5
+
+
+def test_run_looks_things_up_in_a_store_the_demo_left(demo):
+    folder, shown, _ = demo
+    place = folder / "lookup" / "specialised"
+    line = shown[shown.index("impress run") :].replace("\\\n", "")
+    done = run(*shlex.split(line)[1:])
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    answer, _, rest = done.stdout.partition("\n")
+    assert answer in line[line.index("choose") :].split()
+    assert "sparse" in rest and f"--store {place / 'store'}" in line
+    for word in ("why", "moved", "wanted", "fell back", "estimated missing mass", "worst head"):
+        assert word in rest
 
 
 def test_a_folder_that_is_not_the_demos_is_refused_untouched(tmp_path):

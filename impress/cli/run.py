@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,8 +55,9 @@ def run(
     is fetched from a network. Run it twice to see the difference.
 
     Prints the answer, then how much of the prompt came from the store, the time to the first
-    token (TTFT), bytes by tier, and the mode: recompute, exact (a stored prefix was reused) or
-    sparse (chosen rows of it; docs/SELECTION.md says what each policy guarantees).
+    token (TTFT), bytes by tier, and the mode with why it was taken: recompute, exact (a stored
+    prefix was reused) or sparse (chosen rows of it: how many, what was wanted and moved for them,
+    and the attention they may miss; docs/SELECTION.md says what each policy guarantees).
 
     **Exit status**
 
@@ -110,8 +112,8 @@ def _answer(
         "fallback_share": request.fallback_share,
         "bytes_share": request.bytes_share,
         "transferred_share": request.transferred_share,
-        "estimated_missing_mass": request.estimated_missing_mass,
-        "missing_mass_worst_head": request.missing_mass_worst_head,
+        "estimated_missing_mass": _known(request.estimated_missing_mass),
+        "missing_mass_worst_head": _known(request.missing_mass_worst_head),
         "ttft_ms": request.ttft_ms,
         "bytes_by_tier": request.bytes_by_tier,
         "stored_tokens": request.stored_tokens,
@@ -130,14 +132,26 @@ def _print(found: dict[str, Any]) -> None:
         f"TTFT {found['ttft_ms']:,.0f} ms · {found['stored_tokens']:,} tokens newly stored",
         soft_wrap=True,
     )
+    out.print(f"why {found['why']}", markup=False, soft_wrap=True)
     if found["mode"] == "sparse":
         out.print(
-            f"{found['policy']}: {found['chosen_rows_share']:.0%} of the rows, "
-            f"{found['bytes_share']:.0%} of the bytes wanted with probes, "
-            f"{found['transferred_share']:.0%} moved; {found['fallback_share']:.0%} of the layers "
-            f"fell back; estimated missing mass at most {found['estimated_missing_mass']:.3f}",
+            f"{found['policy']}: {found['chosen_rows_share']:.1%} of the rows chosen, "
+            f"{found['bytes_share']:.1%} of exact's bytes wanted (rows and the records read to "
+            f"choose them), {found['transferred_share']:.1%} moved; "
+            f"{found['fallback_share']:.1%} of the layers fell back; estimated missing mass of "
+            f"the worst layer {_mass(found['estimated_missing_mass'])}, "
+            f"worst head {_mass(found['missing_mass_worst_head'])}",
             soft_wrap=True,
         )
     for what in ("refused", "lost"):
         if found[what] and found["mode"] != "sparse":  # sparse rows are never stored
             out.print(f"{what}: {found[what]}", markup=False, soft_wrap=True)
+
+
+def _known(mass: float) -> float | None:
+    """JSON has no nan."""
+    return None if math.isnan(mass) else mass
+
+
+def _mass(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.3f}"

@@ -1,12 +1,40 @@
-"""What `impress demo` runs: documents and a model made on the spot, two processes, one report.
+"""What `impress demo` runs: models and documents, a process for each step, one report.
 
-documents.py  the texts and questions          model.py   the tokenizer and the random model
-worker.py     what each process does           story.py   starts them, prints what came out
+documents.py  texts and questions of the first act     model.py        its random model
+reuse.py      first act: what is kept comes back       lookup/         trained checkpoints, tasks
+asking.py     later acts: what is read, what is right  checkpoints.py  the checkpoints on disk
+worker.py     one step in a process of its own         stage.py        starts it, shows progress
+figures.py    rows to figures                          tables.py       figures as people read them
+story.py      the acts in order
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
-#: Of the weights; nothing else is drawn.
+#: Of the random model's weights; nothing else is drawn.
 SEED: Final = 20250214
+#: The trained models, in the order they are asked.
+CHECKPOINTS: Final = ("agreeing", "specialised")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is asked. Questions are by document, of the later acts by task too."""
+
+    reuse_documents: int
+    reuse_questions: int
+    documents: int
+    questions: dict[str, int]
+
+    @property
+    def asked(self) -> int:
+        """Questions of a later act, over both checkpoints."""
+        return len(CHECKPOINTS) * self.documents * sum(self.questions.values())
+
+
+SIZES: Final = {
+    "full": Size(8, 3, 8, {"rte": 20, "copa": 20, "diffuse": 5}),
+    "quick": Size(2, 2, 2, {"rte": 3, "copa": 3, "diffuse": 2}),
+}

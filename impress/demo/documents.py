@@ -1,4 +1,4 @@
-"""The demo's texts: Python's own documentation, as pydoc prints it here. Deterministic, offline."""
+"""The first act's texts: Python's own documentation, as pydoc prints it. The same every time."""
 
 from __future__ import annotations
 

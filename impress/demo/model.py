@@ -1,19 +1,22 @@
-"""The demo's model: a Llama with grouped-query attention and random weights, and a BPE tokenizer.
+"""The first act's model: a Llama with grouped-query attention and random weights, a BPE tokenizer.
 
 Sized so that recomputing 1,500 tokens takes a second or two on two cores. Saved as any
-Transformers model is, so `impress run --model` works on it.
+Transformers model is, so `impress run --model` works on it. `load` and `recompute` serve any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final
 
 import torch
+from transformers import LogitsProcessorList
 
 from impress.demo import SEED
 from impress.demo.documents import Document
+from impress.engines.hf_output import FirstLogits
 from impress.errors import StoreFailed
 
 DOCUMENT_TOKENS: Final = 1500
@@ -86,11 +89,28 @@ def save(folder: Path, documents: Sequence[Document]) -> list[Document]:
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """(model, tokenizer) as saved; nothing is looked for elsewhere."""
+    """(model, tokenizer) as saved, in the dtype saved; nothing is looked for elsewhere."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(
-        str(folder), local_files_only=True, dtype="float32"
-    )
+    model = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     return model.eval(), tokenizer
+
+
+def recompute(
+    model: Any, ids: torch.Tensor, n_new: int, cache: Any = None
+) -> tuple[list[int], float]:
+    """(new tokens, ms to the first) of ids [1, n] by the model alone, without the store.
+
+    `cache`, an in-memory one of Transformers, holds the first tokens' rows and gets the rest's.
+    """
+    first = FirstLogits(perf_counter())
+    result = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=n_new,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([first]),
+    )
+    return result[0, ids.shape[1] :].tolist(), first.ttft_ms
