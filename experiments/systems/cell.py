@@ -1,0 +1,205 @@
+"""One cell: systems on one set of prefixes, one cache ratio, one popularity; request by request.
+
+    requests drawn ─> choices made (no clock) ─> caches warmed until hit rates are flat ─> measured
+
+In every round each system serves the same request; the order of the systems turns with the rounds,
+and nothing is left running between two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from experiments.common import Row
+from experiments.systems.catalogue import System
+from experiments.systems.clock import A100, Clock, Compute, Roofline
+from experiments.systems.data import WINDOW, Data
+from experiments.systems.generate import Knobs
+from experiments.systems.planned import Choices
+from experiments.systems.serve import Asking, Served, Server
+from impress.config import Config
+
+#: Hit rates are flat when two windows of warming differ by less than this.
+FLAT: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked: popularity ("zipf" with an exponent, or "shuffled": each prefix in turn)."""
+
+    ratio: int = 130  # data, where HBM is 10 and DRAM 32
+    zipf: float | None = 0.9
+    knobs: Knobs = field(default_factory=Knobs)
+    n_measured: int = 40
+    n_warm: int = 48  # of a window; at most `most_windows` of them
+    most_windows: int = 4
+    seed: int = 1
+
+
+def order_of(load: Load, n_prefixes: int, n: int) -> list[tuple[int, int]]:
+    """(prefix, request on it) of n requests; no request is asked twice."""
+    rng = np.random.default_rng([load.seed, 5])
+    if load.zipf is None:
+        rounds = [rng.permutation(n_prefixes) for _ in range(-(-n // n_prefixes))]
+        drawn = np.concatenate(rounds)[:n]
+    else:
+        weight = np.arange(1, n_prefixes + 1, dtype=np.float64) ** -load.zipf
+        drawn = rng.choice(rng.permutation(n_prefixes), n, p=weight / weight.sum())
+    seen = [0] * n_prefixes
+    asked = []
+    for prefix in drawn.tolist():
+        asked.append((prefix, seen[prefix]))
+        seen[prefix] += 1
+    return asked
+
+
+def budgets(n_bytes: int, ratio: int) -> tuple[int, int]:
+    """(HBM, DRAM) bytes for data of n_bytes: 10 and 32 parts where the data is `ratio`."""
+    return n_bytes * 10 // ratio, n_bytes * 32 // ratio
+
+
+def config_of(system: System, data: Data, ratio: int) -> Config:
+    """Caches of a system: probes, maps and tables count in the DRAM budget."""
+    hbm, dram = budgets(data.n_bytes, ratio)
+    return Config(
+        window=WINDOW, dram_bytes=dram, hbm_bytes=hbm, hbm_device="cpu", durable=False,
+        eviction=system.eviction, probes=data.probes(system.data, system.policy),
+        segment_bytes=128 << 20, lease_timeout_s=3600,
+    )  # fmt: skip
+
+
+class Bench:
+    """Open systems over one set of data. Close it: caches and stores go."""
+
+    def __init__(
+        self, systems: Sequence[System], data: Data, load: Load, dilation: float,
+        device: Roofline = A100,
+    ) -> None:  # fmt: skip
+        self.systems = list(systems)
+        self.data = data
+        self.load = load
+        self.clock = Clock(dilation)
+        self.compute = Compute(data.shape, device)
+        self._exits = ExitStack()
+        n = load.n_warm * load.most_windows + load.n_measured
+        self._asked = order_of(load, len(data.prefixes), n)
+        policies = list(
+            {s.policy: None for s in systems if s.policy is not None and s.policy.name != "exact"}
+        )
+        kinds = {s.data for s in systems}
+        self.choices: Choices = data.prepare(kinds, policies, self._asked, load.knobs)
+        self.servers = [self._server(system) for system in self.systems]
+        self.n_warmed = 0
+
+    def _server(self, system: System) -> Server:
+        store = None
+        if system.data:
+            store = self.data.open(system.data, config_of(system, self.data, self.load.ratio))
+        server = Server(system, self.compute, self.data.geometry, self.clock, store, self.choices)
+        self._exits.callback(server.close)
+        return server
+
+    def warm(self) -> None:
+        """Serve windows of requests, compute passing at once, until hit rates are flat."""
+        dilation, self.clock.dilation = self.clock.dilation, 0.0
+        before: dict[str, float] = {}
+        for window in range(self.load.most_windows):
+            first = window * self.load.n_warm
+            part = self._asked[first : first + self.load.n_warm]
+            rates = {s.system.name: hit_rate([self._one(s, a) for a in part]) for s in self.servers}
+            self.n_warmed += len(part)
+            flat = before and all(abs(rates[name] - before[name]) < FLAT for name in rates)
+            before = rates
+            if flat:
+                break
+        self.clock.dilation = dilation
+
+    def measure(self) -> dict[str, list[Served]]:
+        """Every system on the same requests, interleaved."""
+        found: dict[str, list[Served]] = {s.name: [] for s in self.systems}
+        part = self._asked[self.n_warmed : self.n_warmed + self.load.n_measured]
+        for turn, asked in enumerate(part):
+            at = turn % len(self.servers)
+            for server in self.servers[at:] + self.servers[:at]:
+                found[server.system.name].append(self._one(server, asked))
+        return found
+
+    def _one(self, server: Server, asked: tuple[int, int]) -> Served:
+        served = server.serve(self.asking(*asked))
+        server.settle()
+        return served
+
+    def asking(self, prefix: int, request: int) -> Asking:
+        return Asking(prefix, self.data.prefixes[prefix].tokens, request)
+
+    def close(self) -> None:
+        self._exits.close()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def hit_rate(served: Sequence[Served], tier: str = "") -> float:
+    """Share of the bytes that came from a tier ("" from any cache)."""
+    total = sum(sum(s.bytes_by_tier.values()) for s in served)
+    if not total:
+        return 0.0
+    tiers = [tier] if tier else ["hbm", "dram"]
+    return sum(s.bytes_by_tier.get(t, 0) for s in served for t in tiers) / total
+
+
+def row_hit_rate(served: Sequence[Served], tier: str) -> float:
+    """Share of the rows used that came from a tier."""
+    total = sum(sum(s.rows_by_tier.values()) for s in served)
+    return sum(s.rows_by_tier.get(tier, 0) for s in served) / total if total else 0.0
+
+
+def interval(values: Sequence[float], q: float, seed: int = 0) -> tuple[float, float]:
+    """95 % bootstrap interval of a percentile."""
+    rng = np.random.default_rng(seed)
+    drawn = np.asarray(values)[rng.integers(len(values), size=(1000, len(values)))]
+    low, high = np.percentile(np.percentile(drawn, q, axis=1), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def summary(served: Sequence[Served], dilation: float) -> Row:
+    """A row of one system: milliseconds as on the paper's disk (divided by the dilation)."""
+    ms = [s.ttft_s / dilation * 1e3 for s in served]
+    low, high = interval(ms, 50)
+    row: dict[str, Any] = {
+        "n": len(ms), "p50_ms": float(np.median(ms)), "p50_low": low, "p50_high": high,
+        "p90_ms": float(np.percentile(ms, 90)),
+        "io_ms": float(np.median([s.io_s / dilation * 1e3 for s in served])),
+        "emulated_ms": float(np.median([s.compute_s / dilation * 1e3 for s in served])),
+        "hbm": hit_rate(served, "hbm"), "dram": hit_rate(served, "dram"),
+        "hbm_rows": row_hit_rate(served, "hbm"),
+        "mb": float(np.mean([sum(s.bytes_by_tier.values()) for s in served])) / 1e6,
+        "ssd_mb": float(np.mean([s.bytes_by_tier.get("ssd", 0) for s in served])) / 1e6,
+        "fell_back": float(np.mean([s.fell_back for s in served])),
+        "rows": float(np.mean([s.rows_share for s in served])),
+    }  # fmt: skip
+    if len(ms) >= 1000:
+        row["p99_ms"] = float(np.percentile(ms, 99))
+    return row
+
+
+def run_bench(
+    systems: Sequence[System], data: Data, load: Load, dilation: float,
+    also: Callable[[Bench, dict[str, list[Served]]], None] | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """Warm, measure, a row for each system."""
+    with Bench(systems, data, load, dilation) as bench:
+        bench.warm()
+        found = bench.measure()
+        if also is not None:
+            also(bench, found)
+        for name, served in found.items():
+            yield {"system": name, "n_warmed": bench.n_warmed, **summary(served, dilation)}

@@ -1,0 +1,229 @@
+"""Is the emulator right where compute is real? The small model that looks things up is asked.
+
+Numbers of this processor are fitted on requests of two lengths: its arithmetic rate on prompts that
+hit nothing, what a hit costs besides on exact hits, what a choice of rows costs on the choices
+alone. Then requests of a third length, and kinds that were not fitted whole (sparse hits), are
+served twice in turn: by the Transformers engine, really, and by the emulator, which waits where the
+engine computes and reads the same rows from the same store.
+Where a median is off by more than `MOST_ERROR`, the emulated experiments withdraw.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+import impress
+from experiments.common import Row
+from experiments.systems.catalogue import System
+from experiments.systems.clock import MOST_ERROR, Clock, Compute, Roofline
+from experiments.systems.generate import N_NEW
+from experiments.systems.serve import Asking, Server, score_seconds
+from experiments.systems.shapes import Shape
+from impress.choices import Selection
+from impress.demo.lookup.tasks import document
+from impress.engines import hf
+from impress.identify import Asked, select
+from impress.policy import Exact, Paper, Policy, Quality
+
+CHECKPOINT: Final = "specialised"
+#: Document lengths the rates are fitted at, and the one that is predicted.
+FITTED: Final = (512, 1024)
+PREDICTED: Final = 1536
+_POLICIES: Final[dict[str, Policy]] = {
+    "recompute": Exact(), "exact": Exact(), "paper": Paper(0.25), "quality": Quality(0.1),
+}  # fmt: skip
+_CHOOSING: Final = ("paper", "quality")
+_CONFIG: Final = impress.Config(
+    probes=("heads3-v1", "int4-v1"), dram_bytes=0, mode="sparse", durable=False, io_threads=2,
+    segment_bytes=64 << 20, read_gap_bytes=16 << 10,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A policy that keeps what another chose, and how long that took."""
+
+    inner: Policy
+    kept: list[tuple[Selection, float]]
+    name: str
+    probe: str | None
+    needs_suffix_lse: bool = True
+
+
+@select.register
+def _(policy: Recording, asked: Asked) -> Selection:
+    begin = time.perf_counter()
+    selection = select(policy.inner, asked)
+    policy.kept.append((selection, time.perf_counter() - begin))
+    return selection
+
+
+@dataclass(slots=True)
+class Real:
+    """The engine over a store that holds one document of each length."""
+
+    engine: hf.Engine
+    empty: hf.Engine  # nothing is ever stored here: every request computes
+    shape: Shape
+
+    @classmethod
+    def of(cls, folder: Path) -> Real:
+        from transformers import AutoModelForCausalLM
+
+        where = Path(impress.__file__).parent / "demo" / "lookup" / CHECKPOINT
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
+        engine = hf.attach(model, folder / "full", config=_CONFIG)
+        empty = hf.attach(model, folder / "empty", config=_CONFIG, store_new=False)
+        c = model.config
+        shape = Shape(
+            "lookup", c.num_hidden_layers, c.num_attention_heads, c.num_attention_heads,
+            c.hidden_size // c.num_attention_heads, c.ffn_dim, dtype="float32",
+        )  # fmt: skip
+        for n in (*FITTED, PREDICTED):
+            engine.generate(torch.tensor([_tokens(n)]), max_new_tokens=1)
+        engine.flush()
+        return cls(engine, empty, shape)
+
+    def ttft_s(self, n: int, mode: str) -> float:
+        """One real request of n tokens of document and N_NEW behind."""
+        engine = self.empty if mode == "recompute" else self.engine
+        prompt = torch.tensor([[*_tokens(n), *_question()]])
+        engine.generate(prompt, max_new_tokens=1, do_sample=False, policy=_POLICIES[mode])
+        request = engine.last_request
+        assert request is not None
+        assert request.hit_tokens == (0 if mode == "recompute" else n), "another way was taken"
+        return request.ttft_ms / 1e3
+
+    def chosen(self, n: int, policy: Policy) -> list[tuple[Selection, float]]:
+        """What a policy really chooses, layer by layer, and the seconds it took."""
+        recording = Recording(policy, [], policy.name, policy.probe)
+        prompt = torch.tensor([[*_tokens(n), *_question()]])
+        self.engine.generate(prompt, max_new_tokens=1, do_sample=False, policy=recording)
+        return recording.kept
+
+    def close(self) -> None:
+        self.engine.close()
+        self.empty.close()
+
+
+def _tokens(n: int) -> list[int]:
+    return list(document("calibration", n, n).tokens)
+
+
+def _question() -> list[int]:
+    return list(document("calibration", 0, 512).tokens[:N_NEW])
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of every kind of request, round by round, so that a busy minute falls on all."""
+
+    real: dict[tuple[str, int], list[float]]
+    bare: dict[int, list[float]]  # emulated exact hits without what a hit costs besides
+    choosing: dict[tuple[str, int], list[float]]  # of one layer
+
+    @classmethod
+    def of(cls, real: Real, rounds: int) -> Times:
+        lengths = (*FITTED, PREDICTED)
+        asked = [(mode, n) for mode in ("recompute", "exact") for n in lengths]
+        asked += [(mode, PREDICTED) for mode in _CHOOSING]
+        nothing = Roofline("no compute", math.inf, math.inf, 1.0, 1.0)
+        times = cls({}, {}, {})
+        for _ in range(rounds):
+            for mode, n in asked:
+                times.real.setdefault((mode, n), []).append(real.ttft_s(n, mode))
+            for n in FITTED:
+                served = _server(real, nothing, "exact", []).serve(_asking(n))
+                times.bare.setdefault(n, []).append(served.ttft_s)
+                for mode in _CHOOSING:
+                    layers = [seconds for _, seconds in real.chosen(n, _POLICIES[mode])]
+                    times.choosing.setdefault((mode, n), []).append(float(np.mean(layers)))
+        return times
+
+    def rooflines(self, real: Real) -> dict[str, Roofline]:
+        """This processor as a roofline, for each kind of request."""
+        compute = Compute(real.shape, Roofline("", 1.0, math.inf, 1.0, 1.0))
+        flops = [real.shape.n_layers * compute.layer(n + N_NEW, 0) for n in FITTED]
+        dense = [min(self.real["recompute", n]) for n in FITTED]
+        slope, base = np.polyfit(flops, dense, 1)
+        device = Roofline(
+            "this processor", 1 / max(slope, 1e-15), math.inf, 1.0, 1.0, request_s=max(base, 0.0)
+        )
+        # Beside its constant a hit's rest is attention over the prefix: it grows with the length.
+        compute = Compute(real.shape, device)
+        forward = real.shape.n_layers * compute.layer(N_NEW, 0)
+        rest = [min(self.real["exact", n]) - min(self.bare[n]) - forward for n in FITTED]
+        hit = replace(device, request_s=max(_at_predicted(rest), 0.0))
+        found = {"recompute": device, "exact": hit}
+        for mode in _CHOOSING:
+            rest = [
+                min(self.choosing[mode, n])
+                - score_seconds(compute, real.shape.geometry(1), _POLICIES[mode], n)
+                for n in FITTED
+            ]
+            found[mode] = replace(hit, score_s=max(_at_predicted(rest), 0.0))
+        return found
+
+
+def _at_predicted(rest: Sequence[float]) -> float:
+    """Values at the fitted lengths, taken on in a line."""
+    slope, base = np.polyfit(FITTED, rest, 1)
+    return float(base + slope * PREDICTED)
+
+
+def check(folder: Path, rounds: int) -> list[Row]:
+    """Predicted and real milliseconds of each kind of request, and how far they are apart.
+
+    The least of all rounds on both sides: other loads of the machine only ever add.
+    """
+    real = Real.of(folder)
+    try:
+        times = Times.of(real, rounds)
+        rows = []
+        for mode, device in times.rooflines(real).items():
+            chosen = []
+            if mode in _CHOOSING:
+                chosen = [selection for selection, _ in real.chosen(PREDICTED, _POLICIES[mode])]
+            server = _server(real, device, mode, chosen)
+            predicted = min(server.serve(_asking(PREDICTED)).ttft_s for _ in range(rounds))
+            measured = min(times.real[mode, PREDICTED])
+            rows.append({
+                "mode": mode, "real_ms": measured * 1e3, "emulated_ms": predicted * 1e3,
+                "error": abs(predicted / measured - 1),
+            })  # fmt: skip
+        return rows
+    finally:
+        real.close()
+
+
+def _server(real: Real, device: Roofline, mode: str, chosen: list[Selection]) -> Server:
+    policy = _POLICIES[mode]
+    system = System(mode, mode, "" if mode == "recompute" else "plain", policy)
+    return Server(
+        system, Compute(real.shape, device), real.shape.geometry(real.shape.n_layers), Clock(1.0),
+        None if mode == "recompute" else real.engine.store, {(policy, 0, 0): chosen},
+    )  # fmt: skip
+
+
+def _asking(n: int) -> Asking:
+    return Asking(0, np.array(_tokens(n), dtype=np.int32), 0)
+
+
+def worst(rows: Sequence[Row]) -> float:
+    return max(row["error"] for row in rows)
+
+
+def verdict(error: float) -> str:
+    """One line for people."""
+    said = f"the emulator is off by at most {error:.1%} where compute is real"
+    if error <= MOST_ERROR:
+        return said
+    return f"withdrawn: {said}, more than {MOST_ERROR:.0%}; nothing emulated is reported"

@@ -1,0 +1,143 @@
+"""Everything of a prefix in 8 or 4 bits, read in sequence: the rival that chooses nothing.
+
+Rows are quantised per token and head (a float16 scale each), written to a segment of their own and
+read by the very sessions, caches and threads that serve full rows: only the width of a row differs.
+Dequantising is the device's work: emulated (`Compute.dequantise`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from impress.catalog import Held
+from impress.config import Config
+from impress.copies import Copies
+from impress.format import SpanRecord
+from impress.history import History, budget_of
+from impress.layout import K, SpanLayout, V
+from impress.load import Reading
+from impress.params import Params
+from impress.plan import Source
+from impress.quant import floats_of, pack_codes, packed_bytes, quantise, words_of
+from impress.rows import pack
+from impress.session import Lease, Session
+from impress.stats import Counters
+from impress.types import Geometry
+from tiers.base import Extent, sums_of
+from tiers.iopool import IoPool
+from tiers.slots import BufferPool, aligned
+from tiers.ssd import SsdTier
+
+#: Tokens quantised at once.
+_BLOCK: int = 512
+
+
+def row_geometry(geometry: Geometry, bits: int) -> Geometry:
+    """Rows of codes and scales, as rows of one head of 16-bit words."""
+    n_bytes = geometry.n_kv_heads * (2 + _code_bytes(geometry.head_dim, bits))
+    return Geometry(geometry.n_layers, 1, 1, -(-n_bytes // 2), "float16")
+
+
+def quantised_rows(rows: Any, geometry: Geometry, bits: int) -> Any:
+    """uint16 [1, n, words] of rows [n_kv_heads, n, head_dim]: scales of all heads, then codes."""
+    words = words_of(rows, geometry)
+    heads, n, dim = words.shape
+    made = np.zeros((n, 2 * row_geometry(geometry, bits).head_dim), dtype=np.uint8)
+    n_bytes = _code_bytes(dim, bits)
+    scales = made[:, : 2 * heads].view(np.float16)
+    codes = made[:, 2 * heads : 2 * heads + heads * n_bytes]
+    for at in range(0, n, _BLOCK):
+        block = slice(at, at + _BLOCK)
+        values = floats_of(words[:, block], geometry.dtype)
+        by_head, scale = _eight_bits(values) if bits == 8 else quantise(values, bits, dim)
+        scales[block] = scale[..., 0].T
+        part = np.zeros((len(made[block]), heads, n_bytes), dtype=np.uint8)
+        if bits == 8:
+            part[:] = by_head.transpose(1, 0, 2)
+        else:
+            pack_codes(by_head.transpose(1, 0, 2), bits, part)
+        codes[block] = part.reshape(len(part), -1)
+    return made.view(np.uint16)[None]
+
+
+def _code_bytes(dim: int, bits: int) -> int:
+    return dim if bits == 8 else packed_bytes(dim, bits)
+
+
+def _eight_bits(values: Any) -> tuple[Any, Any]:
+    """Codes uint8 around 128, and the float16 scale of each vector."""
+    scale = (np.abs(values).max(axis=-1, keepdims=True) / 127).astype(np.float16)
+    steps = np.rint(values / np.maximum(scale.astype(np.float32), 2.0**-24))
+    return (np.clip(steps, -127, 127) + 128).astype(np.uint8), scale
+
+
+class QuantisedStore:
+    """Prefixes by number, in one directory. Written once; sessions are impress's own."""
+
+    def __init__(
+        self, folder: Path, geometry: Geometry, bits: int, config: Config,
+        sources: dict[int, Source] | None = None,
+    ) -> None:  # fmt: skip
+        """`sources` of an earlier one in this folder: only to be read."""
+        self.geometry = row_geometry(geometry, bits)
+        self.bits = bits
+        self._wide = geometry
+        self._window = config.window
+        self.sources: dict[int, Source] = {} if sources is None else sources
+        self.ssd = SsdTier(folder, config.segment_bytes, None, read_only=sources is not None)
+        self.pool = IoPool(config.io_threads)
+        self.copies = Copies(config, self.geometry, config.window, [])
+        self._reading = Reading(
+            self.geometry, config, self.ssd, self.copies, self.pool, BufferPool(None), Counters(),
+            lambda _span: None,
+            History(geometry.n_layers, config.window, budget_of(config.dram_bytes)), lambda: None,
+            Params(folder / "params", write=False),
+        )  # fmt: skip
+
+    def begin(self, number: int, n_tokens: int) -> None:
+        """Make room for a prefix, whole windows of it; `put` its layers next."""
+        n_windows = n_tokens // self._window
+        layout = SpanLayout.of(self.geometry, self._window, n_windows)
+        slot = self.ssd.reserve(layout.data_bytes)
+        assert slot is not None, "no room on the disk"
+        nothing = Extent(0, 0, 0)
+        record = SpanRecord(
+            number, b"", b"", b"", b"", 0, n_windows, self._window, nothing, slot.parts
+        )
+        sums = np.zeros(layout.n_sums, dtype=np.uint64)
+        held = Held(record, 0, n_windows)
+        self.sources[number] = Source(held, layout, slot, sums, (), 0)
+
+    def put(self, number: int, layer: int, keys: Any, values: Any) -> None:
+        """Quantise and write a layer [n_kv_heads, n, head_dim]."""
+        source = self.sources[number]
+        n = source.count * self._window
+        for plane, rows in ((K, keys), (V, values)):
+            shape = source.layout.planes[plane]
+            words = quantised_rows(rows[:, :n], self._wide, self.bits)
+            data = aligned(source.count * shape.chunk_bytes)
+            pack(words, data, shape)
+            at = source.layout.sums_at(layer, plane, 0)
+            pieces = source.count * shape.pieces
+            source.sums[at : at + pieces] = sums_of(data, shape.piece_bytes)
+            self.ssd.write(source.slot, source.layout.chunk_off(layer, plane, 0), data)
+
+    def lease(self, number: int) -> Lease:
+        """The whole prefix."""
+        return Lease(
+            [self.sources[number]], self._window, "", self._reading,
+            lambda lease, policy: Session(lease, policy, self._reading), lambda _lease: None,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.pool.close(10.0)
+        self.ssd.close()
+
+    def __enter__(self) -> QuantisedStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,231 @@
+"""One request on one system: from its tokens to its first token, on one clock.
+
+    lease ─> session ─prefetch─> for each layer: project (wait) · retrieve (real) · attend (wait)
+                                                      └ score (wait), inside a choosing session
+
+Reads, lookups, planning, checksums and copies are real; waits are emulated compute (`clock.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from experiments.systems.catalogue import System
+from experiments.systems.clock import Clock, Compute
+from experiments.systems.generate import N_NEW
+from experiments.systems.planned import Choices, Planned, reads_keys
+from experiments.systems.quantised import QuantisedStore
+from impress.engines.choice import MODES, Rates, decide
+from impress.policy import Contiguous, Exact, Policy
+from impress.probes import codec_of
+from impress.rows import as_tensor
+from impress.session import AccessReport, Lease
+from impress.store import PrefixStore
+from impress.types import Geometry
+from tiers.iopool import IoPool, Lane
+from tiers.slots import aligned
+
+Outs = list[tuple[Any, Any]]
+#: layer, k, v, positions
+Watch = Callable[[int, Any, Any, Any], None]
+
+
+@dataclass(slots=True)
+class Served:
+    """What one request took. Seconds of this machine's clock, emulated compute dilated.
+
+    `io_s`: it stood still for reads and copies, emulated compute taken out. Bytes as moved, rows
+    as used, by tier; `fell_back`: share of layers whose identifier did not decide.
+    """
+
+    ttft_s: float
+    io_s: float
+    compute_s: float
+    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+    rows_by_tier: dict[str, int] = field(default_factory=dict)
+    fell_back: float = 0.0
+    rows_share: float = 1.0
+    mode: str = "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A request: a prefix by number, its tokens, and the request's number on it."""
+
+    prefix: int
+    tokens: Any
+    request: int
+
+
+class Server:
+    """A system with its open store, ready to serve. One request at a time."""
+
+    def __init__(
+        self, system: System, compute: Compute, geometry: Geometry, clock: Clock,
+        store: PrefixStore | QuantisedStore | None, choices: Choices,
+    ) -> None:  # fmt: skip
+        self.system = system
+        self.store = store
+        self._compute = compute
+        self._geometry = geometry
+        self._clock = clock
+        self._choices = choices
+        self._outs: dict[int, Outs] = {}
+        self._rates = Rates()
+        self.watch: Watch | None = None  # sees what each layer brought; for tests
+
+    def serve(self, asking: Asking) -> Served:
+        """The request, to its first token."""
+        mode = self._mode(asking)
+        if mode == "recompute":
+            served = self._recompute(len(asking.tokens))
+        else:
+            served = self._read(asking, mode)
+        served.mode = mode
+        if self.system.auto:
+            self._learn(asking, served)
+        return served
+
+    def settle(self) -> None:
+        """Return when what the request left to do in the background is done."""
+        if isinstance(self.store, PrefixStore):
+            settle(self.store._pool)
+        elif self.store is not None:
+            settle(self.store.pool)
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+
+    # ---- the ways to a first token ---------------------------------------------------------
+
+    def _mode(self, asking: Asking) -> str:
+        if self.store is None:
+            return "recompute"
+        own = "exact" if isinstance(self.system.policy, Exact) else "sparse"
+        if not self.system.auto:
+            return own
+        n = len(asking.tokens)
+        layers = self._compute.shape.n_layers
+        seconds = self._rates.estimate(
+            n + N_NEW, n, layers, n * self._compute.shape.row_bytes * layers
+        )
+        choice = decide(own, MODES, seconds)
+        self._rates.count(choice.mode)
+        return choice.mode
+
+    def _learn(self, asking: Asking, served: Served) -> None:
+        """As an engine does; what a slice of the layers took is told as of all of them."""
+        n, shape = len(asking.tokens), self._compute.shape
+        times = shape.n_layers / self._geometry.n_layers
+        if served.mode != "sparse":
+            computed = n + N_NEW if served.mode == "recompute" else N_NEW
+            self._rates.note_prefill(computed, (served.ttft_s - served.io_s) * times)
+        if served.mode != "recompute":
+            moved = int(sum(served.bytes_by_tier.values()) * times)
+            exact = n * shape.row_bytes * shape.n_layers
+            self._rates.note_read(served.mode, shape.n_layers, moved, exact, served.io_s * times)
+
+    def _recompute(self, n_tokens: int) -> Served:
+        begin = self._clock.start()
+        self._clock.spend(self._compute.device.request_s)
+        for _ in range(self._geometry.n_layers):
+            self._clock.spend(self._compute.layer(n_tokens + N_NEW, 0))
+        ttft_s = time.perf_counter() - begin
+        return Served(ttft_s, 0.0, self._clock.spent_s)
+
+    def _read(self, asking: Asking, mode: str) -> Served:
+        clock, compute = self._clock, self._compute
+        policy = self._policy(asking, mode)
+        bits, io_s = self.system.bits, 0.0
+        outs = self._outs_of(len(asking.tokens)) if isinstance(policy, Exact) else None
+        begin = clock.start()
+        clock.spend(compute.device.request_s)
+        with self._lease(asking) as lease, lease.session(policy) as session:
+            session.prefetch(outs)
+            for layer in range(self._geometry.n_layers):
+                clock.spend(compute.project(N_NEW))
+                waits, spent = time.perf_counter(), clock.spent_s
+                k, v, positions = session.retrieve(layer, None)
+                io_s += time.perf_counter() - waits - (clock.spent_s - spent)
+                if self.watch is not None:
+                    self.watch(layer, k, v, positions)
+                if bits < 16:
+                    clock.spend(compute.dequantise(k.shape[1], bits))
+                clock.spend(compute.attend(N_NEW, k.shape[1]))
+            ttft_s = time.perf_counter() - begin
+            return _served(ttft_s, io_s, clock.spent_s, session.report(), lease.n_tokens)
+
+    def _lease(self, asking: Asking) -> Lease:
+        if isinstance(self.store, QuantisedStore):
+            return self.store.lease(asking.prefix)
+        assert self.store is not None
+        lease = self.store.lease(asking.tokens)
+        assert lease.n_tokens >= len(asking.tokens) - self.store.window, "a prefix is not stored"
+        return lease
+
+    def _policy(self, asking: Asking, mode: str) -> Policy:
+        inner = self.system.policy
+        if mode == "exact" or inner is None:
+            return Exact()
+        selections = self._choices[inner, asking.prefix, asking.request]
+        return Planned(
+            inner.name, inner.probe, selections, partial(reads_keys, inner),
+            partial(self._score, inner, len(asking.tokens)),
+        )  # fmt: skip
+
+    def _score(self, inner: Policy, n_tokens: int, layer: int) -> None:
+        if isinstance(inner, Contiguous) and not reads_keys(inner, layer):
+            return
+        self._clock.spend(score_seconds(self._compute, self._geometry, inner, n_tokens))
+
+    def _outs_of(self, n_tokens: int) -> Outs:
+        """Page-aligned memory for every layer, as an engine has it."""
+        store = self.store
+        assert store is not None
+        n = n_tokens // 64 * 64
+        if n not in self._outs:
+            self._outs.clear()
+            self._outs[n] = [_out(store.geometry, n) for _ in range(self._geometry.n_layers)]
+        return self._outs[n]
+
+
+def score_seconds(compute: Compute, geometry: Geometry, policy: Policy, n_tokens: int) -> float:
+    """What choosing a layer's rows takes on the device: scores of what the policy looks at."""
+    if not policy.needs_suffix_lse:
+        return 0.0
+    heads = geometry.n_heads
+    if policy.probe is None:
+        return compute.score(N_NEW, n_tokens, heads, n_tokens * geometry.k_row_bytes)
+    codec = codec_of(policy.probe)
+    if codec.name.startswith("heads3"):
+        heads = min(3, heads)
+    groups = n_tokens // codec.group
+    return compute.score(N_NEW, groups, heads, groups * codec.probe_bytes(geometry))
+
+
+def settle(pool: IoPool) -> None:
+    """Wait until nothing is queued behind requests: each finds the machine as quiet."""
+    for lane in (Lane.PROMOTE, Lane.DEMAND):
+        pool.submit(lane, [lambda: None] * pool.n_threads).wait(60.0)
+
+
+def _out(geometry: Geometry, n: int) -> tuple[Any, Any]:
+    sizes = ((geometry.head_dim, geometry.k_row_bytes), (geometry.v_dim, geometry.v_row_bytes))
+    k, v = (as_tensor(aligned(n * b)[: n * b], geometry, n, dim) for dim, b in sizes)
+    return k, v
+
+
+def _served(
+    ttft_s: float, io_s: float, compute_s: float, report: AccessReport, n_tokens: int
+) -> Served:
+    lines = report.per_layer
+    return Served(
+        ttft_s, io_s, compute_s, dict(report.bytes_by_tier), dict(report.rows_by_tier),
+        fell_back=sum(bool(line.get("fell_back")) for line in lines) / len(lines),
+        rows_share=sum(line.get("chosen", n_tokens) for line in lines) / n_tokens / len(lines),
+    )  # fmt: skip

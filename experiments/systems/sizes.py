@@ -1,0 +1,118 @@
+"""How much of everything an experiment takes, so that it fits the machine and the time."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, Final
+
+from experiments.common import Row, console
+from experiments.harness import Options
+from experiments.systems import emulator
+from experiments.systems.clock import A100, MOST_ERROR, dilation_of
+from experiments.systems.data import Data
+from experiments.systems.generate import Knobs
+from experiments.systems.shapes import SHAPES
+
+#: Bytes of all systems' caches together, and of full keys and values on disk, by `quick`.
+CACHES: Final = {False: 10 << 30, True: 5 << 30}
+MOST_DATA: Final = {False: 2600 << 20, True: 1300 << 20}
+#: Layers of a slice, by `quick`.
+LAYERS: Final = {False: 4, True: 2}
+_MEAN_TOKENS: Final = 5250
+
+
+def n_prefixes(shape: str, ratio: int, n_systems: int, *, quick: bool) -> int:
+    """Prefixes of a cell: the data, and n_systems pairs of caches for it, fit the machine."""
+    one = _MEAN_TOKENS * SHAPES[shape].row_bytes * LAYERS[quick]
+    most = min(MOST_DATA[quick], CACHES[quick] * ratio // (42 * max(n_systems, 1)))
+    return max(4, min(24, int(most // one)))
+
+
+def data_of(
+    options: Options, shape: str, ratio: int, n_systems: int, knobs: Knobs, keep: float = 0.25
+) -> Data:
+    """Plan a cell's data; what the last cell left on disk is removed, unless it is the same."""
+    n = n_prefixes(shape, ratio, n_systems, quick=options.quick)
+    data = Data.of(
+        SHAPES[shape], LAYERS[options.quick], n, options.folder / "data", knobs, options.seed
+    )
+    data.keep = keep
+    kept: Data | None = _KEPT.get(options.folder)
+    if kept is not None and same(kept, data):
+        return kept
+    if kept is not None:
+        kept.remove()
+    _KEPT[options.folder] = data
+    return data
+
+
+_KEPT: dict[Path, Data] = {}
+
+
+def same(one: Data, other: Data) -> bool:
+    """Whether what is on disk for one serves the other."""
+    return (one.shape, one.n_layers, one.keep, one.knobs, [p.seed for p in one.prefixes]) == (
+        other.shape, other.n_layers, other.keep, other.knobs, [p.seed for p in other.prefixes]
+    )  # fmt: skip
+
+
+def dilation(options: Options) -> float:
+    assert options.disk.gb_s is not None, "the experiment says that it uses the disk"
+    return dilation_of(options.disk.gb_s)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of every emulated experiment."""
+    parser.add_argument(
+        "--unchecked", action="store_true",
+        help="do not check the emulator first: the figures are then marked unchecked",
+    )  # fmt: skip
+
+
+class Verdict:
+    """Whether the emulator may be used: asked by every cell, known from the check's."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.error: float | None = None
+
+    def check(self) -> list[Row]:
+        """The rows of the check."""
+        if self._options.more.unchecked:
+            console.print("the emulator is not checked")
+            return []
+        rows = emulator.check(self._options.folder / "check", 7 if self._options.quick else 15)
+        self.error = emulator.worst(rows)
+        console.print(emulator.verdict(self.error))
+        return [{"part": "check", **row} for row in rows]
+
+    @property
+    def withdrawn(self) -> bool:
+        return self.error is not None and self.error > MOST_ERROR
+
+
+def checked(rows: list[Row]) -> tuple[dict[str, float], bool]:
+    """(emulator_error where it was checked, whether the experiment is withdrawn)."""
+    found = [row for row in rows if row.get("part") == "check"]
+    if not found:
+        return {}, False
+    error = emulator.worst(found)
+    console.print(emulator.verdict(error))
+    return {"emulator_error": error}, error > MOST_ERROR
+
+
+def meta(options: Options) -> dict[str, Any]:
+    """What a reader of an emulated experiment must know."""
+    return {
+        "emulated": f"all compute (forward, scoring, top-k, dequantising) is a timed wait: "
+        f"{A100.name}, {A100.flop_s / 1e12:g} TFLOP/s at {A100.efficiency:g}, "
+        f"{A100.memory_b_s / 1e12:g} TB/s at {A100.memory_efficiency:g}, {A100.step_s * 1e6:g} us "
+        f"a layer and a choice; dilated by 5.0 GB/s over this disk's rate",
+        "dilation": None if options.disk.gb_s is None else dilation_of(options.disk.gb_s),
+        "milliseconds": "of this machine's clock, divided by the dilation",
+        "layers": f"{LAYERS[options.quick]} layers of each model: a slice, not the model",
+        "hbm": "emulated in host memory",
+        "choices": "computed for real before the clock starts; the clock gets the emulated time",
+        "emulator checked": not options.more.unchecked,
+    }

@@ -1,0 +1,219 @@
+"""The systems that experiments compare: what they bring, what the knobs make, what waits cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.systems.catalogue import System, chosen, lacking, systems
+from experiments.systems.cell import Bench, Load, budgets, order_of
+from experiments.systems.clock import A100, Clock, Compute, Roofline, dilation_of
+from experiments.systems.data import Data
+from experiments.systems.generate import (
+    Knobs,
+    Prefix,
+    density,
+    overlap_with_average,
+)
+from experiments.systems.planned import choose
+from experiments.systems.quantised import quantised_rows, row_geometry
+from experiments.systems.serve import score_seconds
+from experiments.systems.shapes import SHAPES, Shape
+from impress.config import Config
+from impress.policy import AllHeads, Exact, Paper, Quality
+from impress.store import PrefixStore
+
+TINY = Shape("tiny", 2, 8, 4, 32, 128)
+KNOBS = Knobs()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Iterator[Data]:
+    made = Data.of(TINY, 2, 2, tmp_path / "data", KNOBS, 1, tokens=(256, 384))
+    yield made
+    made.remove()
+
+
+@pytest.mark.parametrize("system", systems(), ids=lambda s: s.name)
+def test_every_system_brings_the_rows_it_chose(system: System, data: Data) -> None:
+    if system.lacks:
+        pytest.skip(system.lacks)
+    load = Load(n_measured=3, n_warm=1, most_windows=1)
+    with Bench([system], data, load, dilation=0.0) as bench:
+        (server,) = bench.servers
+        for prefix, request in order_of(load, 2, 3):
+            seen = []
+            server.watch = lambda layer, *rows, seen=seen: seen.append(
+                (layer, *(tensor.clone() for tensor in rows))
+            )
+            served = server.serve(bench.asking(prefix, request))
+            if not system.data:
+                assert served.bytes_by_tier == {}
+                assert not seen
+                continue
+            assert len(seen) == data.n_layers
+            for layer, k, v, positions in seen:
+                want = _wanted(bench, system, served.mode, prefix, request, layer)
+                assert np.array_equal(positions.numpy(), want)
+                source = data.prefixes[prefix]
+                for got, rows in ((k, source.keys(layer)), (v, source.values(layer))):
+                    if system.bits < 16:
+                        words = quantised_rows(rows, data.geometry, system.bits)
+                        assert np.array_equal(got.view(torch.int16).numpy().view(np.uint16), words)
+                    else:
+                        assert torch.equal(got, rows[:, torch.tensor(want)])
+
+
+def _wanted(
+    bench: Bench, system: System, mode: str, prefix: int, request: int, layer: int
+) -> np.ndarray:
+    n = bench.data.prefixes[prefix].n_tokens
+    if mode == "exact" or system.policy is None:
+        return np.arange(n)
+    selection = bench.choices[system.policy, prefix, request][layer]
+    return np.arange(n) if selection.positions is None else selection.positions
+
+
+@pytest.mark.parametrize(
+    "policy", [Paper(0.25), AllHeads(0.25), Quality(0.1)], ids=lambda p: p.name
+)
+def test_choices_made_beforehand_are_those_of_a_session(policy: object, tmp_path: Path) -> None:
+    prefix, geometry = Prefix(TINY, 320, 7, 8), TINY.geometry(2)
+    made = choose(0, prefix, [policy], [5], geometry, KNOBS)[policy, 0, 5]
+    config = Config(probes=(policy.probe,) if policy.probe else (), durable=False)
+    with PrefixStore.open(tmp_path / "s", geometry, "n", config) as store:
+        layers = range(2)
+        store.store(prefix.tokens, [prefix.keys(i) for i in layers],
+                    [prefix.values(i) for i in layers], wait_s=10).wait(30)  # fmt: skip
+        with store.lease(prefix.tokens) as lease, lease.session(policy) as session:
+            for layer in layers:
+                query = prefix.query(5, layer, KNOBS)
+                lse = prefix.suffix_lse(5, layer, query)
+                _, _, positions = session.retrieve(layer, query, None, lse)
+                want = made[layer].positions
+                assert np.array_equal(positions.numpy(), np.arange(320) if want is None else want)
+
+
+def _selections(knobs: Knobs, policy: object, n: int = 6) -> list:
+    prefix = Prefix(TINY, 1024, 3, knobs.smooth)
+    found = choose(0, prefix, [policy], range(n), TINY.geometry(1), knobs)
+    return [selections[0] for selections in found.values()]
+
+
+def test_heads_agree_as_much_as_the_knob_says() -> None:
+    by_knob = []
+    for agreement in (0.1, 0.5, 0.95):
+        knobs = Knobs(agreement=agreement, spread=0.0, smooth=1)
+        # Query heads 0-2 of this shape use two KV heads: what they have in common is the knob's.
+        by_knob.append(np.mean([s.agreement for s in _selections(knobs, Paper(0.25, gate=False))]))
+    assert by_knob == sorted(by_knob)
+    assert by_knob[2] - by_knob[0] > 0.15
+
+
+def test_choices_follow_the_average_order_as_the_knob_says() -> None:
+    measured = []
+    for overlap in (0.0, 0.7, 1.0):
+        found = _selections(Knobs(overlap=overlap, spread=0.0), AllHeads(0.25))
+        measured.append(overlap_with_average([s.positions for s in found], 1024))
+    assert measured == sorted(measured)
+    assert measured[0] < 0.45
+    assert measured[2] > 0.9
+
+
+def test_sharp_queries_need_fewer_rows() -> None:
+    rows = [
+        np.mean([s.n_rows(1024) for s in _selections(Knobs(sharpness=g), Quality(0.1))])
+        for g in (0.5, 1.5, 3.0)
+    ]
+    assert rows == sorted(rows, reverse=True)
+
+
+def test_smooth_prefixes_fill_their_chunks() -> None:
+    alone, together = (
+        np.mean([density(s.positions, 64) for s in _selections(Knobs(smooth=n), AllHeads(0.25))])
+        for n in (1, 64)
+    )
+    assert together > alone
+
+
+def test_a_roofline_takes_the_longer_of_arithmetic_and_memory() -> None:
+    device = Roofline("d", 100.0, 10.0, 0.5, 0.5)
+    assert device.seconds(100, 1) == 2.0
+    assert device.seconds(1, 100) == 20.0
+
+
+def test_a_layer_is_what_comes_before_its_rows_and_what_comes_after() -> None:
+    for shape in SHAPES.values():
+        compute = Compute(shape, A100)
+        whole = compute.layer(16, 5000)
+        assert math.isclose(compute.project(16) + compute.attend(16, 5000), whole, rel_tol=0.05)
+        assert compute.layer(5000, 0) > 20 * whole
+
+
+def test_weights_add_up_to_the_models_names() -> None:
+    billions = {name: s.n_layers * s.layer_params / 1e9 for name, s in SHAPES.items()}
+    for name, said in (
+        ("opt-6.7b", 6.4),
+        ("opt-13b", 12.6),
+        ("opt-30b", 29.6),
+        ("llama-3-8b", 7.0),
+    ):
+        assert billions[name] == pytest.approx(said, rel=0.03)
+
+
+def test_choosing_by_three_heads_costs_less_than_by_all() -> None:
+    shape = SHAPES["opt-6.7b"]
+    compute, geometry = Compute(shape, A100), shape.geometry(1)
+    costs = [score_seconds(compute, geometry, p, 5000)
+             for p in (Exact(), Paper(0.25), Quality(0.1), AllHeads(0.25))]  # fmt: skip
+    assert costs == sorted(costs)
+    assert costs[0] == 0.0
+
+
+def test_waits_are_counted_and_dilated() -> None:
+    clock = Clock(2.0)
+    begin = clock.start()
+    clock.spend(0.004)
+    assert clock.spent_s >= 0.008
+    assert begin > 0
+    clock.dilation = 0.0
+    clock.start()
+    clock.spend(100.0)
+    assert clock.spent_s < 1.0
+    assert dilation_of(1.25) == 4.0
+
+
+def test_requests_are_drawn_by_popularity_and_never_repeat() -> None:
+    drawn = order_of(Load(zipf=1.2), 8, 400)
+    assert len(set(drawn)) == 400
+    counts = np.bincount([prefix for prefix, _ in drawn], minlength=8)
+    assert counts.max() > 4 * counts.min()
+    shuffled = np.bincount([prefix for prefix, _ in order_of(Load(zipf=None), 8, 400)])
+    assert (shuffled == 50).all()
+
+
+def test_budgets_keep_the_papers_ratio() -> None:
+    assert budgets(130, 130) == (10, 32)
+
+
+def test_low_bit_rows_come_back_nearly() -> None:
+    geometry = TINY.geometry(1)
+    keys = Prefix(TINY, 64, 1, 8).keys(0)
+    words = quantised_rows(keys, geometry, 8)[0]
+    assert words.shape == (64, row_geometry(geometry, 8).head_dim)
+    raw = words.view(np.uint8)
+    scales = raw[:, :8].copy().view(np.float16).astype(np.float32)  # [n, heads]
+    codes = raw[:, 8:].reshape(64, 4, 32).astype(np.float32) - 128
+    back = codes * scales[:, :, None]
+    error = np.abs(back - keys.float().numpy().transpose(1, 0, 2))
+    assert (error <= scales[:, :, None] * 0.51 + 1e-3).all()
+
+
+def test_a_system_without_its_parts_is_named_and_left_out() -> None:
+    assert not {s.name for s in chosen(None)} & set(lacking())
+    assert {s.name for s in chosen(None)} | set(lacking()) == {s.name for s in systems()}
