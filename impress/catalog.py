@@ -209,6 +209,11 @@ class Catalog:
         """
         labels, damaged = [], []
         for span, value in values:
+            if span in self._kept:
+                raise FormatError(
+                    f"index: span {span} is there twice: it is damaged; "
+                    "impress rebuild makes it again from the segments"
+                )
             try:
                 self._kept[span], own = split_index(value)
                 labels.append(own)

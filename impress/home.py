@@ -80,7 +80,10 @@ class Home:
             extents, last = self.catalog.extents()
             self.ssd.claim(extents)
         except ValueError as err:
-            raise FormatError(f"{self._path}: two spans claim the same space ({err})") from None
+            raise FormatError(
+                f"{self._path}: two spans claim the same space ({err}); "
+                "impress rebuild makes the index again from the segments"
+            ) from None
         finally:
             if collecting:
                 gc.enable()

@@ -62,10 +62,17 @@ class Index:
             if create:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._env = _open_env(self._folder, create=create)
+        except (lmdb.Error, OSError) as err:
+            raise StoreFailed(f"index: {self._folder}: {err}") from err
+        try:
             _check_whole(self._env, self._folder)
             self._dbs = {name: self._open_db(name, create=create) for name in _NAMES}
         except (lmdb.Error, OSError) as err:
+            _close_env(self._folder)
             raise StoreFailed(f"index: {self._folder}: {err}") from err
+        except FormatError:
+            _close_env(self._folder)  # kept open, it would be what the rebuilt index's path gives
+            raise
 
     def spans(self, after: int = -1) -> Iterator[tuple[int, bytes]]:
         """(span id, value) of every span with id > after, in id order. Holds a read transaction."""

@@ -54,6 +54,8 @@ def test_a_damaged_index_is_set_aside(open_store: Open, geometry: impress.Geomet
     path = fill(open_store, geometry)
     data = path / "shards/main/index/data.mdb"
     data.write_bytes(data.read_bytes()[: 3 * PAGE])
+    with pytest.raises(impress.FormatError, match=r"cut short.*impress rebuild"):
+        open_store(geometry)  # it once stayed open, and was found again after the rebuild
     done = CliRunner().invoke(app, ["rebuild", "--store", str(path), "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout)["spans"] == 7
     assert (path / "shards/main/index.old/data.mdb").exists()

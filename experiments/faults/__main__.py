@@ -1,0 +1,81 @@
+"""Breaks a store in every way that can be made here, and counts: `python -m experiments.faults`.
+
+lost: acknowledged by flush before the fault and not served after it, though none of its bytes were
+destroyed. missed: not served, honestly: its bytes were destroyed, its read failed or came late.
+wrong: an answer that is not what was stored. refused: the store would not open, or not take a
+prompt, and said so. ended: the reading process did not survive.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from experiments.common import Row, Unable, console, print_rows
+from experiments.faults.cuts import kills, power_cuts
+from experiments.faults.flips import flips
+from experiments.faults.media import full_disk, injections
+from experiments.harness import Cell, Experiment, Figures, Options, main
+
+Fault = Callable[[Path, int, int], list[Row]]
+
+#: Name -> how, how often, how often with --quick, seconds a time.
+_FAULTS: Final[dict[str, tuple[Fault, int, int, float]]] = {
+    "kills": (kills, 500, 12, 1.3),
+    "power_cuts": (power_cuts, 200, 6, 2.0),
+    "bit_flips": (flips, 10_000, 200, 0.07),
+    "full_disk": (full_disk, 20, 3, 3.0),
+    "injections": (injections, 60, 30, 0.5),
+}
+_COLUMNS: Final = (
+    "fault", "tried", "acknowledged", "lost", "wrong", "hangs", "missed", "refused", "ended",
+)  # fmt: skip
+
+
+def _cells(options: Options) -> Sequence[Cell]:
+    cells = []
+    for name, (fault, full, quick, seconds) in _FAULTS.items():
+        n = quick if options.quick else full
+        measure = partial(_measured, fault, options, name, n)
+        cells.append(Cell({"name": name, "n": n, "seed": options.seed}, measure, n * seconds))
+    return cells
+
+
+def _measured(fault: Fault, options: Options, name: str, n: int) -> list[Row]:
+    logging.getLogger("impress").setLevel(logging.CRITICAL)  # every fault would say so
+    folder = options.folder / name
+    folder.mkdir()
+    try:
+        return fault(folder, n, options.seed)
+    except Unable as err:
+        console.print(f"{name}: skipped: {err}", markup=False)
+        return []
+
+
+def _figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
+    print_rows("Faults", [{c: row.get(c, "–") for c in _COLUMNS} for row in rows])
+    tried = dict.fromkeys(_FAULTS, 0)
+    for row in rows:
+        tried[row["name"]] += row["tried"]
+    return {
+        **{name: float(tried[name]) for name in ("power_cuts", "kills", "bit_flips")},
+        **{
+            name: float(sum(row.get(name, 0) for row in rows))
+            for name in ("lost", "wrong", "hangs", "ended")
+        },
+    }, rows
+
+
+EXPERIMENT: Final = Experiment(
+    "faults",
+    "Kills, power cuts, bit flips, full disks and failing system calls against a store.",
+    _cells,
+    _figures,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))

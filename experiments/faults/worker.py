@@ -1,0 +1,39 @@
+"""Stores prompts until it is stopped: `python -m experiments.faults.worker DIR FIRST`.
+
+Prints a seed when everything up to it has been flushed; "refused" lines when the store says no.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+from experiments.faults.content import open_store, put
+from impress.errors import ImpressError
+
+
+def main() -> int:
+    """Until killed. 0 when told to stop after N prompts."""
+    folder, first = Path(sys.argv[1]), int(sys.argv[2])
+    most = int(sys.argv[3]) if len(sys.argv) > 3 else None
+    engine = sys.argv[4] if len(sys.argv) > 4 else "auto"
+    with open_store(folder, io_engine=engine) as store:
+        print("open", flush=True)
+        for seed in itertools.count(first):
+            if most is not None and seed >= first + most:
+                return 0
+            try:
+                stored = put(store, seed)
+                if stored.refused:
+                    print("refused", stored.refused, flush=True)
+                if seed % 3 == 0:
+                    store.flush()
+                    print(seed, flush=True)
+            except ImpressError as err:
+                print("refused", err, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
