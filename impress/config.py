@@ -32,8 +32,9 @@ class Config(BaseModel):
     """Budget of the HBM tier, above DRAM. 0: none."""
     hbm_device: Literal["cuda", "cpu"] = "cuda"
     """Where it is. "cpu" emulates it in host memory, and every report says so."""
-    eviction: Literal["lru", "lfu"] = "lru"
-    """Which copies go first when HBM or DRAM is full."""
+    eviction: Literal["importance", "lru", "lfu"] = "importance"
+    """Which copies go first when HBM or DRAM is full: those whose use × share of important rows is
+    least (and none goes for a newcomer that is worth less), or by last use, or by uses."""
     disk_bytes: int | None = Field(default=None, gt=0)
     """Most bytes of segments on disk; None: as much as the file system gives."""
     segment_bytes: int = Field(default=256 * MIB, ge=MIB)

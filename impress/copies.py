@@ -78,6 +78,14 @@ class Copies:
         """Chunks dropped to make room, by tier."""
         return {cache.tier.name: cache.evictions for cache in self.chunks}
 
+    def important_share(self) -> dict[str, float | None]:
+        """By tier: the mean share of important rows of its chunks; None where none is known of."""
+        return {cache.tier.name: cache.important_share() for cache in self.chunks}
+
+    def occupancy(self) -> dict[str, dict[int, int]]:
+        """By tier: span -> chunks there."""
+        return {cache.tier.name: cache.occupancy() for cache in self.chunks}
+
     def check(self) -> None:
         for cache in self._all():
             cache.check()

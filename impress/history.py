@@ -15,7 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,13 @@ class Note:
     count: int
     chosen: Ids | None
     ordinals: Ids | None = None
+
+
+class Worth(NamedTuple):
+    """What the chunks of a span's layer are worth."""
+
+    ranks: npt.NDArray[np.float64]  # see History.ranks
+    shares: Floats | None  # see History.shares
 
 
 class History:
@@ -120,6 +127,7 @@ class History:
             used[ordinals // window] = True
             uses += used
             known.ticks[layer] = self.tick
+            known.summed = None
             if chosen is not None:
                 _average(known, layer, first_row, count, chosen)
             self._shrink()
@@ -136,6 +144,7 @@ class History:
             if known is None:
                 return
             copy = known.copy()
+            copy.summed = None
             copy.uses[:] = copy.uses.max(axis=1, keepdims=True, initial=0)
             self._put(new_span, copy)
             self._changed.add(new_span)
@@ -184,14 +193,33 @@ class History:
 
         All scores fade alike, so a rank never needs an update for that. -inf: never used.
         """
+        worth = self.worth(span_id, layer, ordinals)
+        return None if worth is None else worth.ranks
+
+    def worth(self, span_id: int, layer: int, ordinals: Ids | None = None) -> Worth | None:
+        """Ranks and shares at once."""
         self._recall(span_id)
         with self._lock:
             known = self._spans.get(span_id)
             if known is None:
                 return None
-            score = known.uses[layer].astype(np.float64) * _shares(known, layer, ordinals)
-            with np.errstate(divide="ignore"):
-                return np.asarray(np.log2(score) + known.ticks[layer] / HALF_LIFE)
+            shares = _shares(known, layer, ordinals)
+            ranks = _ranks(known.uses[layer], shares, int(known.ticks[layer]))
+            return Worth(ranks, shares if known.seen[layer].any() else None)
+
+    def ranks_if_used(
+        self, span_id: int, layer: int, n_chunks: int, used: Ids, ordinals: Ids | None = None
+    ) -> npt.NDArray[np.float64]:
+        """float64 [n_chunks]: ranks as they will be when a use of these chunks has been noted."""
+        self._recall(span_id)
+        with self._lock:
+            known, now = self._spans.get(span_id), self.tick + 1
+            uses, shares = np.zeros(n_chunks, dtype=np.float32), np.ones(n_chunks, dtype=np.float32)
+            if known is not None and known.seen.shape[1] == n_chunks:
+                uses += known.uses[layer] * np.float32(_faded(now - int(known.ticks[layer])))
+                shares = _shares(known, layer, ordinals)
+            uses[used] += 1
+            return _ranks(uses, shares, now)
 
     def shares(self, span_id: int, layer: int, ordinals: Ids | None = None) -> Floats | None:
         """float32 [n_chunks]: the mean of the rows' averages; None where nothing was decided."""
@@ -216,6 +244,14 @@ class History:
         if head is None:
             return None
         return head.score * _faded(self.tick - head.tick), head.share
+
+    def important_share(self) -> float | None:
+        """Mean share of important rows over the spans in memory; None where none is known of."""
+        with self._lock:
+            known = list(self._spans.values())
+            found = [(one.summary()[1], int((one.seen > 0).sum())) for one in known]
+        total = sum(n for _, n in found)
+        return sum(share * n for share, n in found if n) / total if total else None
 
     # ---- keeping ---------------------------------------------------------------------------
 
@@ -299,6 +335,12 @@ def _average(known: Remembered, layer: int, first: int, count: int, chosen: Ids)
     was[chosen - first] = 1
     rows = known.average[layer, first : first + count]
     rows += (was - rows) / np.repeat(seen, window)
+
+
+def _ranks(uses: Floats, shares: Floats, tick: int) -> npt.NDArray[np.float64]:
+    """Of uses as of `tick`."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log2(uses * shares.astype(np.float64)) + tick / HALF_LIFE)
 
 
 def _shares(known: Remembered, layer: int, ordinals: Ids | None) -> Floats:

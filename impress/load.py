@@ -1,11 +1,10 @@
-"""One layer's planes on their way from the tiers to memory, and their copies back up."""
+"""One layer's planes on their way from the tiers to memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,8 @@ from impress.errors import PrefixLost
 from impress.history import History
 from impress.layout import K, V
 from impress.params import Params
+from impress.placement import chunks_by_tier
 from impress.plan import (
-    Missing,
     Part,
     Positions,
     Run,
@@ -29,7 +28,6 @@ from impress.plan import (
     plan_reads,
     rows_by_tier,
     rows_of_whole,
-    runs_of,
     whole,
 )
 from impress.rows import as_tensor, dense_bytes, take_rows, unpack
@@ -50,8 +48,6 @@ if TYPE_CHECKING:
 #: A slice of reads for one thread: at least this, so that small layers do not drown in hand-offs.
 LEAST_SLICE = 256 << 10
 MOST_SLICE = 2 << 20
-#: Promotions queued beyond this are skipped: the cache may forget.
-MOST_PROMOTIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +88,27 @@ class Load:
         self.positions = positions  # None: every row
         self.outs = outs  # the caller's tensors, one a plane, or None
         self.started_s = monotonic()
-        self._r = reading
-        self._caches = caches
-        self._shapes = [sources[0].layout.planes[plane] for plane in planes]
+        self.reading = reading
+        self.caches = caches
+        self.shapes = [sources[0].layout.planes[plane] for plane in planes]
         self._bad_span: dict[str, int] = {}  # medium -> span whose read failed
-        self._buffers: list[Buffer] = []  # rented
+        self.buffers: list[Buffer] = []  # rented
         if any(plane not in (K, V) for plane in planes):  # probe records lie in position order
             sources = [replace(source, order=None) for source in sources]
-        runs = self._map(sources)
+        self.runs = self._map(sources)  # of pieces, by plane and part
         self.map_ms = (monotonic() - self.started_s) * 1e3  # finding where the rows lie
         self._dests = [self._dest(i) for i in range(len(planes))]
-        self._entries: list[list[Ids]] = [
-            [cache.pin(p.span, layer, p.first, p.count) for p in self._parts] for cache in caches
+        self.entries: list[list[Ids]] = [
+            [cache.pin(p.span, layer, p.first, p.count) for p in self.parts] for cache in caches
         ]
-        for i in range(len(self._parts)):
+        for i in range(len(self.parts)):
             self._only_fastest(i)
         self._plan = plan_reads(
-            self._parts, layer, planes, runs, self._entries, caches, self._dests
+            self.parts, layer, planes, self.runs, self.entries, caches, self._dests
         )
         self.bytes_by_tier = self._plan.n_bytes
-        self.rows_by_tier = rows_by_tier(self._parts, self._entries, caches)
+        self.rows_by_tier = rows_by_tier(self.parts, self.entries, caches)
+        self.chunks_by_tier = chunks_by_tier(self.parts, self.entries, caches)
         media: dict[str, Tier] = {cache.tier.name: cache.tier for cache in caches}
         media["ssd"] = reading.ssd
         self.tickets = {
@@ -121,13 +118,13 @@ class Load:
 
     def _map(self, sources: Sequence[Source]) -> list[list[list[Run]]]:
         """Where the wanted rows lie: runs of pieces by plane and part, and which rows of dest."""
-        self._parts = parts = parts_of(sources, self.layer, self.positions)
+        self.parts = parts = parts_of(sources, self.layer, self.positions)
         if self.positions is None:
             rows, n_chunks = rows_of_whole(parts), sum(part.count for part in parts)
             self._rows = [rows] * len(self.planes)  # of dest, by plane; None: all, as they lie
-            self._n_pieces = [n_chunks * shape.pieces for shape in self._shapes]
+            self._n_pieces = [n_chunks * shape.pieces for shape in self.shapes]
             return [whole(parts, plane) for plane in self.planes]
-        gap = self._r.config.read_gap_bytes
+        gap = self.reading.config.read_gap_bytes
         gathers = [gather(parts, plane, gap) for plane in self.planes]
         self._rows = [g.rows for g in gathers]
         self._n_pieces = [g.n_pieces for g in gathers]
@@ -135,8 +132,8 @@ class Load:
 
     def _only_fastest(self, part: int) -> None:
         """A chunk being copied up may be in two tiers for a moment: take the faster one's."""
-        found = np.zeros(self._parts[part].count, dtype=bool)
-        for cache, entries in zip(self._caches, self._entries, strict=True):
+        found = np.zeros(self.parts[part].count, dtype=bool)
+        for cache, entries in zip(self.caches, self.entries, strict=True):
             ids = entries[part]
             twice = found & (ids >= 0)
             cache.unpin(ids[twice])
@@ -145,7 +142,7 @@ class Load:
 
     def _dest(self, i: int) -> Bytes:
         """Straight into a dense page-aligned out; else a rented buffer, in pieces."""
-        shape = self._shapes[i]
+        shape = self.shapes[i]
         if self._rows[i] is None and self.outs is not None and shape.dense:
             direct = dense_bytes(self.outs[i])
             if direct is not None and direct.__array_interface__["data"][0] % PAGE == 0:
@@ -153,20 +150,20 @@ class Load:
         return self._rent(self._n_pieces[i] * shape.piece_bytes)
 
     def _rent(self, n_bytes: int) -> Bytes:
-        buffer = self._r.buffers.acquire(n_bytes)
+        buffer = self.reading.buffers.acquire(n_bytes)
         assert buffer is not None, "the pool of read buffers has no budget"
-        self._buffers.append(buffer)
+        self.buffers.append(buffer)
         return buffer.array
 
     def _submit(self, tier: Tier, by_part: list[tuple[Part, list[Read]]]) -> Ticket:
         n_bytes = sum(len(read.dest) for _, reads in by_part for read in reads)
-        size = max(LEAST_SLICE, min(MOST_SLICE, n_bytes // self._r.pool.n_threads))
+        size = max(LEAST_SLICE, min(MOST_SLICE, n_bytes // self.reading.pool.n_threads))
         tasks = [
             partial(self._read, tier, some, part.span)
             for part, reads in by_part
             for some in slices(reads, size)
         ]
-        return self._r.pool.submit(Lane.DEMAND, tasks)
+        return self.reading.pool.submit(Lane.DEMAND, tasks)
 
     def _read(self, tier: Tier, reads: list[Read], span: int) -> None:
         try:
@@ -182,16 +179,16 @@ class Load:
         lost = self._failure()
         if lost is not None:
             self.abandon()
-            self._r.counters.add(f"lost/{lost.reason}")
+            self.reading.counters.add(f"lost/{lost.reason}")
             raise lost
         self._unpin()
-        self._r.counters.load_ms((monotonic() - self.started_s) * 1e3)
+        self.reading.counters.load_ms((monotonic() - self.started_s) * 1e3)
         for tier, n in self.bytes_by_tier.items():
-            self._r.counters.add(f"read_bytes/{tier}", n)
+            self.reading.counters.add(f"read_bytes/{tier}", n)
 
     def _failure(self) -> PrefixLost | None:
         """None when all is in; a bad span is dropped where it is bad."""
-        limit_s = self._r.config.read_timeout_s
+        limit_s = self.reading.config.read_timeout_s
         for medium, ticket in self.tickets.items():
             try:
                 if not ticket.wait(max(self.started_s + limit_s - monotonic(), 0.0)):
@@ -199,10 +196,10 @@ class Load:
             except MediumError as err:
                 span = self._bad_span.get(medium)  # None: never read, the store was closed
                 if span is not None:
-                    for cache in self._caches:
+                    for cache in self.caches:
                         cache.drop_span(span)
                     if medium == "ssd":
-                        self._r.quarantine(span)
+                        self.reading.quarantine(span)
                 return PrefixLost(err.reason if isinstance(err, ReadFailed) else "io", str(err))
         return None
 
@@ -213,16 +210,21 @@ class Load:
     def tensors(self) -> Tensors:
         """K and V as [n_kv_heads, m, head_dim], in `outs` where they were given."""
         assert self.planes == (K, V)
-        k, v = self._tensor(0, self._r.geometry.head_dim), self._tensor(1, self._r.geometry.v_dim)
+        k, v = (
+            self._tensor(0, self.reading.geometry.head_dim),
+            self._tensor(1, self.reading.geometry.v_dim),
+        )
         return k, v
 
     def tensor(self) -> torch.Tensor:
         """The only plane, K or V, as [n_kv_heads, m, head_dim]."""
         (plane,) = self.planes
-        return self._tensor(0, self._r.geometry.head_dim if plane == K else self._r.geometry.v_dim)
+        return self._tensor(
+            0, self.reading.geometry.head_dim if plane == K else self.reading.geometry.v_dim
+        )
 
     def _tensor(self, i: int, dim: int) -> torch.Tensor:
-        shape, data, chosen = self._shapes[i], self._dests[i], self._rows[i]
+        shape, data, chosen = self.shapes[i], self._dests[i], self._rows[i]
         out = None if self.outs is None else self.outs[i]
         if chosen is not None:
             n_rows, to = len(chosen), None if out is None else dense_bytes(out)
@@ -233,7 +235,7 @@ class Load:
                 dense = np.empty(n_rows * shape.row_bytes, dtype=np.uint8)
                 unpack(data, dense, shape)
                 data = dense
-        rows = as_tensor(data, self._r.geometry, n_rows, dim)
+        rows = as_tensor(data, self.reading.geometry, n_rows, dim)
         if out is None:
             return rows
         if out.data_ptr() != rows.data_ptr():
@@ -241,50 +243,6 @@ class Load:
         return out
 
     # ---- ending it -------------------------------------------------------------------------
-
-    def promote(self) -> Ticket | None:
-        """Copy what was read whole one tier up, behind everything else; None if nothing goes."""
-        levels = [cache for cache in self._caches if cache.capacity]
-        if self.positions is not None or not levels or self.planes != levels[0].planes:
-            return None  # a copy has all rows and all planes
-        tasks = [
-            partial(self._copy_up, missing, levels[-1], None) for missing in self._plan.missing
-        ]
-        for upper, lower in pairwise(levels):
-            entries = self._entries[self._caches.index(lower)]
-            for part, ids in zip(self._parts, entries, strict=True):
-                for first, count in runs_of(ids >= 0):
-                    missing = Missing(part, first, count)
-                    tasks.append(partial(self._copy_up, missing, upper, lower))
-        if not tasks:
-            return None
-        if self._r.pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS:
-            self._r.counters.add("promotions_skipped")
-            return None
-        for buffer in self._buffers:
-            buffer.retain()
-        ticket = self._r.pool.submit(Lane.PROMOTE, tasks)
-        for buffer in self._buffers:
-            ticket.then(buffer.release)
-        return ticket
-
-    def _copy_up(self, missing: Missing, cache: ChunkCache, below: ChunkCache | None) -> None:
-        """Into `cache`; out of the one `below`, since a chunk has one copy at most."""
-        part = missing.part
-        start = part.first + missing.first
-        wanted = np.arange(start, start + missing.count, dtype=np.int64)
-        n_windows = part.source.held.record.n_windows
-        windows, entries = cache.admit(part.span, n_windows, self.layer, wanted)
-        for window, entry in zip(windows.tolist(), entries.tolist(), strict=True):
-            at = part.to + window - part.first
-            for plane, shape, dest in zip(self.planes, self._shapes, self._dests, strict=True):
-                n = shape.chunk_bytes
-                cache.fill(entry, plane, dest[at * n : (at + 1) * n])
-        if below is not None:
-            below.drop_windows(part.span, self.layer, windows)
-        cache.publish(entries)
-        n_bytes = sum(shape.chunk_bytes for shape in self._shapes)
-        self._r.counters.add(f"promoted_bytes/{cache.tier.name}", len(entries) * n_bytes)
 
     def abandon(self) -> None:
         """Nobody will take it: its buffers and pins go when its last read has ended."""
@@ -299,13 +257,13 @@ class Load:
 
     def _unpin(self) -> None:
         """The copies have been copied out."""
-        for cache, entries in zip(self._caches, self._entries, strict=True):
+        for cache, entries in zip(self.caches, self.entries, strict=True):
             for ids in entries:
                 cache.unpin(ids)
 
     def give_back(self) -> None:
         """Nobody looks at the pieces and tensors any more."""
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             buffer.release()
 
 

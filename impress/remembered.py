@@ -36,6 +36,7 @@ class Remembered:
     uses: npt.NDArray[np.float32]  # [n_layers, n_chunks] as of `ticks`
     ticks: npt.NDArray[np.int64]  # [n_layers] request of the last note
     window: int
+    summed: tuple[float, float] | None = None  # what `summary` found; whoever changes it says None
 
     @classmethod
     def empty(cls, n_layers: int, n_windows: int, window: int) -> Remembered:
@@ -62,6 +63,11 @@ class Remembered:
 
     def summary(self) -> tuple[float, float]:
         """(mean score when last noted, mean share of important rows or nan), by window."""
+        if self.summed is None:
+            self.summed = self._summary()
+        return self.summed
+
+    def _summary(self) -> tuple[float, float]:
         share = self.average.reshape(*self.seen.shape, self.window).mean(axis=2, dtype=np.float32)
         decided = self.seen > 0
         score = float((self.uses * np.where(decided, share, 1)).mean())

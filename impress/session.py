@@ -18,7 +18,7 @@ from impress.layout import K, V
 from impress.load import Load, Reading, ended
 from impress.plan import Source
 from impress.policy import Exact, Policy
-from impress.promote import Looked, learn
+from impress.promote import Looked, after, climb
 from impress.rows import torch_module
 from tiers.iopool import Lane, Ticket
 
@@ -243,10 +243,16 @@ class Session:
             self._check_outs(outs)
         return Load(self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs)
 
+    def _count(self, load: Load) -> None:
+        """Where a layer's rows were, and the chunks they lie in."""
+        for kind, found in (("rows", load.rows_by_tier), ("chunks", load.chunks_by_tier)):
+            for tier, n in found.items():
+                self._r.counters.add(f"{kind}_from/{tier}", n)
+
     def _hand_over(self) -> None:
         """The request has what it needs: what it showed is learnt behind it."""
         if self._looked:
-            task = partial(learn, self._r, self._sources, self._looked)
+            task = partial(after, self._r, self._sources, self._looked)
             self._r.pool.submit(Lane.PROMOTE, [task])
 
     def _check_outs(self, outs: Tensors) -> None:
@@ -272,7 +278,8 @@ class Session:
                 "map_ms": load.map_ms,
             }
         )
-        self._looked.append(Looked(load.layer, None, decided=False))
-        promotion = load.promote()
+        self._count(load)
+        promotion, climbed = climb(load)
+        self._looked.append(Looked(load.layer, None, decided=False, climbed=climbed))
         if promotion is not None and load.outs is not None:
             self._promotions.append(promotion)  # reads `outs`: close waits for it

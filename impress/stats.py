@@ -12,9 +12,12 @@ BUCKETS_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 1000
 
 _PLAIN = (
     "lookups", "hits", "hit_tokens", "stored_tokens", "stored_bytes", "evicted_spans",
-    "quarantined_spans", "damaged_spans",
+    "quarantined_spans", "damaged_spans", "promotions_skipped", "promotions_failed",
 )  # fmt: skip
-_GROUPED = ("misses", "lost", "read_bytes", "refused", "promoted_bytes")
+_GROUPED = (
+    "misses", "lost", "read_bytes", "refused", "promoted_bytes", "promotions",
+    "promotion_read_bytes", "rows_from", "chunks_from",
+)  # fmt: skip
 
 
 class Counters:
@@ -144,5 +147,8 @@ _COUNTERS = (
     ("impress_stored_bytes", "bytes made READY", "stored_bytes", ""),
     ("impress_refused", "stores refused", "refused", "reason"),
     ("impress_evicted_spans", "spans evicted from home", "evicted_spans", ""),
+    ("impress_rows", "rows that requests wanted, by where they were", "rows_from", "tier"),
+    ("impress_chunks", "chunks those rows were in, by where they were", "chunks_from", "tier"),
+    ("impress_promotion_read_bytes", "bytes read to promote", "promotion_read_bytes", "tier"),
     ("impress_promoted_bytes", "bytes copied to a faster tier", "promoted_bytes", "tier"),
 )

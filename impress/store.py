@@ -29,6 +29,7 @@ from impress.index import Index
 from impress.layout import SpanLayout
 from impress.load import Reading
 from impress.params import Params
+from impress.placement import Placed, placed
 from impress.plan import Source
 from impress.probes import codec_of
 from impress.rows import check_layers
@@ -327,10 +328,14 @@ class PrefixStore:
             started = [lease.started_s for lease in self._leases]
         counts = self._home.catalog.counts()
         usage = {**self._copies.usage(), "ssd": self._home.ssd.usage()}
+        important = {**self._copies.important_share(), "ssd": self.history.important_share()}
         return {
             **counts,
             "tokens": counts["windows"] * self.window,
-            "tiers": {tier: use._asdict() for tier, use in usage.items()},
+            "tiers": {
+                tier: {**use._asdict(), "important_share": important[tier]}
+                for tier, use in usage.items()
+            },
             "emulated": list(self._copies.emulated),
             "chunks": {**self._copies.held(), "ssd": counts["windows"] * self.geometry.n_layers},
             "tables_bytes": self._tables.used_bytes,
@@ -341,6 +346,10 @@ class PrefixStore:
             "evictions": self._copies.evictions(),
             "direct_io": self._home.ssd.direct,
         }
+
+    def placement(self) -> list[Placed]:
+        """Of every span: how many of its chunks each tier holds, and what they are worth."""
+        return placed(self.catalog.records(), self._copies.occupancy(), self.history.summary)
 
     @property
     def catalog(self) -> Catalog:

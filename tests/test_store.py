@@ -325,7 +325,7 @@ def wait_for_promotions(store: impress.PrefixStore) -> None:
 def test_a_dram_budget_holds_and_the_answers_stay_right(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    store = open_store(geometry, dram_bytes=MIB)
+    store = open_store(geometry, dram_bytes=MIB, eviction="lru")
     prompts = [prompt(256, seed) for seed in range(5)]
     for tokens in prompts:
         put_prompt(store, tokens).wait(60)

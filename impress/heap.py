@@ -1,0 +1,115 @@
+"""A min-heap of numbered items whose keys change all the time; see `MinHeap`."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+Scores = npt.NDArray[np.float64]
+
+#: Stale entries are swept out when there are more than twice as many entries as items, and this.
+_SLACK: Final = 64
+_NONE: Final = -1
+
+
+class MinHeap:
+    """Which of the items 0 … capacity - 1 that are in it has the least (score, tie).
+
+    Lazy, so that whole arrays of items come, go and rise without a Python loop. An item has at
+    most one valid entry in the heap, filed under a key that was its own once and is never above
+    its key now: a fall files a new entry, a rise or a departure only changes the arrays, and the
+    entry is put right when it comes to the top. Not thread-safe.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._in = np.zeros(capacity, dtype=bool)
+        self._score = np.zeros(capacity)
+        self._tie = np.zeros(capacity, dtype=np.int64)
+        self._filed = np.full(capacity, _NONE, dtype=np.int64)  # serial of the valid entry
+        self._filed_score = np.zeros(capacity)
+        self._filed_tie = np.zeros(capacity, dtype=np.int64)
+        self._entries: list[tuple[float, int, int, int]] = []  # score, tie, item, serial
+        self._serial = 0
+        self._n = 0
+
+    def __len__(self) -> int:
+        return self._n
+
+    def items(self) -> Ids:
+        """Those in it, ascending."""
+        return np.flatnonzero(self._in)
+
+    def scores(self) -> Scores:
+        """Of those in it, ascending."""
+        return np.sort(self._score[self._in])
+
+    def put(self, items: Ids, scores: Scores | float, ties: Ids) -> None:
+        """Take items in, or give those that are in new keys. Each at most once."""
+        self._n += len(items) - int(self._in[items].sum())
+        self._in[items] = True
+        self._score[items] = scores
+        self._tie[items] = ties
+        score, filed = self._score[items], self._filed_score[items]
+        lower = (score < filed) | ((score == filed) & (self._tie[items] < self._filed_tie[items]))
+        for item in items[lower | (self._filed[items] == _NONE)].tolist():
+            heapq.heappush(self._entries, self._file(item))
+        if len(self._entries) > 2 * self._n + _SLACK:
+            self._sweep()
+
+    def discard(self, items: Ids) -> None:
+        """Take items out, where they are in."""
+        self._n -= int(self._in[items].sum())
+        self._in[items] = False
+
+    def take(self, n: int) -> Ids:
+        """The n least (fewer when there are not so many), in order, taken out."""
+        taken: list[int] = []
+        while len(taken) < n and self._settle():
+            item = heapq.heappop(self._entries)[2]
+            self._filed[item] = _NONE
+            self._in[item] = False
+            self._n -= 1
+            taken.append(item)
+        return np.array(taken, dtype=np.int64)
+
+    def check(self) -> None:
+        """Assert that every item can be found, and not too late."""
+        assert self._n == self._in.sum(), "heap: items miscounted"
+        valid = {e[2]: e for e in self._entries if e[3] == self._filed[e[2]]}
+        for item in self.items().tolist():
+            assert valid[item][:2] <= (self._score[item], self._tie[item]), "heap: filed too high"
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _settle(self) -> bool:
+        """Put the top right; False when the heap is empty."""
+        entries = self._entries
+        while entries:
+            score, tie, item, serial = entries[0]
+            if serial != self._filed[item]:
+                heapq.heappop(entries)
+            elif not self._in[item]:
+                heapq.heappop(entries)
+                self._filed[item] = _NONE
+            elif (self._score[item], self._tie[item]) != (score, tie):
+                heapq.heapreplace(entries, self._file(item))
+            else:
+                return True
+        return False
+
+    def _file(self, item: int) -> tuple[float, int, int, int]:
+        """A valid entry for an item; the one before is stale."""
+        score, tie = float(self._score[item]), int(self._tie[item])
+        self._serial += 1
+        self._filed[item] = self._serial
+        self._filed_score[item], self._filed_tie[item] = score, tie
+        return score, tie, item, self._serial
+
+    def _sweep(self) -> None:
+        self._filed[:] = _NONE
+        self._entries = [self._file(item) for item in self.items().tolist()]
+        heapq.heapify(self._entries)

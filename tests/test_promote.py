@@ -1,0 +1,266 @@
+"""What climbs to faster tiers, what goes for it, and that answers are the same from all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from conftest import MIB, kv_of, prompt, put_prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import impress
+from impress.chunks import MARGIN, ChunkCache
+from impress.policy import AllHeads, Contiguous, Exact, Paper, Policy, Quality, Recency
+from tiers.iopool import Lane
+
+Open = Callable[..., impress.PrefixStore]
+Answer = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+GEOMETRY = impress.Geometry(2, 4, 4, 64, "float32")
+CHUNK = 64 * 2 * 4 * 64 * 4  # bytes of K and V
+N = 384  # six chunks a layer
+
+
+def settled(store: impress.PrefixStore) -> impress.PrefixStore:
+    """Everything that follows requests has run: a task behind all of it, on every thread."""
+    pool = store._pool
+    barrier = threading.Barrier(pool.n_threads)
+    tasks = [lambda: barrier.wait(60) and None] * pool.n_threads
+    assert pool.submit(Lane.REPACK, tasks).wait(60)
+    store.check()
+    return store
+
+
+def ask(store: impress.PrefixStore, tokens: np.ndarray, policy: Policy) -> tuple[Answer, dict]:
+    """Every layer under a policy, always with the same query; rows by tier."""
+    g = store.geometry
+    query = torch.randn(g.n_heads, 5, g.head_dim, generator=torch.Generator().manual_seed(1))
+    answer = []
+    with store.lease(tokens) as lease, lease.session(policy) as session:
+        for layer in range(g.n_layers):
+            k, v, pos = session.retrieve(layer, query, suffix_lse=torch.zeros(g.n_heads, 5))
+            answer.append((k.numpy().copy(), v.numpy().copy(), pos.numpy()))
+        rows = session.report().rows_by_tier
+    settled(store)
+    return answer, rows
+
+
+def assert_same(one: Answer, other: Answer) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def in_tier(store: impress.PrefixStore, tier: str = "dram") -> int:
+    return sum(placed.chunks[tier] for placed in store.placement())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Paper(keep=0.1, gate=False), Quality(max_missing_mass=0.3), AllHeads(0.05),
+        Contiguous(keep=0.1), Exact(),
+    ],
+    ids=lambda policy: policy.name,
+)  # fmt: skip
+def test_selections_and_answers_are_the_same_from_every_tier(
+    open_store: Open, policy: Policy, packed: bool
+) -> None:
+    store = open_store(
+        GEOMETRY, probes=("heads3-v1", "int4-v1", "pages16-v1"), hbm_bytes=2 * MIB,
+        hbm_device="cpu",
+    )  # fmt: skip
+    tokens = prompt(N)
+    order = np.random.default_rng(0).random((2, N)) if packed else None
+    put_prompt(store, tokens, importance=order).wait(60)
+    cold, from_home = ask(store, tokens, policy)
+    warm, from_dram = ask(store, tokens, policy)
+    hot, from_hbm = ask(store, tokens, policy)
+    assert_same(cold, warm)
+    assert_same(cold, hot)
+    assert set(from_home) == {"ssd"} and set(from_dram) == {"dram"} and set(from_hbm) == {"hbm"}
+    assert store.stats()["promotions_failed"] == 0
+    assert in_tier(store) == 0  # one copy, in the tier above
+
+
+@pytest.mark.parametrize("eviction", ["importance", "lru", "lfu"])
+def test_what_a_sparse_request_used_climbs_whole_and_nothing_else_does(
+    open_store: Open, eviction: str
+) -> None:
+    store = open_store(GEOMETRY, eviction=eviction, read_gap_bytes=0)
+    tokens = prompt(N)
+    put_prompt(store, tokens).wait(60)
+    _, rows = ask(store, tokens, Recency(keep=0.2))  # 77 rows: the last chunk, a part of one before
+    assert rows == {"ssd": 2 * 77}
+    stats = store.stats()
+    assert in_tier(store) == 4
+    assert stats["chunks_from"] == {"dram": 0, "ssd": 4}
+    # The last chunk was read whole by the request; the one before is read for the copy.
+    assert stats["promotion_read_bytes"] == {"ssd": 2 * CHUNK}
+    assert stats["promotions"] == {"dram": 4} and stats["promoted_bytes"] == {"dram": 4 * CHUNK}
+    _, rows = ask(store, tokens, Recency(keep=0.2))
+    assert rows == {"dram": 2 * 77}
+    assert store.stats()["chunks_from"] == {"dram": 4, "ssd": 4}
+    assert store.stats()["rows_from"] == {"dram": 2 * 77, "ssd": 2 * 77}
+
+
+def budget(n_chunks: int) -> int:
+    """DRAM of which n_chunks are left for chunks; the sixteenth of tables comes on top."""
+    return -(-n_chunks * CHUNK * 16 // 15) + 4096
+
+
+def test_of_equals_that_take_turns_the_first_to_come_stays(open_store: Open) -> None:
+    a, b = prompt(N, 1), prompt(N, 2)
+    for eviction, hits in (("importance", 3 * 2 * N), ("lru", 0)):
+        store = open_store(GEOMETRY, eviction=eviction, dram_bytes=budget(12))
+        for tokens in (a, b):
+            put_prompt(store, tokens).wait(60)
+        for tokens in (a, b) * 4:
+            ask(store, tokens, Exact())
+        assert store.stats()["rows_from"]["dram"] == hits, eviction
+        store.close()
+
+
+def test_what_is_used_more_drives_out_what_is_used_less(open_store: Open) -> None:
+    store = open_store(GEOMETRY, dram_bytes=budget(12))
+    seldom, often = prompt(N, 1), prompt(N, 2)
+    for tokens in (seldom, often):
+        put_prompt(store, tokens).wait(60)
+    ask(store, seldom, Exact())
+    ask(store, often, Exact())
+    assert ask(store, seldom, Exact())[1] == {"dram": 2 * N}
+    for _ in range(3):
+        ask(store, often, Exact())
+    assert ask(store, often, Exact())[1] == {"dram": 2 * N}
+    assert store.stats()["evictions"] == {"dram": 12}
+
+
+def test_chunks_whose_rows_matter_more_drive_out_those_whose_rows_matter_less(
+    open_store: Open,
+) -> None:
+    store = open_store(GEOMETRY, dram_bytes=budget(3))
+    tokens = prompt(N)
+    put_prompt(store, tokens).wait(60)
+    (span,) = (record.span_id for record in store.catalog.records())
+    everything = np.arange(N, dtype=np.int64)
+    often = everything[(everything < 128) | (everything % 8 == 0)]  # chunks 0, 1; a few elsewhere
+    store.history.request([])
+    store.history.note(span, N, 0, 0, N, often)
+    store.history.note(span, N, 1, 0, N, np.arange(64, 128))
+    ask(store, tokens, Exact())
+    kept = store._copies.chunks[0]
+    assert [kept.has(span, layer, np.arange(6)).tolist().count(True) for layer in (0, 1)] == [2, 1]
+    assert kept.has(span, 0, np.arange(2)).all() and kept.has(span, 1, np.array([1])).all()
+    stats = store.stats()
+    share = {tier: use["important_share"] for tier, use in stats["tiers"].items()}
+    assert share["dram"] == pytest.approx(1)
+    assert share["ssd"] == pytest.approx((2 + 4 / 8 + 1) / 12, rel=1e-3)
+    (placed,) = store.placement()
+    assert placed.chunks == {"dram": 3} and placed.share == share["ssd"]
+    assert placed.score > 0
+
+
+def test_placement_tells_of_a_span_that_nothing_is_known_of(open_store: Open) -> None:
+    store = open_store(GEOMETRY)
+    put_prompt(store, prompt(128)).wait(60)
+    (placed,) = store.placement()
+    assert placed[1:] == (2, {"dram": 0}, None, None)
+    assert {use["important_share"] for use in store.stats()["tiers"].values()} == {None}
+
+
+def test_bytes_that_went_bad_at_home_are_not_promoted(open_store: Open) -> None:
+    store = open_store(GEOMETRY, read_gap_bytes=0)
+    tokens = prompt(N)
+    put_prompt(store, tokens).wait(60)
+    (record,) = store.catalog.records()
+    with store.lease(tokens) as lease, lease.session(Recency(keep=0.01)) as session:
+        for layer in range(2):
+            session.retrieve(layer, torch.zeros(4, 1, 64))
+        # Rows that the request did not read, of a chunk that it used.
+        place = record.parts[0]
+        path = store.path / "shards" / "main" / "segments" / f"{place.segment:08d}.seg"
+        off = place.off + 5 * CHUNK // 2
+        with path.open("r+b") as file:
+            file.seek(off)
+            byte = file.read(1)
+            file.seek(off)
+            file.write(bytes([byte[0] ^ 1]))
+    settled(store)
+    assert store.stats()["promotions_failed"] == 1
+    assert in_tier(store) == 1
+    assert store.lookup(tokens) == N  # who wants those rows will find out
+    keys, _ = kv_of(tokens, GEOMETRY)
+    assert np.array_equal(ask(store, tokens, Recency(keep=0.01))[0][0][0], keys[0][:, -4:])
+
+
+def test_two_requests_that_want_the_same_chunks_make_one_copy(open_store: Open) -> None:
+    store = open_store(GEOMETRY)
+    tokens = prompt(N)
+    put_prompt(store, tokens).wait(60)
+    with store.lease(tokens) as lease:
+        sessions = [lease.session(Recency(keep=0.5)) for _ in range(4)]
+        for session in sessions:
+            for layer in range(2):
+                session.retrieve(layer, torch.zeros(4, 1, 64))
+        for session in sessions:
+            session.close()
+    settled(store)
+    assert store.stats()["promotions"] == {"dram": 6} and in_tier(store) == 6
+
+
+# ---- the cache by itself ---------------------------------------------------------------------
+
+CAPACITY, LAYERS, WINDOWS = 6, 2, 5
+some = st.sets(st.integers(0, WINDOWS - 1), max_size=WINDOWS).map(
+    lambda s: np.array(sorted(s), int)
+)
+at = st.tuples(st.integers(1, 3), st.integers(0, LAYERS - 1))
+ranks = st.lists(st.sampled_from([-np.inf, -1.0, 0.0, 0.05, 1.0, 3.0]), min_size=5, max_size=5)
+steps = st.one_of(
+    st.tuples(st.just("admit"), at, some, ranks),
+    st.tuples(st.just("pin"), at, some, ranks),
+    st.tuples(st.just("unpin"), at, some, ranks),
+    st.tuples(st.just("judge"), at, some, ranks),
+    st.tuples(st.just("drop"), at, some, ranks),
+)
+
+
+@pytest.mark.parametrize("eviction", ["importance", "lru", "lfu"])
+@settings(max_examples=60, deadline=None)
+@given(done=st.lists(steps, max_size=40))
+def test_a_cache_keeps_its_accounts_and_what_is_worth_most(eviction: str, done: list) -> None:
+    cache = ChunkCache(CAPACITY * 8192, {0: 4096, 1: 4096}, LAYERS, eviction=eviction)
+    pinned: list[np.ndarray] = []
+    for step, (span, layer), windows, worth in done:
+        here = np.array(worth)
+        if step == "admit":
+            absent = windows[~cache.has(span, layer, windows)]
+            before = {int(e): cache._rank[e] for e in cache._heap.items()}
+            room = cache.room(np.sort(here[absent])[::-1])
+            granted, entries = cache.admit(span, WINDOWS, layer, windows, here[windows])
+            assert len(granted) == len(entries) == room
+            assert set(granted.tolist()) <= set(absent.tolist())
+            if eviction == "importance" and len(granted):
+                gone = [rank for e, rank in before.items() if e not in cache._heap.items()]
+                assert all(here[granted].max() > rank + MARGIN for rank in gone)
+                refused = np.setdiff1d(absent, granted)
+                assert all(here[granted].min() >= here[window] for window in refused)
+            cache.publish(entries)
+        elif step == "pin":
+            pinned.append(cache.pin(span, layer, 0, WINDOWS))
+        elif step == "unpin" and pinned:
+            cache.unpin(pinned.pop())
+        elif step == "judge":
+            cache.judge(span, layer, here, None)
+        elif step == "drop":
+            cache.drop_windows(span, layer, windows)
+        cache.check()
+    for entries in pinned:
+        cache.unpin(entries)
+    cache.check()
+    cache.clear()
+    assert cache.tier.usage().used == 0
