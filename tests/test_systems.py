@@ -26,6 +26,7 @@ from experiments.systems.serve import score_seconds
 from experiments.systems.shapes import SHAPES, Shape
 from impress.config import Config
 from impress.policy import AllHeads, Exact, Paper, Quality
+from impress.quant import dequantise, packed_bytes, unpack_codes
 from impress.store import PrefixStore
 
 TINY = Shape("tiny", 2, 8, 4, 32, 128)
@@ -201,17 +202,25 @@ def test_budgets_keep_the_papers_ratio() -> None:
     assert budgets(130, 130) == (10, 32)
 
 
-def test_low_bit_rows_come_back_nearly() -> None:
+@pytest.mark.parametrize(("bits", "share"), [(4, 0.281), (8, 0.531)])
+def test_low_bit_rows_come_back_nearly(bits: int, share: float) -> None:
+    geometry = SHAPES["opt-6.7b"].geometry(1)
+    assert row_geometry(geometry, bits).k_row_bytes / geometry.k_row_bytes == pytest.approx(
+        share, abs=0.001
+    )
     geometry = TINY.geometry(1)
     keys = Prefix(TINY, 64, 1, 8).keys(0)
-    words = quantised_rows(keys, geometry, 8)[0]
-    assert words.shape == (64, row_geometry(geometry, 8).head_dim)
-    raw = words.view(np.uint8)
-    scales = raw[:, :8].copy().view(np.float16).astype(np.float32)  # [n, heads]
-    codes = raw[:, 8:].reshape(64, 4, 32).astype(np.float32) - 128
-    back = codes * scales[:, :, None]
-    error = np.abs(back - keys.float().numpy().transpose(1, 0, 2))
-    assert (error <= scales[:, :, None] * 0.51 + 1e-3).all()
+    raw = quantised_rows(keys, geometry, bits)[0].view(np.uint8)
+    heads, dim = 4, 32
+    scales = torch.from_numpy(raw[:, : 2 * heads].copy().view(np.float16).astype(np.float32))
+    for head in range(heads):
+        n_bytes = packed_bytes(dim, bits)
+        packed = raw[:, 2 * heads + head * n_bytes :][:, :n_bytes].copy()
+        codes = torch.empty(64, dim, dtype=torch.uint8)
+        unpack_codes(torch.from_numpy(packed), dim, bits, codes)
+        scale = scales[:, head : head + 1]
+        back = dequantise(codes, scale, bits, dim)
+        assert ((back - keys[head].float()).abs() <= 0.51 * scale + 1e-3).all()
 
 
 def test_a_system_without_its_parts_is_named_and_left_out() -> None:

@@ -8,7 +8,7 @@ and nothing is left running between two of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -189,17 +189,3 @@ def summary(served: Sequence[Served], dilation: float) -> Row:
     if len(ms) >= 1000:
         row["p99_ms"] = float(np.percentile(ms, 99))
     return row
-
-
-def run_bench(
-    systems: Sequence[System], data: Data, load: Load, dilation: float,
-    also: Callable[[Bench, dict[str, list[Served]]], None] | None = None,
-) -> Iterator[Row]:  # fmt: skip
-    """Warm, measure, a row for each system."""
-    with Bench(systems, data, load, dilation) as bench:
-        bench.warm()
-        found = bench.measure()
-        if also is not None:
-            also(bench, found)
-        for name, served in found.items():
-            yield {"system": name, "n_warmed": bench.n_warmed, **summary(served, dilation)}

@@ -1,14 +1,14 @@
 """Everything of a prefix in 8 or 4 bits, read in sequence: the rival that chooses nothing.
 
-Rows are quantised per token and head (a float16 scale each), written to a segment of their own and
-read by the very sessions, caches and threads that serve full rows: only the width of a row differs.
-Dequantising is the device's work: emulated (`Compute.dequantise`).
+Rows are quantised per token and head, a float16 scale to 32 dimensions, written to a segment of
+their own and read by the very sessions, caches and threads that serve full rows: only the width of
+a row differs. Dequantising is the device's work: emulated (`Compute.dequantise`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from impress.layout import K, SpanLayout, V
 from impress.load import Reading
 from impress.params import Params
 from impress.plan import Source
-from impress.quant import floats_of, pack_codes, packed_bytes, quantise, words_of
+from impress.quant import floats_of, n_scales, pack_codes, packed_bytes, quantise, words_of
 from impress.rows import pack
 from impress.session import Lease, Session
 from impress.stats import Counters
@@ -31,13 +31,16 @@ from tiers.iopool import IoPool
 from tiers.slots import BufferPool, aligned
 from tiers.ssd import SsdTier
 
+#: Dimensions that share a float16 scale: int4 is then .281 of 16 bits.
+GROUP: Final = 32
 #: Tokens quantised at once.
-_BLOCK: int = 512
+_BLOCK: Final = 512
 
 
 def row_geometry(geometry: Geometry, bits: int) -> Geometry:
     """Rows of codes and scales, as rows of one head of 16-bit words."""
-    n_bytes = geometry.n_kv_heads * (2 + _code_bytes(geometry.head_dim, bits))
+    dim = geometry.head_dim
+    n_bytes = geometry.n_kv_heads * (2 * n_scales(dim, GROUP) + packed_bytes(dim, bits))
     return Geometry(geometry.n_layers, 1, 1, -(-n_bytes // 2), "float16")
 
 
@@ -46,32 +49,18 @@ def quantised_rows(rows: Any, geometry: Geometry, bits: int) -> Any:
     words = words_of(rows, geometry)
     heads, n, dim = words.shape
     made = np.zeros((n, 2 * row_geometry(geometry, bits).head_dim), dtype=np.uint8)
-    n_bytes = _code_bytes(dim, bits)
-    scales = made[:, : 2 * heads].view(np.float16)
-    codes = made[:, 2 * heads : 2 * heads + heads * n_bytes]
+    of_scales, of_codes = n_scales(dim, GROUP), packed_bytes(dim, bits)
+    scales = made[:, : 2 * heads * of_scales].view(np.float16)
     for at in range(0, n, _BLOCK):
         block = slice(at, at + _BLOCK)
         values = floats_of(words[:, block], geometry.dtype)
-        by_head, scale = _eight_bits(values) if bits == 8 else quantise(values, bits, dim)
-        scales[block] = scale[..., 0].T
-        part = np.zeros((len(made[block]), heads, n_bytes), dtype=np.uint8)
-        if bits == 8:
-            part[:] = by_head.transpose(1, 0, 2)
-        else:
-            pack_codes(by_head.transpose(1, 0, 2), bits, part)
-        codes[block] = part.reshape(len(part), -1)
+        codes, by_head = quantise(values, bits, GROUP)
+        scales[block] = by_head.transpose(1, 0, 2).reshape(-1, heads * of_scales)
+        part = np.zeros((codes.shape[1], heads, of_codes), dtype=np.uint8)
+        pack_codes(codes.transpose(1, 0, 2), bits, part)
+        first = 2 * heads * of_scales
+        made[block, first : first + heads * of_codes] = part.reshape(len(part), -1)
     return made.view(np.uint16)[None]
-
-
-def _code_bytes(dim: int, bits: int) -> int:
-    return dim if bits == 8 else packed_bytes(dim, bits)
-
-
-def _eight_bits(values: Any) -> tuple[Any, Any]:
-    """Codes uint8 around 128, and the float16 scale of each vector."""
-    scale = (np.abs(values).max(axis=-1, keepdims=True) / 127).astype(np.float16)
-    steps = np.rint(values / np.maximum(scale.astype(np.float32), 2.0**-24))
-    return (np.clip(steps, -127, 127) + 128).astype(np.uint8), scale
 
 
 class QuantisedStore:

@@ -210,8 +210,8 @@ def score_seconds(compute: Compute, geometry: Geometry, policy: Policy, n_tokens
 
 def settle(pool: IoPool) -> None:
     """Wait until nothing is queued behind requests: each finds the machine as quiet."""
-    for lane in (Lane.PROMOTE, Lane.DEMAND):
-        pool.submit(lane, [lambda: None] * pool.n_threads).wait(60.0)
+    for _ in range(3):  # what was queued may queue more
+        pool.submit(Lane.PROMOTE, [lambda: None] * pool.n_threads).wait(60.0)
 
 
 def _out(geometry: Geometry, n: int) -> tuple[Any, Any]:

@@ -1,0 +1,75 @@
+"""What each of the paper's three techniques is worth: IMPRESS whole, and without each (Fig 18).
+
+Compute is emulated (experiments/systems/clock.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from experiments.common import Row, print_rows
+from experiments.harness import Cell, Experiment, Figures, Options, main
+from experiments.systems.sizes import Verdict, arguments, checked, meta
+from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio, say_lacking
+
+#: Technique -> IMPRESS without it.
+WITHOUT: Final = {
+    "identification": "impress_no_identification",
+    "reordering": "impress_no_reordering",
+    "caching": "impress_no_caching",
+}
+NAMES: Final = ("as_h2o_lfu", "impress", *WITHOUT.values())
+
+
+def cells(options: Options) -> list[Cell]:
+    verdict = Verdict(options)
+    plan = Plan(options, verdict, NAMES, 24 if options.quick else 48, 3 if options.quick else 4)
+    shapes = ["opt-6.7b"] if options.quick else ["opt-6.7b", "opt-13b", "opt-30b"]
+    return [check_cell(verdict), *(cell(plan, shape, 40, shape=shape) for shape in shapes)]
+
+
+def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
+    say_lacking(NAMES)
+    said, withdrawn = checked(rows)
+    if withdrawn:
+        return said, rows
+    for label, systems in by_cell(rows).items():
+        print_rows(f"{label}: compute emulated", [line(row) for row in systems.values()])
+        whole = systems.get("impress")
+        lost = {
+            name: systems[without]["p50_ms"] - whole["p50_ms"]
+            for name, without in WITHOUT.items() if whole and without in systems
+        }  # fmt: skip
+        total = sum(max(ms, 0.0) for ms in lost.values())
+        for name, ms in lost.items():
+            said[f"{label}.{name}.times"] = ratio(systems[WITHOUT[name]]["p50_ms"], whole["p50_ms"])
+            said[f"{label}.{name}.share"] = max(ms, 0.0) / total if total else 0.0
+    return said, rows
+
+
+def draw(figure: Any, said: Figures, rows: list[Row]) -> None:
+    """p50 of IMPRESS and of IMPRESS without each technique."""
+    axes = figure.subplots()
+    for label, systems in by_cell(rows).items():
+        axes.plot(list(systems), [row["p50_ms"] for row in systems.values()], "o-", label=label)
+    axes.set_ylabel("p50, ms (compute emulated)")
+    axes.tick_params(axis="x", rotation=20)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    del said
+
+
+EXPERIMENT: Final = Experiment(
+    "ablation", "IMPRESS without each of its techniques; compute emulated.", cells, figures,
+    {"p50": draw}, arguments, meta, uses_disk=True,
+)  # fmt: skip
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    return main(EXPERIMENT, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

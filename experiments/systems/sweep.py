@@ -1,0 +1,117 @@
+"""Cells of emulated experiments: some systems, under some factors that depart from the base."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from experiments.common import Row, console
+from experiments.harness import Cell, Options
+from experiments.systems.catalogue import chosen, lacking
+from experiments.systems.cell import Bench, Load, summary
+from experiments.systems.generate import Knobs
+from experiments.systems.sizes import Verdict, data_of, dilation, n_prefixes
+
+#: The base cell: OPT-6.7B, the middle of the paper's cache ratios, requests by Zipf's law.
+BASE: Final[dict[str, Any]] = {
+    "shape": "opt-6.7b", "ratio": 130, "zipf": 0.9, "agreement": Knobs().agreement,
+    "overlap": Knobs().overlap, "keep": 0.25,
+}  # fmt: skip
+#: Seconds a system takes for one request, about, and for writing one prefix in one form.
+_REQUEST_S: Final = 0.1
+_PREFIX_S: Final = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an experiment's cells have in common."""
+
+    options: Options
+    verdict: Verdict
+    names: tuple[str, ...] | None = None  # None: every system
+    n_warm: int = 48
+    most_windows: int = 4
+
+    @property
+    def systems(self) -> list[str]:
+        return [system.name for system in chosen(self.names)]
+
+
+def check_cell(verdict: Verdict) -> Cell:
+    """The emulator's check: first of all cells."""
+    return Cell({"part": "check"}, verdict.check, 25.0)
+
+
+def cell(plan: Plan, label: str, n: int, **factors: Any) -> Cell:
+    """Systems under BASE with these factors changed."""
+    factor = {**BASE, **factors}
+    return Cell(
+        {"part": "cell", "cell": label, **factor}, partial(_measure, plan, factor, n),
+        _seconds(plan, factor, n),
+    )  # fmt: skip
+
+
+def _seconds(plan: Plan, factor: Row, n: int) -> float:
+    systems = plan.systems
+    kinds = {system.data for system in chosen(systems)} - {""}
+    size = n_prefixes(factor["shape"], factor["ratio"], len(systems), quick=plan.options.quick)
+    served = (n + plan.n_warm * plan.most_windows / 2) * len(systems)
+    return size * len(kinds) * _PREFIX_S + served * _REQUEST_S
+
+
+def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
+    if plan.verdict.withdrawn:
+        return []
+    torch.set_num_threads(1)
+    systems = chosen(plan.names, factor["keep"])
+    knobs = replace(Knobs(), agreement=factor["agreement"], overlap=factor["overlap"])
+    data = data_of(
+        plan.options, factor["shape"], factor["ratio"], len(systems), knobs, factor["keep"]
+    )
+    load = Load(
+        factor["ratio"], factor["zipf"], knobs, n, plan.n_warm, plan.most_windows,
+        plan.options.seed,
+    )  # fmt: skip
+    stretch = dilation(plan.options)
+    more = {"prefixes": len(data.prefixes), "layers": data.n_layers}
+    with Bench(systems, data, load, stretch) as bench:
+        bench.warm()
+        more["n_warmed"] = bench.n_warmed
+        found = bench.measure()
+    return [{"system": name, **summary(s, stretch), **more} for name, s in found.items()]
+
+
+def by_cell(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """cell -> system -> its row."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if row.get("part") == "cell":
+            found.setdefault(row["cell"], {})[row["system"]] = row
+    return found
+
+
+def say_lacking(names: Sequence[str] | None = None) -> None:
+    """One line for each system that this version cannot run."""
+    for name, why in lacking(names).items():
+        console.print(f"{name}: not available ({why})")
+
+
+def line(row: Row) -> Row:
+    """A row for people."""
+    return {
+        "system": row["system"],
+        "p50 [95 %]": f"{row['p50_ms']:.1f} [{row['p50_low']:.1f}, {row['p50_high']:.1f}]",
+        "p90": row["p90_ms"], "p99": row.get("p99_ms", ""), "I/O": row["io_ms"],
+        "waits": row["emulated_ms"], "MB": row["mb"], "SSD": row["ssd_mb"],
+        "HBM": f"{row['hbm']:.2f}", "DRAM": f"{row['dram']:.2f}", "rows": f"{row['rows']:.2f}",
+        "fell": f"{row['fell_back']:.2f}",
+    }  # fmt: skip
+
+
+def ratio(other: float, one: float) -> float:
+    """How many times less the one takes."""
+    return float(other / one) if one else float("inf")
