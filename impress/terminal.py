@@ -8,14 +8,31 @@ from typing import Final
 
 import lmdb
 from rich.console import Console
+from rich.table import Table
 
 from impress.errors import ImpressError
 from tiers.errors import MediumError
 
-#: Tables and answers. Columns of a pipe are not known: wide enough for every table.
-out: Final = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+
+class _Out(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever read has seen enough: said by the exit status, which rich would make 1."""
+        raise BrokenPipeError
+
+
+_WIDTH: Final = None if sys.stdout is not None and sys.stdout.isatty() else 110  # a pipe has none
+#: Tables and answers.
+out: Final = _Out(highlight=False, width=_WIDTH)
 #: Progress bars and errors, so that stdout stays what was asked for.
 err: Final = Console(stderr=True, highlight=False)
+
+
+def show(table: Table) -> None:
+    """Print a table with all its cells, even where the terminal is too narrow and wraps lines."""
+    needed = out.measure(table, options=out.options.update(width=1 << 12)).maximum
+    if needed > out.width:
+        table.width = needed
+    out.print(table, crop=False)
 
 
 def line_of(error: Exception) -> str | None:

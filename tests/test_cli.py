@@ -244,6 +244,38 @@ def test_a_full_disk_behind_stdout_is_one_line_and_2(path, args):
     assert_refused(done, "No space left")
 
 
+def test_help_into_a_full_disk_is_one_line_and_2():
+    with Path("/dev/full").open("w") as full:
+        assert_refused(run("inspect", "--help", stdout=full), "No space left")
+
+
+def test_a_reader_that_has_seen_enough_is_no_finding(path):
+    """1 would say that something is wrong with the store."""
+    seen, behind = os.pipe()
+    os.close(seen)
+    with os.fdopen(behind, "w") as pipe:
+        done = run("inspect", "--store", path, stdout=pipe)
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+def test_a_closed_stdout_is_no_matter(path):
+    done = ended(["sh", "-c", f"{SCRIPT} inspect --store {path} >&-"])
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_narrow_terminal_gets_every_cell(path):
+    terminal, behind = pty.openpty()
+    command = [str(SCRIPT), "inspect", "--store", str(path)]
+    environment = {**os.environ, "COLUMNS": "30", "NO_COLOR": "1"}
+    with subprocess.Popen(command, stdout=behind, env=environment) as process:
+        os.close(behind)
+        shown = drained(terminal).decode()
+    os.close(terminal)
+    assert process.returncode == 0
+    assert "…" not in shown and "Hottest prefixes" in shown and "a test" in shown
+    assert "\x1b[3" not in shown  # no colour
+
+
 def test_ctrl_c_during_verify_is_one_line_and_2(path):
     """A segment that is a pipe holds the reads up for ever; a terminal shows that they began."""
     for segment in Shard(path).segments.glob("*.seg"):

@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from impress.terminal import number, out, share, size
+from impress.terminal import number, out, share, show, size
 
 #: Namespaces beside the first that get a line each; --json has all.
 MOST_OTHERS = 5
@@ -65,7 +65,7 @@ def _print_root(row: dict[str, Any], found: dict[str, Any]) -> None:
     _print_stop(row["stop"], found["window"])
     if not row["held"]:
         return
-    out.print(_nodes(row["held"]))
+    show(_nodes(row["held"]))
     left = len(row["held"]) - MOST_NODES
     if left > 0:
         say(f"… and {left:,} more: --json lists all")
@@ -149,7 +149,7 @@ def print_request(found: dict[str, Any]) -> None:
         return
     if request["mode"] == "sparse" and not all(request["probe"] in row["probes"] for row in held):
         say(f"stored without {request['probe']} records: made from its keys, all of them read")
-    out.print(_layers(lines, request["hit_tokens"]))
+    show(_layers(lines, request["hit_tokens"]))
     rows = _by_tier(request["rows_by_tier"], "{:,}".format)
     moved = _by_tier(request["bytes_by_tier"], size)
     say(

@@ -19,7 +19,7 @@ from impress.cli.survey import (
     survey,
     tree_of,
 )
-from impress.terminal import number, out, share, size
+from impress.terminal import number, out, share, show, size
 
 #: Lines of a drawn tree; more than this nobody reads (--json gives all).
 MOST_LINES = 500
@@ -107,12 +107,12 @@ def _print(found: dict[str, Any]) -> None:
     out.print(
         f"{found['tokens']:,} tokens in {found['spans']:,} spans, {found['nodes']:,} tree nodes\n"
     )
-    out.print(_tiers(found["tiers"], live="live" in found))
+    show(_tiers(found["tiers"], live="live" in found))
     if found["namespaces"]:
-        out.print(_namespaces(found["namespaces"]))
-        out.print(_hottest(found["hottest"]))
+        show(_namespaces(found["namespaces"]))
+        show(_hottest(found["hottest"]))
     if "live" in found:
-        out.print(_live(found["live"]))
+        show(_live(found["live"]))
     if "prefix" in found:
         _print_prefix(found["prefix"])
     if "tree" in found:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -17,6 +19,7 @@ from impress.cli.purge import purge
 from impress.cli.rebuild import rebuild
 from impress.cli.run import run as run_model
 from impress.cli.verify import verify
+from impress.terminal import line_of
 
 #: Typer's own base of every complaint about arguments, which it exports only by its children.
 _WRONG_USE: Final[type[Exception]] = typer.BadParameter.__mro__[1]
@@ -68,12 +71,16 @@ for command in _COMMANDS:
 
 def run() -> None:
     """Entry point of the console script. Ends the process."""
+    if sys.stdout is None:  # closed by whoever started us; this stays open to the end
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     try:
         status = app(standalone_mode=not sys.argv[1:])  # alone it shows its help
     except KeyboardInterrupt:
         fail("interrupted")
     except _WRONG_USE as wrong:
         fail(_said(wrong))
+    except OSError as error:  # of the help: what commands raise they have said
+        fail(str(line_of(error)))
     if status == 130:  # interrupted before a command began
         fail("interrupted")
     raise SystemExit(status)

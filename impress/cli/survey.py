@@ -172,7 +172,7 @@ def read_token_file(path: Path) -> Tokens:
     """Token ids from a file: a JSON list, integers apart by white space, or .npy."""
     try:
         if path.suffix == ".npy":
-            ids: Any = np.load(path, allow_pickle=False)
+            ids: Any = _array(path)
         else:
             text = path.read_text()
             ids = json.loads(text) if text.lstrip().startswith("[") else _integers(text)
@@ -182,6 +182,13 @@ def read_token_file(path: Path) -> Tokens:
         return as_tokens(ids)
     except BadInput as err:
         raise BadInput(f"{path}: {err}") from None
+
+
+def _array(path: Path) -> Any:
+    with path.open("rb") as file:
+        if file.read(6) != b"\x93NUMPY":
+            raise ValueError("no .npy array")
+    return np.load(path, allow_pickle=False)
 
 
 def _integers(text: str) -> Sequence[int]:
