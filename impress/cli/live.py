@@ -12,7 +12,7 @@ _TIMEOUT_S: Final = 5.0
 #: Counter families, and what `store.stats()` calls them.
 _COUNTERS: Final = (
     "lookups", "hits", "misses", "hit_tokens", "lost", "read_bytes", "stored_tokens",
-    "stored_bytes", "refused", "evicted_spans", "promoted_bytes",
+    "stored_bytes", "refused", "evicted_spans", "promoted_bytes", "rows", "chunks",
 )  # fmt: skip
 _GAUGES: Final = ("spans", "nodes", "windows", "leases", "oldest_lease_s")
 
@@ -51,7 +51,7 @@ def live_counters(port: int) -> dict[str, Any]:
 
 def _flat(name: str, values: dict[str, Any]) -> Any:
     """A single number where the family has no label."""
-    labelled = ("misses", "lost", "read_bytes", "refused", "promoted_bytes")
+    labelled = ("misses", "lost", "read_bytes", "refused", "promoted_bytes", "rows", "chunks")
     return values if name in labelled else values.get("", 0)
 
 
