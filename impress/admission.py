@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
@@ -44,7 +43,6 @@ class Admission:
         self._counters = counters
         self._tables = tables
         self.fitter = fitter
-        self._spans = itertools.count(home.last_span + 1)  # next() of it is atomic
         self._drafts: dict[int, Draft] = {}  # space reserved, not yet READY or given back
 
     def writer(
@@ -113,8 +111,9 @@ class Admission:
         before = key_after(root, labels[:cut], self._window)
         own = labels[cut:]
         record = SpanRecord(
-            next(self._spans), self._namespace, root, before, key_after(before, own, self._window),
-            first, n_windows, self._window, meta, slot.parts, own,
+            next(self._home.span_ids), self._namespace, root, before,
+            key_after(before, own, self._window), first, n_windows, self._window, meta,
+            slot.parts, own,
         )  # fmt: skip
         return Draft(record, self._geometry, layout, slot, labels, self._media, sketches)
 

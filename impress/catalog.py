@@ -6,10 +6,9 @@ Decides nothing about media and does no I/O; every method returns soon.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from impress.blockhash import chain
 from impress.errors import FormatError
 from impress.format import (
     SpanRecord,
@@ -19,6 +18,7 @@ from impress.format import (
     place_of,
     split_index,
 )
+from impress.places import Places
 from impress.radix import NONE, Graft, RadixTree, View
 from impress.trace import Trace, trace
 from tiers.base import Extent
@@ -47,27 +47,6 @@ class Prefix:
     labels: bytes
 
 
-class _Places:
-    """Where windows lie that spans begin behind: key -> (node, window of its span)."""
-
-    def __init__(self, kept: Collection[bytes]) -> None:
-        """From all index values: which keys are wanted, and whether any lies inside a span."""
-        self.of: dict[bytes, tuple[int, int]] = {}
-        self._wanted = {before for first, _, before, _ in map(place_of, kept) if first}
-        ends = {after for _, _, _, after in map(place_of, kept) if after in self._wanted}
-        self._inside = len(ends) < len(self._wanted)  # else no key but the last need be made
-
-    def note(self, node: int, before: bytes, labels: bytes, after: bytes, window: int) -> None:
-        """The wanted windows of a span just grafted as `node`."""
-        last = len(labels) // (4 * window) - 1
-        if self._inside:
-            for i, key in enumerate(chain(before, labels[: last * 4 * window], window)):
-                if key in self._wanted:
-                    self.of.setdefault(key, (node, i))
-        if after in self._wanted:
-            self.of.setdefault(after, (node, last))
-
-
 class Catalog:
     """Thread-safe. A span lives while a node views it or a holder pins it."""
 
@@ -78,6 +57,7 @@ class Catalog:
         self._kept: dict[int, bytes] = {}  # span -> index value without labels
         self._views: dict[int, int] = {}  # span -> nodes that view it
         self._pins: dict[int, int] = {}
+        self._heirs: dict[int, int] = {}  # replaced while pinned -> what its holders keep instead
         self._gone: set[int] = set()  # retired, its index value deleted: reclaim when unpinned
         self._retired: set[int] = set()  # no node views it; the index may still hold it
         self._n_spans = 0  # with a view
@@ -107,14 +87,18 @@ class Catalog:
         """Unpin; the spans whose space may now be reclaimed."""
         free = []
         with self.lock:
-            for span in spans:
+            todo = list(spans)
+            while todo:
+                span = todo.pop()
                 left = self._pins[span] - 1
                 if left:
                     self._pins[span] = left
-                else:
-                    del self._pins[span]
-                    if span in self._gone:
-                        free.append(self._forget(span))
+                    continue
+                del self._pins[span]
+                if span in self._heirs:
+                    todo.append(self._heirs.pop(span))
+                if span in self._gone:
+                    free.append(self._forget(span))
         return free
 
     # ---- a commit -------------------------------------------------------------------------
@@ -193,6 +177,50 @@ class Catalog:
                     free.append(self._forget(span))
         return free
 
+    # ---- a repack -------------------------------------------------------------------------
+
+    def span_ids(self) -> list[int]:
+        """Every span in the tree."""
+        with self.lock:
+            return [span for span, n in self._views.items() if n]
+
+    def hold_span(self, span: int) -> tuple[Held, list[View]] | None:
+        """Pin all of a span that is in the tree, and how nodes view it; None: it is not."""
+        with self.lock:
+            if not self._views.get(span):
+                return None
+            self._pins[span] = self._pins.get(span, 0) + 1
+            views = [self._tree.view(node) for node in self._tree.of_span(span)]
+            record = self._record(span)
+            return Held(record, 0, record.n_windows), views
+
+    def heat_of(self, span: int) -> tuple[int, int] | None:
+        """(leases, lease counter at the last), the most of its nodes; None: not in the tree."""
+        with self.lock:
+            nodes = self._tree.of_span(span)
+            return max(((self._tree.hits[n], self._tree.used[n]) for n in nodes), default=None)
+
+    def replace(self, old: int, record: SpanRecord) -> bool:
+        """Nodes that view `old` view this READY span of the same windows; old is retired.
+
+        Whoever holds old keeps its bytes, and the new span from eviction, to the end. False when
+        old has left the tree: then the new one is retired.
+        """
+        new = record.span_id
+        with self.lock:
+            self._kept[new] = split_index(encode_index(record))[0]
+            self._views[new] = 0
+            if not self._views.get(old):
+                self._retired.add(new)
+                return False
+            self._views[new] = self._tree.replace(old, new)
+            self._views[old] = 0
+            self._retired.add(old)
+            if old in self._pins:
+                self._heirs[old] = new
+                self._pins[new] = self._pins.get(new, 0) + 1
+            return True
+
     # ---- opening --------------------------------------------------------------------------
 
     def load(
@@ -222,7 +250,7 @@ class Catalog:
         early: list[tuple[int, int, bytes]] = []
         retired = []
         with self.lock:
-            places = _Places(self._kept.values())
+            places = Places(self._kept.values())
             for span, own in zip(self._kept, labels, strict=True):
                 first, _, before, _ = place_of(self._kept[span])
                 if first and before not in places.of:
@@ -236,7 +264,7 @@ class Catalog:
         return retired, damaged
 
     def _replant(
-        self, span: int, labels: bytes, places: _Places, heat: dict[int, tuple[int, int]]
+        self, span: int, labels: bytes, places: Places, heat: dict[int, tuple[int, int]]
     ) -> bool:
         """Hang a loaded span where it belongs; False when it adds nothing, or nowhere is left."""
         first, root, before, after = place_of(self._kept[span])
@@ -346,6 +374,8 @@ class Catalog:
             assert set(self._kept) == set(views) | self._retired, "a span is nobody's"
             assert self._gone <= self._retired, "reclaimable but not retired"
             assert set(self._pins) <= set(self._kept), "a pinned span is gone"
+            assert set(self._heirs) <= set(self._pins) & self._retired, "an heir too early"
+            assert set(self._heirs.values()) <= set(self._pins), "an heir is not kept"
 
     # ---- inside ---------------------------------------------------------------------------
 

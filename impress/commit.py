@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import numpy as np
 
@@ -50,7 +51,27 @@ class _GiveUp:
     done: Callable[[], None]
 
 
-_Job = StoreJob | _GiveUp | list[int] | threading.Event
+@dataclass(slots=True)
+class SwapJob:
+    """A written copy of span `old`, its rows in another order, that is to take its place.
+
+    `header`: of the new span, its reserved record in it. `done`: called once, with what came of it.
+    """
+
+    old: int
+    header: SpanHeader
+    done: Callable[[Swapped], None]
+
+
+class Swapped(Enum):
+    """What came of a SwapJob. But for YES the new span's space is free again, or soon will be."""
+
+    YES = "moved"
+    GONE = "the span left the tree meanwhile"
+    FAILED = "failed"
+
+
+_Job = StoreJob | _GiveUp | SwapJob | list[int] | threading.Event
 
 
 @dataclass(slots=True)
@@ -58,6 +79,7 @@ class _Batch:
     stores: list[StoreJob] = field(default_factory=list)
     deletes: list[int] = field(default_factory=list)
     given_up: list[_GiveUp] = field(default_factory=list)
+    swaps: list[SwapJob] = field(default_factory=list)
     barriers: list[threading.Event] = field(default_factory=list)
 
 
@@ -98,6 +120,10 @@ class Committer:
     def give_up(self, draft: Draft, done: Callable[[], None]) -> None:
         """A refused store: its space is free again when its last write has ended."""
         self._put(_GiveUp(draft, done))
+
+    def swap(self, job: SwapJob) -> None:
+        """A repacked span: one transaction puts it in and takes the old one out."""
+        self._put(job)
 
     def save_history(self) -> None:
         """Soon: what requests have shown since it was last saved. Never raises."""
@@ -156,6 +182,8 @@ class Committer:
                         batch.deletes += job
                     elif isinstance(job, _GiveUp):
                         batch.given_up.append(job)
+                    elif isinstance(job, SwapJob):
+                        batch.swaps.append(job)
                     else:
                         batch.barriers.append(job)
             try:
@@ -185,6 +213,8 @@ class Committer:
                 job.draft.settle(WRITE_TIMEOUT_S)
             self._reclaim([job.draft.record])
             job.done()
+        for swap in batch.swaps:
+            swap.done(self._swap(swap))
 
     # ---- one batch -------------------------------------------------------------------------
 
@@ -197,7 +227,7 @@ class Committer:
             if job.name and self._names.get(job.draft.record.root) != job.name
         }
         try:
-            if self._durable:
+            if self._durable and written:
                 self._ssd.sync([_meta_slot(job.draft.record) for job in written])
                 self._ssd.sync([job.draft.slot for job in written])
             if puts or batch.deletes:
@@ -235,20 +265,47 @@ class Committer:
                 draft.probes,
                 order,
             )
-            raw = encode_header(header)
-            meta = draft.record.meta
-            assert len(raw) <= meta.length, "header larger than its reservation"
-            memory = aligned(len(raw))
-            memory[:] = np.frombuffer(raw, dtype=np.uint8)
-            self._ssd.write(_meta_slot(draft.record), 0, memory)
-            rest = Extent(meta.segment, meta.off + len(raw), meta.length - len(raw))
-            if rest.length:
-                self._ssd.free(Slot((rest,)))
-                draft.record = replace(draft.record, meta=meta._replace(length=len(raw)))
+            draft.record = self._put_header(header)
             return True
         except (ImpressError, MediumError) as err:
             self._drop(job, StoreFailed(str(err)))
             return False
+
+    def _put_header(self, header: SpanHeader) -> SpanRecord:
+        """Write a header record; the span's record, what it did not need given back."""
+        raw, record, meta = encode_header(header), header.record, header.record.meta
+        assert len(raw) <= meta.length, "header larger than its reservation"
+        memory = aligned(len(raw))
+        memory[:] = np.frombuffer(raw, dtype=np.uint8)
+        self._ssd.write(_meta_slot(record), 0, memory)
+        rest = Extent(meta.segment, meta.off + len(raw), meta.length - len(raw))
+        if rest.length:
+            self._ssd.free(Slot((rest,)))
+        return replace(record, meta=meta._replace(length=len(raw)))
+
+    def _swap(self, job: SwapJob) -> Swapped:
+        """Old or new is in the index at any moment, never both and never neither."""
+        record = job.header.record
+        heat = self._catalog.heat_of(job.old)
+        if heat is None:
+            self._reclaim([record])
+            return Swapped.GONE
+        try:
+            record = self._put_header(job.header)
+            if self._durable:
+                self._ssd.sync([_meta_slot(record), Slot(record.parts)])
+            put = {record.span_id: encode_index(record)}
+            self._index.commit(put, [job.old], heat={record.span_id: heat})
+        except (StoreFailed, MediumError) as err:
+            log.warning("span %d was not repacked: %s", job.old, err)
+            self._reclaim([record])
+            return Swapped.FAILED
+        self._history.carry(job.old, record.span_id)
+        if not self._catalog.replace(job.old, record):  # it went bad since heat_of looked
+            self._commit(_Batch(deletes=[record.span_id]))
+            return Swapped.GONE
+        self._reclaim(self._catalog.deleted([job.old]))
+        return Swapped.YES
 
     def _publish(self, job: StoreJob) -> bool:
         record = job.draft.record

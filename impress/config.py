@@ -58,6 +58,14 @@ class Config(BaseModel):
     """How segments are read; `impress doctor` says which go here and measures each."""
     durable: bool = True
     """False skips fdatasync: for measurements only, a power cut may lose what was flushed."""
+    repack_every_s: float = Field(default=600.0, ge=0)
+    """How often rows that are chosen often are moved together, in the background. 0: never."""
+    repack_bytes_per_s: int = Field(default=64 * MIB, ge=MIB)
+    """Most bytes a second that repacking reads and writes."""
+    repack_space_bytes: int = Field(default=4096 * MIB, ge=0)
+    """Most space on disk that a copy may take while its span is repacked; one is, at a time."""
+    daily_write_bytes: int | None = Field(default=None, gt=0)
+    """Bytes repacking may write in a day, counted since the store was opened; None: no limit."""
     mode: Literal["auto", "sparse", "exact", "recompute"] = "auto"
     """What an engine does on a hit. auto: the cheapest its policy allows, by the rates measured so
     far. The others force one; "sparse" is exact under a policy that does not choose rows."""

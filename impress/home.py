@@ -7,6 +7,7 @@ and goes out evicted or quarantined: tree first, then index, then space, when it
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -57,7 +58,8 @@ class Home:
             identity.geometry.n_layers, identity.window, budget_of(config.dram_bytes),
             self.index.history, self.index.history_tick(),
         )  # fmt: skip
-        self._superfluous, self.last_span = self._load()
+        self._superfluous, last_span = self._load()
+        self.span_ids = itertools.count(last_span + 1)  # next() of it is atomic
         self.committer: Committer | None = None
         if write:
             self.committer = Committer(

@@ -238,6 +238,13 @@ class RadixTree:
             used[node] = tick
             hits[node] += 1
 
+    def replace(self, span: int, by: int) -> int:
+        """Nodes that view a span view another with the same windows; how many they are."""
+        nodes = self.of_span(span)
+        for node in nodes:
+            self._span[node] = by
+        return len(nodes)
+
     def remove(self, node: int) -> None:
         """Take a leaf out."""
         assert self._n_children[node] == 0 and self._span[node] >= 0, "only leaves go"

@@ -118,6 +118,17 @@ def take_rows(
     return dest
 
 
+def move_rows(pieces: Bytes, rows: npt.NDArray[np.int64], plane: PlaneLayout, dest: Bytes) -> None:
+    """Some rows of whole pieces as whole pieces again, in the order given, padding zeroed."""
+    if plane.dense:
+        take_rows(pieces, rows, plane, dest)
+        return
+    used = plane.piece_rows * plane.row_bytes
+    to = dest.reshape(-1, plane.piece_bytes)
+    to[:, :used] = take_rows(pieces, rows, plane).reshape(-1, used)
+    to[:, used:] = 0
+
+
 def all_finite(data: Bytes, dtype: str) -> bool:
     """No NaN and no infinity among these elements: two maxima over the raw words, no copy.
 

@@ -16,7 +16,7 @@ _PLAIN = (
 )  # fmt: skip
 _GROUPED = (
     "misses", "lost", "read_bytes", "refused", "promoted_bytes", "promotions",
-    "promotion_read_bytes", "rows_from", "chunks_from",
+    "promotion_read_bytes", "rows_from", "chunks_from", "repacks",
 )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from impress.params import Params
 from impress.placement import Placed, placed
 from impress.plan import Source
 from impress.probes import codec_of
+from impress.repack import Repacker, RepackReport
 from impress.rows import check_layers
 from impress.session import Lease
 from impress.sparse import session_of
@@ -136,6 +137,9 @@ class PrefixStore:
                 self.counters, self._tables, fitter,
             )  # fmt: skip
         home.tidy()
+        self._repacker: Repacker | None = None
+        if self.writable:
+            self._repacker = Repacker(home, self._pool, geometry, config, self.counters)
         self._metrics: Any = None
         self.metrics_port: int | None = None
         if config.metrics_port is not None:
@@ -291,6 +295,17 @@ class PrefixStore:
         self._home.ssd.trim()
         return spans
 
+    def repack(self, *, dry_run: bool = False, max_bytes: int | None = None) -> RepackReport:
+        """Move rows that are chosen often together, span by span; writes at most max_bytes.
+
+        `dry_run` only says what would move and what it would save. Raises ImpressError in mode "r".
+        """
+        if self._repacker is None:
+            raise ImpressError('repack: opened with mode="r"')
+        if self._closed:
+            raise ImpressError("store: closed")
+        return self._repacker.run(dry_run=dry_run, max_bytes=max_bytes)
+
     def drop_caches(self) -> None:
         """Empty the DRAM tier and the cached tables; home keeps everything."""
         self._copies.clear()
@@ -315,6 +330,8 @@ class PrefixStore:
             self._metrics.server_close()
         if self._admission is not None:
             self._admission.fitter.close(self.config.read_timeout_s)
+        if self._repacker is not None:
+            self._repacker.close(self.config.read_timeout_s)
         self._home.settle()
         # A stuck thread may still use its file: then the files stay open until the process ends.
         self._home.close(files=self._pool.close(self.config.read_timeout_s))
@@ -376,7 +393,8 @@ class PrefixStore:
         """
         self._copies.check()
         self._tables.check()
-        self._home.check(self._admission.drafts() if self._admission else [])
+        writers = [w for w in (self._admission, self._repacker) if w is not None]
+        self._home.check([draft for writer in writers for draft in writer.drafts()])
 
     def _names_of(
         self, token_ids: Any, extra: Mapping[int, bytes] | None, tenant: str

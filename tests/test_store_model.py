@@ -150,6 +150,30 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.flush()
         self.forget()
 
+    @rule(path=paths, seed=st.integers(0, 99))
+    def choose_rows(self, path: Path_, seed: int) -> None:
+        """Requests whose identifier chose some rows: what history makes of them is for repacks."""
+        with self.store.lease(tokens_of(path)) as lease:
+            for source in lease.sources:
+                n_rows = source.held.record.n_windows * WINDOW
+                first, count = source.held.first * WINDOW, source.count * WINDOW
+                for layer in range(GEOMETRY.n_layers):
+                    rng = np.random.default_rng([seed, layer])
+                    rows = first + np.sort(rng.permutation(count)[: count // 5])
+                    for _ in range(4):
+                        self.store.history.note(source.span, n_rows, layer, first, count, rows)
+
+    @rule(dry_run=st.booleans())
+    def repack(self, dry_run: bool) -> None:
+        """Moves what it finds worth it, evicts nothing; the next pass moves nothing more."""
+        self.store.repack(dry_run=dry_run)
+        before = self.known
+        self.forget()
+        assert self.known == before
+        again = self.store.repack()
+        if not dry_run:
+            assert again.moved == 0
+
     @rule()
     def drop_caches(self) -> None:
         self.store.drop_caches()

@@ -17,6 +17,7 @@ from impress.cli.inspect import inspect
 from impress.cli.options import fail, one_line
 from impress.cli.purge import purge
 from impress.cli.rebuild import rebuild
+from impress.cli.repack import repack
 from impress.cli.run import run as run_model
 from impress.cli.verify import verify
 from impress.terminal import line_of
@@ -64,6 +65,7 @@ _COMMANDS = (
     rebuild,
     purge,
     doctor,
+    repack,
 )
 for command in _COMMANDS:
     app.command(command.__name__, no_args_is_help=False)(one_line(command))

@@ -1,0 +1,75 @@
+"""How fast and how much a background job may write, on a clock that is handed in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+DAY_S: Final = 86_400.0
+
+#: Seconds since some moment; and a wait of so many seconds, True when it is to end at once.
+Clock = Callable[[], float]
+Wait = Callable[[float], bool]
+
+
+class Bucket:
+    """Bytes that may go now: filled at a rate, holds at most `burst_bytes`. Thread-safe."""
+
+    def __init__(self, bytes_per_s: float, burst_bytes: float, clock: Clock) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._burst_bytes = burst_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._level = burst_bytes
+        self._filled_s = clock()
+
+    def take(self, n_bytes: int) -> float:
+        """Take n_bytes, in advance if need be; the seconds to wait until they are there."""
+        with self._lock:
+            self._fill()
+            self._level -= n_bytes
+            return max(0.0, -self._level / self._bytes_per_s)
+
+    def try_take(self, n_bytes: int) -> bool:
+        """Take n_bytes if they are there; else nothing."""
+        with self._lock:
+            self._fill()
+            if n_bytes > self._level:
+                return False
+            self._level -= n_bytes
+            return True
+
+    def _fill(self) -> None:
+        now_s = self._clock()
+        more = (now_s - self._filled_s) * self._bytes_per_s
+        self._level = min(self._burst_bytes, self._level + more)
+        self._filled_s = now_s
+
+
+class Pace:
+    """Spreads bytes over time. `wait`: how to wait, and whether to stop."""
+
+    def __init__(self, bytes_per_s: int, clock: Clock, wait: Wait) -> None:
+        self._bucket = Bucket(bytes_per_s, bytes_per_s / 10, clock)
+        self._wait = wait
+
+    def go(self, n_bytes: int) -> bool:
+        """Return when n_bytes may go; False when the job is to stop."""
+        return not self._wait(self._bucket.take(n_bytes))
+
+
+class WriteBudget:
+    """Bytes that may be written in a day, for the sake of the disk. Counted since it was made.
+
+    A bucket that holds a day's bytes and is filled over a day; None: no limit.
+    """
+
+    def __init__(self, daily_bytes: int | None, clock: Clock) -> None:
+        self._bucket = None
+        if daily_bytes is not None:
+            self._bucket = Bucket(daily_bytes / DAY_S, daily_bytes, clock)
+
+    def allow(self, n_bytes: int) -> bool:
+        """Whether n_bytes may be written today; if so they are counted."""
+        return self._bucket is None or self._bucket.try_take(n_bytes)

@@ -1,0 +1,578 @@
+"""Repacking: the same answers from fewer reads, old or new after any failure, never both."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import MIB, SMALL, assert_serves, prompt, put_prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_order import orders_of, scores_of, unpacked_and_packed
+from test_sparse import N_TOKENS, POLICIES, SHAPES, retrieve_all
+
+import impress
+from impress.budget import DAY_S, Bucket, Pace, WriteBudget
+from impress.layout import PlaneLayout
+from impress.order import RowOrder
+from impress.packing import expected, likely_chosen, plan_repack, tiled
+from impress.policy import Exact, Policy
+from impress.tables import read_header
+from impress.verify import verify_store
+from tiers.errors import MediumError
+
+Open = Callable[..., impress.PrefixStore]
+WINDOW = 16
+
+
+# ---- deciding ------------------------------------------------------------------------------
+
+
+def test_groups_tile_a_span_whatever_is_viewed_of_it() -> None:
+    assert tiled([(0, 4)], 4) == [(0, 4)]
+    assert tiled([(5, 2), (0, 3)], 9) == [(0, 3), (3, 2), (5, 2), (7, 2)]
+    assert tiled([], 3) == [(0, 3)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 99))
+def test_expected_reads_are_what_independent_choices_read(log_rows: int, seed: int) -> None:
+    plane = PlaneLayout(100, 1 << log_rows, 4096, 16 >> log_rows)
+    rng = np.random.default_rng(seed)
+    chosen = rng.choice([0.0, 0.1, 0.7, 1.0], 48).astype(np.float32)
+    drawn = rng.random((20_000, 48)) < chosen
+    pieces = drawn.reshape(20_000, -1, plane.piece_rows).any(axis=2)
+    starts = pieces & ~np.pad(pieces, ((0, 0), (1, 0)))[:, :-1]
+    cost = expected(chosen, plane)
+    assert cost.pieces == pytest.approx(pieces.sum(axis=1).mean(), abs=0.1)
+    assert cost.requests == pytest.approx(starts.sum(axis=1).mean(), abs=0.1)
+    assert cost.n_bytes == cost.pieces * 4096
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(0, 99), st.booleans())
+def test_a_plan_keeps_rows_in_their_group_and_the_next_plan_moves_nothing(
+    layers: int, windows: int, seed: int, packed: bool
+) -> None:
+    rng, n_rows = np.random.default_rng(seed), windows * WINDOW
+    worth = rng.integers(0, 5, (layers, n_rows)).astype(np.float32) / 5
+    cut = int(rng.integers(0, windows + 1))
+    groups = [(0, cut * WINDOW), (cut * WINDOW, n_rows - cut * WINDOW)]
+    order = None
+    if packed:
+        order = RowOrder.of(np.stack([rng.permutation(n_rows) for _ in range(layers)]))
+    planes = [PlaneLayout.of(1024, WINDOW)]
+    plan = plan_repack(worth, worth, order, groups, planes, WINDOW, 0)
+    for layer, slots in enumerate(plan.slots):
+        for first, count in groups:
+            part = slots[first : first + count]
+            assert sorted(part.tolist()) == list(range(first, first + count))
+            assert (np.diff(worth[layer, part]) <= 0).all()
+    again = plan_repack(worth, worth, RowOrder.of(plan.slots), groups, planes, WINDOW, 0)
+    assert np.array_equal(again.slots, plan.slots)
+    assert again.gain == 0 and not again.worth_it
+
+
+def test_the_most_important_rows_are_taken_to_be_chosen() -> None:
+    chosen = likely_chosen(np.array([[3, 1, 2, 0], [0, 0, 0, 9]], dtype=np.float32))
+    assert chosen.tolist() == [[1, 0, 0, 0], [0, 0, 0, 1]]
+
+
+def test_bytes_are_spread_over_time_and_days() -> None:
+    now, waits = [0.0], []
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        now[0] += seconds
+        return False
+
+    pace = Pace(1000, lambda: now[0], wait)
+    assert all(pace.go(100) for _ in range(50))
+    assert now[0] == pytest.approx(4.9)  # the first 100 were there
+    now[0] += 60
+    assert pace.go(100) and waits[-1] == 0  # what was saved up in a minute is bounded
+    assert pace.go(200) and waits[-1] == pytest.approx(0.2)
+    assert not Pace(1000, lambda: now[0], lambda seconds: True).go(1)
+    daily = WriteBudget(1000, lambda: now[0])
+    assert daily.allow(600) and not daily.allow(600) and daily.allow(400)
+    now[0] += DAY_S / 2
+    assert daily.allow(500) and not daily.allow(10)
+    assert WriteBudget(None, lambda: 0.0).allow(1 << 60)
+    assert not Bucket(1, 10, lambda: 0.0).try_take(11)
+
+
+# ---- moving --------------------------------------------------------------------------------
+
+
+def look(store: impress.PrefixStore, tokens: np.ndarray, seed: int = 0, times: int = 3) -> None:
+    """Let history see requests that choose the same scattered tenth of every span's rows."""
+    with store.lease(tokens) as lease:
+        for source in lease.sources:
+            n_rows = source.held.record.n_windows * store.window
+            for layer in range(store.geometry.n_layers):
+                rng = np.random.default_rng([seed, source.at, layer])
+                rows = np.sort(rng.permutation(n_rows)[: max(1, n_rows // 10)])
+                for _ in range(times):
+                    store.history.note(source.span, n_rows, layer, 0, n_rows, rows)
+
+
+def sound(store: impress.PrefixStore) -> None:
+    store.flush()
+    store.check()
+    assert not verify_store(store.path).problems
+
+
+def test_a_span_moves_once_and_is_served_as_before(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    tokens = prompt(256)
+    put_prompt(store, tokens).wait(60)
+    assert store.repack().spans == []  # nothing is known
+    look(store, tokens)
+    (record,) = store.catalog.records()
+    before = store.stats()
+    (would,) = store.repack(dry_run=True).spans
+    assert would.outcome == "would move" and would.gain > 0.5
+    assert would.after.n_bytes < would.before.n_bytes
+    assert store.catalog.records() == [record]
+    report = store.repack()
+    assert report.moved == 1 and report.moved_bytes == would.move_bytes
+    (moved,) = store.catalog.records()
+    assert moved.span_id > record.span_id
+    (order,) = orders_of(store)
+    assert order is not None and order.epoch == 1
+    average = store.history.average(moved.span_id)
+    assert average is not None
+    for layer in range(2):
+        assert (np.diff(average[layer, order.slots(layer)]) <= 0).all()
+    assert_serves(store, tokens, 256)
+    (again,) = store.repack().spans
+    assert again.outcome == "lies well" and again.gain == 0
+    assert {k: store.stats()[k] for k in ("nodes", "spans", "tokens")} == {
+        k: before[k] for k in ("nodes", "spans", "tokens")
+    }
+    used = [stats["tiers"]["ssd"]["used"] for stats in (before, store.stats())]
+    assert used[1] - used[0] <= 8192  # the row order; the old span's space came back
+    sound(store)
+    look(store, tokens, seed=5, times=40)  # a change of heart: a second epoch
+    assert store.repack().moved == 1
+    assert orders_of(store)[0].epoch == 2
+    store.close()
+    reopened = open_store(geometry)
+    assert_serves(reopened, tokens, 256)
+    assert reopened.stats()["spans"] == 1
+    sound(reopened)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_policy_answers_as_before(open_store: Open, shape: str) -> None:
+    """Split spans, packed and not, and their probe records."""
+    store = open_store(SHAPES[shape], probes=("heads3-v1", "int4-v1"))
+    unpacked_and_packed(store)
+    fork = np.concatenate([prompt(N_TOKENS)[:320], prompt(128, seed=9)])
+    put_prompt_torch(store, fork)
+    tokens = prompt(N_TOKENS)
+    policies: list[Policy] = [*POLICIES, Exact()]
+    want = []
+    with store.lease(tokens) as lease:
+        want = [retrieve_all(lease, policy)[0] for policy in policies]
+    look(store, tokens, times=60)
+    report = store.repack()
+    assert report.moved >= 2, report
+    for _ in range(2):
+        with store.lease(tokens) as lease:
+            for policy, wanted in zip(policies, want, strict=True):
+                got, _ = retrieve_all(lease, policy)
+                for ours, theirs in zip(got, wanted, strict=True):
+                    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    sound(store)
+
+
+def put_prompt_torch(store: impress.PrefixStore, tokens: np.ndarray) -> None:
+    g = store.geometry
+    start = store.lookup(tokens)
+    shape = (g.n_kv_heads, len(tokens) - start, g.head_dim)
+    rows = [torch.randn(shape).to(getattr(torch, g.dtype)) for _ in range(g.n_layers)]
+    assert store.store(tokens, rows, rows, start=start).wait(60)
+
+
+def test_fewer_bytes_are_read_after_than_before(open_store: Open) -> None:
+    store = open_store(SHAPES["mha"], probes=("heads3-v1",), dram_bytes=0, read_gap_bytes=0)
+    tokens = prompt(N_TOKENS)
+    unpacked_and_packed(store)
+    policy = impress.policy.Paper(keep=0.1, gate=False)
+
+    def read_bytes() -> int:
+        with store.lease(tokens, tenant="plain") as lease:
+            _, lines = retrieve_all(lease, policy)
+        return sum(line["bytes"]["ssd"] for line in lines)
+
+    for _ in range(4):
+        before = read_bytes()
+    store.repack()
+    probe_bytes = 2 * N_TOKENS * 3 * 32 * 2
+    assert read_bytes() - probe_bytes < (before - probe_bytes) / 2
+
+
+def test_a_split_node_finds_its_rows_in_its_own_chunks_after_a_repack(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    a = prompt(256)
+    b = np.concatenate([a[:112], prompt(144, seed=3)])
+    for tokens in (a, b):
+        put_prompt(store, tokens, importance=scores_of(2, 256)).wait(60)
+    with store.lease(a[:112]) as lease, lease.session() as session:
+        session.retrieve(0, None)
+        scattered = session.report().bytes_by_tier["ssd"]
+    store.repack()
+    (first,) = [record for record in store.catalog.records() if record.n_windows == 16]
+    order = read_header(store.ssd, first).order
+    assert order is not None
+    assert sorted(order.at(0, np.arange(112)).tolist()) == list(range(112))
+    for tokens, n in ((a, 256), (b, 256), (a[:112], 112)):
+        assert_serves(store, tokens, n)
+    with store.lease(a[:112]) as lease, lease.session() as session:
+        session.retrieve(0, None)
+        own = session.report().bytes_by_tier["ssd"]
+    assert own == 112 * geometry.token_bytes // 2 < scattered
+    sound(store)
+
+
+def test_a_lease_held_across_a_repack_reads_the_old_rows_to_the_end(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, dram_bytes=0)
+    tokens = prompt(256)
+    put_prompt(store, tokens).wait(60)
+    look(store, tokens)
+    (old,) = store.catalog.records()
+    with store.lease(tokens) as lease, lease.session() as session:
+        session.retrieve(0, None)
+        assert store.repack().moved == 1
+        assert store.stats()["retired_spans"] == 1
+        store.check()
+        for layer in range(2):
+            k, v, _ = session.retrieve(layer, None)
+            keys, values = conftest_kv(tokens, geometry)
+            assert np.array_equal(k.numpy(), keys[layer])
+            assert np.array_equal(v.numpy(), values[layer])
+        store.evict(1 << 40)
+        assert store.lookup(tokens) == 256, "what a lease holds is not evicted, moved or not"
+    assert store.stats()["retired_spans"] == 0
+    assert old.span_id not in [r.span_id for r in store.catalog.all_records()]
+    store.evict(1 << 40)
+    assert store.lookup(tokens) == 0
+    sound(store)
+
+
+def conftest_kv(tokens: np.ndarray, geometry: impress.Geometry) -> Any:
+    from conftest import kv_of
+
+    return kv_of(tokens, geometry)
+
+
+def test_heat_and_children_stay_with_a_moved_span(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    a = prompt(256)
+    put_prompt(store, a[:128]).wait(60)
+    put_prompt(store, a).wait(60)
+    look(store, a[:128])
+    assert_serves(store, a, 256)
+    hits = store.catalog.hottest(1)[0].hits
+    assert store.repack().moved == 1  # the parent: its id is now above its child's
+    assert store.catalog.hottest(1)[0].hits == hits
+    parent = max(record.span_id for record in store.catalog.records())
+    assert store.index.heat()[parent][0] > 0
+    store.close()
+    again = open_store(geometry)
+    assert_serves(again, a, 256)
+    assert again.stats()["spans"] == 2
+    sound(again)
+
+
+# ---- bounds --------------------------------------------------------------------------------
+
+
+def test_a_pass_keeps_to_its_bounds_and_says_so(tmp_path: Path, geometry: impress.Geometry) -> None:
+    data = 256 * geometry.token_bytes
+    cases: list[tuple[dict[str, int], str]] = [
+        ({"repack_space_bytes": data}, "larger than repack_space_bytes"),
+        ({"daily_write_bytes": data}, "daily_write_bytes are spent"),
+        ({"disk_bytes": 2 * MIB}, "no room for a copy"),
+        ({}, "over this pass's bytes"),
+    ]
+    for i, (bounds, outcome) in enumerate(cases):
+        config = impress.Config(**{**SMALL, **bounds})
+        with impress.PrefixStore.open(tmp_path / str(i), geometry, "test", config) as store:
+            put_prompt(store, prompt(256)).wait(60)
+            look(store, prompt(256))
+            report = store.repack(max_bytes=None if bounds else data)
+            assert [span.outcome for span in report.spans] == [outcome]
+            assert (report.moved, report.moved_bytes) == (0, 0)
+            assert_serves(store, prompt(256), 256)
+            sound(store)
+
+
+def test_the_background_looks_at_what_was_leased_since(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    for seed in range(2):
+        put_prompt(store, prompt(256, seed)).wait(60)
+        look(store, prompt(256, seed))
+    repacker = store._repacker
+    assert repacker is not None and repacker.run_leased().spans == []
+    for _ in range(8):
+        assert_serves(store, prompt(256, 1), 256)
+    (report,) = repacker.run_leased().spans
+    assert report.outcome == "moved"
+    assert repacker.run_leased().spans == []
+    sound(store)
+
+
+def test_a_reader_cannot_repack(open_store: Open, geometry: impress.Geometry) -> None:
+    put_prompt(open_store(geometry), prompt(256)).wait(60)
+    with pytest.raises(impress.ImpressError, match='repack: opened with mode="r"'):
+        open_store(geometry, mode="r").repack()
+
+
+# ---- what goes wrong -----------------------------------------------------------------------
+
+
+def test_a_fault_at_any_step_leaves_the_old_span_and_no_space_taken(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(geometry, dram_bytes=0)
+    tokens = prompt(256)
+    put_prompt(store, tokens).wait(60)
+    look(store, tokens)
+    (record,) = store.catalog.records()
+    used = store.ssd.usage().used
+    steps = [
+        (store.ssd, "write", MediumError("ssd: injected")),
+        (store.ssd, "sync", MediumError("ssd: injected")),
+        (store.index, "commit", impress.StoreFailed("index: injected")),
+    ]
+    for where, name, error in steps:
+        real, calls = getattr(where, name), 0
+        fail_at = 0
+        while True:
+            calls = 0
+
+            def faulty(
+                *args: Any, real: Any = real, at: int = fail_at, error: Any = error, **named: Any
+            ) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == at + 1:
+                    raise error
+                return real(*args, **named)
+
+            monkeypatch.setattr(where, name, faulty)
+            report = store.repack()
+            monkeypatch.setattr(where, name, real)
+            if report.moved:
+                break
+            assert [span.outcome for span in report.spans] == ["failed"]
+            assert store.catalog.records() == [record] and store.ssd.usage().used == used
+            store.check()
+            fail_at += 1
+        assert fail_at > 0
+        assert_serves(store, tokens, 256)
+        look(store, tokens, seed=fail_at + len(name), times=60)
+        (record,) = store.catalog.records()
+        used = store.ssd.usage().used
+    sound(store)
+
+
+def test_a_span_that_goes_bad_while_it_is_copied_is_left_alone(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    from test_store import flip_a_bit
+
+    store = open_store(geometry, dram_bytes=0)
+    put_prompt(store, prompt(256)).wait(60)
+    look(store, prompt(256))
+    (record,) = store.catalog.records()
+    flip_a_bit(store, record.parts[0], 70_000)
+    assert [span.outcome for span in store.repack().spans] == ["failed"]
+    assert store.lookup(prompt(256)) == 0
+    sound(store)
+
+
+@pytest.mark.parametrize("what", ["quarantine", "split", "lease", "close"])
+def test_what_happens_while_a_span_is_copied(
+    open_store: Open, geometry: impress.Geometry, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    tokens = prompt(256)
+    fork = np.concatenate([tokens[:112], prompt(144, seed=3)])
+    put_prompt(store, tokens).wait(60)
+    look(store, tokens)
+    (record,) = store.catalog.records()
+    real, leases = store.ssd.write, []
+
+    def write(*args: Any) -> None:
+        monkeypatch.setattr(store.ssd, "write", real)
+        if what == "quarantine":
+            store._home.quarantine(record.span_id)
+        elif what == "lease":
+            leases.append(store.lease(tokens))
+        elif what == "close":
+            assert store._repacker is not None
+            store._repacker._stop.set()
+        real(*args)
+
+    if what == "split":  # stored in full before the copy is read to its end
+        seen = store._repacker._copy_plane
+
+        def copy(*args: Any) -> None:
+            if store.stats()["nodes"] == 1:
+                put_prompt(store, fork).wait(60)
+            seen(*args)
+
+        monkeypatch.setattr(store._repacker, "_copy_plane", copy)
+    else:
+        monkeypatch.setattr(store.ssd, "write", write)
+    report = store.repack()
+    store.flush()
+    store.check()
+    if what == "quarantine":
+        assert [s.outcome for s in report.spans] == ["the span left the tree meanwhile"]
+        assert store.lookup(tokens) == 0 and store.ssd.usage().used == 0
+    elif what == "close":
+        assert report.spans == [] and store.catalog.records() == [record]
+    else:
+        assert report.moved == 1
+        assert_serves(store, tokens, 256)
+    if what == "split":
+        assert store.stats()["nodes"] == 3
+        assert_serves(store, fork, 256)
+        assert_serves(store, tokens[:112], 112)
+    for lease in leases:
+        with lease, lease.session() as session:
+            assert np.array_equal(
+                session.retrieve(1, None)[0].numpy(), conftest_kv(tokens, geometry)[0][1]
+            )
+    sound(store)
+
+
+def test_requests_and_passes_at_the_same_time(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry, window=WINDOW)
+    prompts = [np.concatenate([prompt(96), prompt(160, seed)]) for seed in range(1, 4)]
+    for tokens in prompts:
+        put_prompt(store, tokens).wait(60)
+    errors: list[BaseException] = []
+
+    def serve(tokens: np.ndarray) -> None:
+        try:
+            for _ in range(15):
+                assert_serves(store, tokens, 256)
+        except BaseException as err:
+            errors.append(err)
+
+    threads = [threading.Thread(target=serve, args=(tokens,)) for tokens in prompts]
+    for thread in threads:
+        thread.start()
+    moved = 0
+    for seed in range(6):
+        for tokens in prompts:
+            look(store, tokens, seed, times=40)
+        moved += store.repack().moved
+    for thread in threads:
+        thread.join()
+    assert not errors and moved >= 6
+    sound(store)
+
+
+# ---- the command ---------------------------------------------------------------------------
+
+
+def run_repack(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import sys\n"
+        "from impress.cli.main import app\n"
+        "try: app()\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, "repack", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_command_says_what_would_move_and_moves_it(
+    tmp_path: Path, geometry: impress.Geometry
+) -> None:
+    folder, config = tmp_path / "store", impress.Config(**SMALL)
+    with impress.PrefixStore.open(folder, geometry, "test", config) as store:
+        put_prompt(store, prompt(256)).wait(60)
+        look(store, prompt(256))
+        held = run_repack("--store", folder, "--dry-run")
+        assert held.returncode == 2 and "open for writing by process" in held.stderr
+    would = run_repack("--store", folder, "--dry-run")
+    assert would.returncode == 0 and "1 would move" in would.stdout, would
+    done = run_repack("--store", folder, "--json", tmp_path / "report.json")
+    assert done.returncode == 0 and "1 moved" in done.stdout, done
+    report = json.loads((tmp_path / "report.json").read_text())
+    (span,) = report["spans"]
+    assert report["moved"] == 1 and span["outcome"] == "moved"
+    assert span["after"]["n_bytes"] < span["before"]["n_bytes"]
+    assert "1 spans looked at, 0 moved" in run_repack("--store", folder).stdout
+    with impress.PrefixStore.open(folder, geometry, "test", config) as store:
+        assert_serves(store, prompt(256), 256)
+        sound(store)
+    missing = run_repack("--store", tmp_path / "none")
+    assert missing.returncode == 2 and missing.stderr.count("\n") == 1
+
+
+REPACKER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from conftest import SMALL, prompt, put_prompt
+from test_repack import look
+import impress
+store = impress.PrefixStore.open(sys.argv[1], impress.Geometry(2, 4, 2, 128, "float32"), "test",
+                                 impress.Config(**SMALL))
+for seed in range(3):
+    put_prompt(store, prompt(256, seed), wait_s=60)
+store.flush()
+print("ready", flush=True)
+for turn in range(1000):
+    for seed in range(3):
+        look(store, prompt(256, seed), turn, times=40)
+    print(store.repack().moved, flush=True)
+"""
+
+
+def test_a_repack_killed_at_any_moment_leaves_old_or_new(tmp_path: Path) -> None:
+    folder, here = tmp_path / "store", str(Path(__file__).parent)
+    geometry = impress.Geometry(2, 4, 2, 128, "float32")
+    for passes in (1, 2, 3):
+        with subprocess.Popen(
+            [sys.executable, "-c", REPACKER, str(folder), here], stdout=subprocess.PIPE
+        ) as repacker:
+            assert repacker.stdout is not None
+            lines = [repacker.stdout.readline() for _ in range(1 + passes)]
+            os.kill(repacker.pid, signal.SIGKILL)
+        assert lines[0] == b"ready\n" and int(lines[-1]) > 0
+        assert not verify_store(folder).problems
+        with impress.PrefixStore.open(folder, geometry, "test", impress.Config(**SMALL)) as store:
+            store.check()
+            assert store.stats()["spans"] == 3
+            for seed in range(3):
+                assert_serves(store, prompt(256, seed), 256)
+            headers = [read_header(store.ssd, record) for record in store.catalog.records()]
+            assert any(header.order is not None for header in headers)
