@@ -179,11 +179,6 @@ class Catalog:
 
     # ---- a repack -------------------------------------------------------------------------
 
-    def span_ids(self) -> list[int]:
-        """Every span in the tree."""
-        with self.lock:
-            return [span for span, n in self._views.items() if n]
-
     def hold_span(self, span: int) -> tuple[Held, list[View]] | None:
         """Pin all of a span that is in the tree, and how nodes view it; None: it is not."""
         with self.lock:
@@ -191,8 +186,7 @@ class Catalog:
                 return None
             self._pins[span] = self._pins.get(span, 0) + 1
             views = [self._tree.view(node) for node in self._tree.of_span(span)]
-            record = self._record(span)
-            return Held(record, 0, record.n_windows), views
+            return Held(record := self._record(span), 0, record.n_windows), views
 
     def heat_of(self, span: int) -> tuple[int, int] | None:
         """(leases, lease counter at the last), the most of its nodes; None: not in the tree."""
@@ -209,11 +203,10 @@ class Catalog:
         new = record.span_id
         with self.lock:
             self._kept[new] = split_index(encode_index(record))[0]
-            self._views[new] = 0
-            if not self._views.get(old):
+            self._views[new] = self._tree.replace(old, new)
+            if not self._views[new]:
                 self._retired.add(new)
                 return False
-            self._views[new] = self._tree.replace(old, new)
             self._views[old] = 0
             self._retired.add(old)
             if old in self._pins:

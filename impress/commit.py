@@ -55,11 +55,13 @@ class _GiveUp:
 class SwapJob:
     """A written copy of span `old`, its rows in another order, that is to take its place.
 
-    `header`: of the new span, its reserved record in it. `done`: called once, with what came of it.
+    `header`: of the new span, its reserved record in it. `spoil`: told which of the two has lost,
+    before it is reclaimed. `done`: called once, with what came of it.
     """
 
     old: int
     header: SpanHeader
+    spoil: Callable[[int], None]
     done: Callable[[Swapped], None]
 
 
@@ -288,6 +290,7 @@ class Committer:
         record = job.header.record
         heat = self._catalog.heat_of(job.old)
         if heat is None:
+            job.spoil(record.span_id)
             self._reclaim([record])
             return Swapped.GONE
         try:
@@ -298,12 +301,15 @@ class Committer:
             self._index.commit(put, [job.old], heat={record.span_id: heat})
         except (StoreFailed, MediumError) as err:
             log.warning("span %d was not repacked: %s", job.old, err)
+            job.spoil(record.span_id)
             self._reclaim([record])
             return Swapped.FAILED
         self._history.carry(job.old, record.span_id)
-        if not self._catalog.replace(job.old, record):  # it went bad since heat_of looked
+        if not self._catalog.replace(job.old, record):  # it left the tree since heat_of looked
+            job.spoil(record.span_id)
             self._commit(_Batch(deletes=[record.span_id]))
             return Swapped.GONE
+        job.spoil(job.old)
         self._reclaim(self._catalog.deleted([job.old]))
         return Swapped.YES
 

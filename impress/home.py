@@ -40,7 +40,7 @@ class Home:
         self._path = path
         self._counters = counters
         self._forget = forget
-        self._erase: set[int] = set()  # purged spans: their bytes go before their space does
+        self._erase: set[int] = set()  # purged, repacked: their bytes go before their space does
         shard = Shard(path)
         if not write and not shard.index.is_dir():
             raise FormatError(f"{path}: nothing has been stored here yet")
@@ -126,6 +126,10 @@ class Home:
         self._counters.add("purged_spans", len(spans))
         self._delete(spans)
         return len(spans), len(self.catalog.retired_records(spans))
+
+    def spoil(self, span: int) -> None:
+        """Erase this span's bytes before its space is free: they are a copy of what lives on."""
+        self._erase.add(span)
 
     def make_room(self, n_bytes: int) -> bool:
         """Evict until n_bytes more are free; False when nothing can go."""

@@ -98,6 +98,10 @@ class _Stopped(Exception):
     """The store is closing."""
 
 
+class _Gone(Exception):
+    """The span left the tree."""
+
+
 class Repacker:
     """One pass at a time, one span at a time. Thread-safe."""
 
@@ -125,7 +129,7 @@ class Repacker:
         """A pass over every span, hottest first; writes at most max_bytes. Waits for another's."""
         with self._pass:
             heat = self._home.catalog.heat()
-            spans = self._home.catalog.span_ids()
+            spans = [record.span_id for record in self._home.catalog.records()]
             spans.sort(key=lambda span: -heat.get(span, (0, 0))[0])
             return self._run(spans, dry_run, max_bytes)
 
@@ -249,6 +253,7 @@ class Repacker:
         return None
 
     def _give_back(self, draft: SpanRecord) -> None:
+        self._home.spoil(draft.span_id)
         self._home.reclaim([draft])
         self._draft = None
 
@@ -265,12 +270,16 @@ class Repacker:
             log.warning("span %d was not repacked: %s", move.held.record.span_id, err)
             self._give_back(draft)
             return Swapped.FAILED
+        except _Gone:
+            self._give_back(draft)
+            return Swapped.GONE
         except BaseException:
             self._give_back(draft)
             raise
-        return self._commit(SwapJob(move.held.record.span_id, header, lambda outcome: None))
+        return self._commit(move.held.record.span_id, header)
 
-    def _commit(self, job: SwapJob) -> Swapped:
+    def _commit(self, old: int, header: SpanHeader) -> Swapped:
+        """Hand the copy to the committer, which owns it from here on."""
         assert self._home.committer is not None
         ended, outcomes = threading.Event(), [Swapped.FAILED]
 
@@ -280,9 +289,9 @@ class Repacker:
             ended.set()
 
         try:
-            self._home.committer.swap(replace(job, done=done))
+            self._home.committer.swap(SwapJob(old, header, self._home.spoil, done))
         except StoreFailed:  # closed
-            self._give_back(job.header.record)
+            self._give_back(header.record)
             raise _Stopped from None
         ended.wait(COMMIT_TIMEOUT_S)
         return outcomes[-1]
@@ -292,6 +301,8 @@ class Repacker:
         order, layout = move.header.order, move.layout
         sums = np.zeros(layout.n_sums, dtype=np.uint64)
         for layer in range(layout.n_layers):
+            if self._home.catalog.heat_of(move.held.record.span_id) is None:
+                raise _Gone
             slots = move.plan.slots[layer]
             rows = slots if order is None else order.at(layer, slots)  # slot now, by slot to be
             for plane in range(len(layout.planes)):

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from impress.errors import StoreFailed
+
 #: Upper bounds of the latency buckets, milliseconds.
 BUCKETS_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
 
@@ -68,12 +70,18 @@ class Counters:
 
 
 def serve_metrics(stats: Callable[[], dict[str, Any]], port: int) -> tuple[Any, int]:
-    """Serve Prometheus text on 127.0.0.1; (something with .shutdown(), the port bound)."""
+    """Serve Prometheus text on 127.0.0.1; (something with .shutdown(), the port bound).
+
+    Raises StoreFailed where the port is not to be had.
+    """
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
     registry.register(_Collector(stats))
-    server, _thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+    try:
+        server, _thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+    except OSError as err:
+        raise StoreFailed(f"metrics: port {port}: {err.strerror}") from None
     return server, int(server.server_port)
 
 

@@ -137,16 +137,13 @@ class PrefixStore:
                 self.counters, self._tables, fitter,
             )  # fmt: skip
         home.tidy()
-        self._repacker: Repacker | None = None
-        if self.writable:
-            self._repacker = Repacker(home, self._pool, geometry, config, self.counters)
         self._metrics: Any = None
         self.metrics_port: int | None = None
         if config.metrics_port is not None:
-            try:
-                self._metrics, self.metrics_port = serve_metrics(self.stats, config.metrics_port)
-            except OSError as err:
-                raise StoreFailed(f"metrics: port {config.metrics_port}: {err.strerror}") from None
+            self._metrics, self.metrics_port = serve_metrics(self.stats, config.metrics_port)
+        self._repacker: Repacker | None = None
+        if self.writable:  # last: it starts to work
+            self._repacker = Repacker(home, self._pool, geometry, config, self.counters)
 
     def _forget(self, span: int) -> None:
         self._copies.drop_span(span)
@@ -296,14 +293,9 @@ class PrefixStore:
         return spans
 
     def repack(self, *, dry_run: bool = False, max_bytes: int | None = None) -> RepackReport:
-        """Move rows that are chosen often together, span by span; writes at most max_bytes.
-
-        `dry_run` only says what would move and what it would save. Raises ImpressError in mode "r".
-        """
-        if self._repacker is None:
-            raise ImpressError('repack: opened with mode="r"')
-        if self._closed:
-            raise ImpressError("store: closed")
+        """Move rows chosen often together (impress.repack); writes at most max_bytes."""
+        if self._repacker is None or self._closed or os.getpid() != self._pid:
+            raise ImpressError("repack: wants a store that this process has open for writing")
         return self._repacker.run(dry_run=dry_run, max_bytes=max_bytes)
 
     def drop_caches(self) -> None:
