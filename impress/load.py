@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from impress.catalog import Held
 from impress.chunks import ChunkCache, Ids
 from impress.config import Config
 from impress.copies import Copies
 from impress.errors import PrefixLost
 from impress.history import History
-from impress.layout import K, V
+from impress.layout import K, SpanLayout, V
 from impress.params import Params
 from impress.placement import chunks_by_tier
 from impress.plan import (
@@ -32,8 +33,9 @@ from impress.plan import (
 )
 from impress.rows import as_tensor, dense_bytes, take_rows, unpack
 from impress.stats import Counters
+from impress.tables import Tables
 from impress.types import Geometry
-from tiers.base import PAGE, Bytes, Read, Tier
+from tiers.base import PAGE, Bytes, Read, Slot, Tier
 from tiers.coalesce import slices
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool, Lane, Ticket
@@ -265,6 +267,15 @@ class Load:
         """Nobody looks at the pieces and tensors any more."""
         for buffer in self.buffers:
             buffer.release()
+
+
+def source_of(held: Held, tables: Tables, geometry: Geometry, at: int) -> Source:
+    """What reading a held run takes. `at`: its first window on the lease. Pure."""
+    record = held.record
+    probe_bytes = [probe.window_bytes(record.window) for probe in tables.probes]
+    layout = SpanLayout.of(geometry, record.window, record.n_windows, probe_bytes)
+    slot = Slot(record.parts)
+    return Source(held, layout, slot, tables.sums, tables.probes, at, tables.order)
 
 
 def when_all(tickets: Sequence[Ticket], callback: Callable[[], None]) -> None:

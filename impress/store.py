@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from impress.admission import Admission
 from impress.blockhash import as_tokens, labels_of, namespace_digest, root_key
-from impress.catalog import Catalog, Held
+from impress.catalog import Catalog
 from impress.config import Config, tenant_secret
 from impress.copies import Copies
 from impress.directory import Identity, Shard, matching_identity
@@ -27,7 +27,7 @@ from impress.history import History
 from impress.home import COMMIT_TIMEOUT_S, Home
 from impress.index import Index
 from impress.layout import SpanLayout
-from impress.load import Reading
+from impress.load import Reading, source_of
 from impress.params import Params
 from impress.placement import Placed, placed
 from impress.plan import Source
@@ -37,10 +37,9 @@ from impress.rows import check_layers
 from impress.session import Lease
 from impress.sparse import session_of
 from impress.stats import Counters, serve_metrics
-from impress.tables import TableCache, Tables
+from impress.tables import TableCache
 from impress.types import Geometry
 from impress.writer import Writer, importance_of
-from tiers.base import Slot
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
 from tiers.slots import BufferPool
@@ -183,7 +182,7 @@ class PrefixStore:
                 if table.reason != "late":
                     self._home.quarantine(h.record.span_id)
                 break
-            sources.append(self._source(h, table, at))
+            sources.append(source_of(h, table, self.geometry, at))
             at += h.count
         self._home.release(held[len(sources) :])
         reason = "" if sources else self._miss(off=off, lost=bool(held), short=not labels)
@@ -199,12 +198,6 @@ class PrefixStore:
         if off:
             return "tier off"  # every I/O thread is stuck in a read: computing is faster
         return "lost" if lost else "too short" if short else "not stored"
-
-    def _source(self, held: Held, table: Tables, at: int) -> Source:
-        probe_bytes = [probe.window_bytes(self.window) for probe in table.probes]
-        layout = SpanLayout.of(self.geometry, self.window, held.record.n_windows, probe_bytes)
-        slot = Slot(held.record.parts)
-        return Source(held, layout, slot, table.sums, table.probes, at, table.order)
 
     def _release(self, lease: Lease) -> None:
         with self._leases_lock:
