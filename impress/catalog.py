@@ -21,6 +21,7 @@ from impress.format import (
 from impress.places import Places
 from impress.radix import NONE, Graft, RadixTree, View
 from impress.trace import Trace, trace
+from impress.types import Prefix
 from tiers.base import Extent
 
 #: Leaves looked at in one pass of an eviction.
@@ -34,17 +35,6 @@ class Held:
     record: SpanRecord
     first: int
     count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """One leaf path, for people: how long, how hot, how it begins."""
-
-    root: bytes
-    n_windows: int
-    hits: int
-    used: int
-    labels: bytes
 
 
 class Catalog:

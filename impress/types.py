@@ -90,3 +90,14 @@ class Geometry:
             f"{self.n_layers} layers x {self.n_kv_heads} KV heads (of {self.n_heads}) "
             f"x {self.head_dim}{v} {self.dtype}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """One leaf path, for people: how long, how hot, how it begins."""
+
+    root: bytes
+    n_windows: int
+    hits: int
+    used: int
+    labels: bytes
