@@ -97,6 +97,16 @@ def _with_fallback(codec: ProbeCodec) -> list[ProbeCodec]:
     return [codec] if again is None else [codec, codec_of(again.fallback)]
 
 
+def check_budgets(config: Config, geometry: Geometry, window: int) -> None:
+    """Raises ConfigError where what is written with cannot hold one chunk."""
+    chunk_bytes = SpanLayout.of(geometry, window, 1).chunk_bytes
+    if config.write_buffer_bytes < chunk_bytes:
+        raise ConfigError(
+            f"config: write_buffer_bytes {config.write_buffer_bytes} cannot hold one chunk "
+            f"of {chunk_bytes} bytes"
+        )
+
+
 def _check_hbm(config: Config, chunk_bytes: int) -> None:
     """Raises Unsupported or ConfigError, naming the setting to change."""
     if config.hbm_device == "cuda":

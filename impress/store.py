@@ -18,15 +18,14 @@ from impress.admission import Admission
 from impress.blockhash import as_tokens, labels_of, namespace_digest, root_key
 from impress.catalog import Catalog
 from impress.config import Config, tenant_secret
-from impress.copies import Copies
+from impress.copies import Copies, check_budgets
 from impress.directory import Identity, Shard, matching_identity
 from impress.draft import Media, Stored
-from impress.errors import BadInput, ConfigError, ImpressError, StoreFailed
+from impress.errors import BadInput, ImpressError, StoreFailed
 from impress.fitting import Fitter
 from impress.history import History
 from impress.home import COMMIT_TIMEOUT_S, Home
 from impress.index import Index
-from impress.layout import SpanLayout
 from impress.load import Reading, source_of
 from impress.params import Params
 from impress.placement import Placed, placed
@@ -105,12 +104,7 @@ class PrefixStore:
 
     def _open(self) -> None:
         config, geometry = self.config, self.geometry
-        layout = SpanLayout.of(geometry, self.window, 1)
-        if config.write_buffer_bytes < layout.chunk_bytes:
-            raise ConfigError(
-                f"config: write_buffer_bytes {config.write_buffer_bytes} cannot hold one chunk "
-                f"of {layout.chunk_bytes} bytes"
-            )
+        check_budgets(config, geometry, self.window)
         self._home = home = Home(
             self.path, self._identity, config, self.counters, self._forget, write=self.writable
         )
