@@ -61,8 +61,9 @@ def _figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
     figures, lines = all_figures(rows, options.seed)
     show(lines)
     console.print(
-        "bytes: rows, probes and keys read to choose by; moved: what came from the disk, "
-        "pieces and gaps counted (int8, int4: by their size, read in sequence)"
+        "bytes: rows, and probes or keys read to choose by. moved: what came from the disk, pieces "
+        "and gaps counted, rows lying in the order of importance whoever reads them: unfair to "
+        "arms that read runs of tokens (int8, int4: their size, read in sequence)"
     )
     return figures, lines
 

@@ -22,7 +22,15 @@ ALL: Final = "all"
 _MEANS: Final = {"kl": "kl", "agreed": "agreement64", "run": "run64", "rows": "rows_share",
                  "bytes": "bytes_share", "moved": "transferred_share",
                  "fell_back": "fallback_share"}  # fmt: skip
-_SHOWN: Final = ("exact", "int8", "int4", "quality")
+#: Colours and markers, so that a series looks the same in every plot; others cycle.
+_LOOKS: Final = {
+    "exact": ("black", "*"), "int8": ("tab:gray", "P"), "int4": ("black", "P"),
+    "quality": ("tab:red", "o"), "quality10_head": ("tab:pink", "D"),
+    "paper": ("tab:blue", "s"), "paper_ungated": ("lightskyblue", "s"),
+    "all_heads": ("tab:purple", "^"), "pages": ("tab:green", "v"),
+    "contiguous": ("tab:olive", "h"), "snap": ("tab:cyan", "<"), "static_h2o": ("teal", ">"),
+    "random": ("tab:brown", "x"), "recency": ("tab:orange", "x"),
+}  # fmt: skip
 
 
 def all_figures(rows: list[Row], seed: int) -> tuple[Figures, list[Row]]:
@@ -40,13 +48,15 @@ def all_figures(rows: list[Row], seed: int) -> tuple[Figures, list[Row]]:
 
 
 def _splits(rows: list[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """(group, task, its rows), tasks of a group pooled too, and all groups where there are some."""
+    """(group, task, its rows), tasks of a group pooled too, and all rows of several groups."""
     groups = list(dict.fromkeys(row["group"] for row in rows))
-    for group in [*groups, *([ALL] if len(groups) > 1 else [])]:
-        own = [row for row in rows if group in (row["group"], ALL)]
+    for group in groups:
+        own = [row for row in rows if row["group"] == group]
         tasks = list(dict.fromkeys(row["task"] for row in own))
         for task in [*tasks, *([ALL] if len(tasks) > 1 else [])]:
             yield group, task, [row for row in own if task in (row["task"], ALL)]
+    if len(groups) > 1:
+        yield ALL, ALL, rows
 
 
 def _drawn(documents: list[int], seed: int) -> npt.NDArray[np.float64]:
@@ -83,7 +93,7 @@ def _figures_of(some: list[Row], exact: list[Row], drawn: npt.NDArray[np.float64
     }  # fmt: skip
     if "right_norm" in some[0]:
         made["accuracy_norm"] = np.mean([one["right_norm"] for one in some])
-    return {name: float(value) for name, value in made.items()}
+    return {name: float(f"{value:.5g}") for name, value in made.items()}
 
 
 # ---- tables ------------------------------------------------------------------------------------
@@ -162,11 +172,11 @@ def _panel(panel: Any, own: list[Row], what: str, log: bool) -> None:
         series.setdefault(name, []).append(line)
     for name, points in series.items():
         points.sort(key=lambda line: line["bytes_share"])
-        bold = name.startswith(_SHOWN)
+        colour, marker = _LOOKS.get(name, (None, "."))
         y = [max(line[what], 1e-9) if log else line[what] for line in points]
-        panel.plot([line["bytes_share"] for line in points], y, label=name,
-                   marker="o" if len(points) > 1 else "*", markersize=4 if len(points) > 1 else 9,
-                   linewidth=2 if bold else 1)  # fmt: skip
+        panel.plot([line["bytes_share"] for line in points], y, label=name, color=colour,
+                   marker=marker, markersize=5 if len(points) > 1 else 9,
+                   linewidth=2.5 if name == "quality" else 1)  # fmt: skip
     panel.set_xlim(0, 1.3)
     if log:
         panel.set_yscale("log")

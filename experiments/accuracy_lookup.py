@@ -29,7 +29,7 @@ from impress.policy import Exact, Quality
 _LOOKUP: Final = Path(impress.__file__).parent / "demo" / "lookup"
 N_DOCUMENTS: Final = {False: 252, True: 6}  # by `quick`
 #: Seconds of one arm on one question, on one busy core: for the estimate.
-_ARM_S: Final = 0.08
+_ARM_S: Final = 0.05
 _QUESTIONS: Final = 4
 
 

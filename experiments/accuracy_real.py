@@ -83,11 +83,11 @@ def query_of(tokenizer: Any, drawn: Drawn, item: Item, task: str) -> Query:
 
 
 def shared_tokens(queries: list[Query]) -> tuple[int, ...]:
-    """The tokens that all prompts begin with."""
+    """The tokens that all prompts begin with; at least one of each prompt is left to compute."""
     first, last = min(query.prompt for query in queries), max(query.prompt for query in queries)
     n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
              min(len(first), len(last)))  # fmt: skip
-    return first[:n]
+    return first[: min(n, *(len(query.prompt) - 1 for query in queries), n)]
 
 
 def _check_lengths(queries: list[Query], shared: tuple[int, ...], config: Any) -> None:
