@@ -18,7 +18,6 @@ from impress.errors import PrefixLost
 from impress.history import History
 from impress.layout import K, SpanLayout, V
 from impress.params import Params
-from impress.placement import chunks_by_tier
 from impress.plan import (
     Part,
     Positions,
@@ -110,7 +109,6 @@ class Load:
         )
         self.bytes_by_tier = self._plan.n_bytes
         self.rows_by_tier = rows_by_tier(self.parts, self.entries, caches)
-        self.chunks_by_tier = chunks_by_tier(self.parts, self.entries, caches)
         media: dict[str, Tier] = {cache.tier.name: cache.tier for cache in caches}
         media["ssd"] = reading.ssd
         self.tickets = {

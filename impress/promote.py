@@ -18,10 +18,10 @@ from typing import Final
 import numpy as np
 
 from impress.chunks import ChunkCache, Ids, Ranks
-from impress.history import Note
+from impress.history import Note, Worth
 from impress.layout import K, V
 from impress.load import Load, Reading
-from impress.placement import levels_of, used_chunks, whole_at
+from impress.placement import Mask, chunks_by_tier, levels_of, used_chunks, whole_at
 from impress.plan import Part, Source, plan_reads, runs_of, whole
 from tiers.base import Bytes, Tier
 from tiers.errors import MediumError
@@ -40,61 +40,76 @@ MOST_FETCH: Final = 2 << 20
 class Looked:
     """One layer of one request: which rows of the lease it used, int64 ascending; None: all.
 
-    `decided`: an identifier chose them by the request's own query. `climbed`: by source, chunks
-    of its span that `climb` has seen to.
+    `decided`: an identifier chose them by the request's own query. `load`: what brought them.
     """
 
-    layer: int
     positions: Ids | None
     decided: bool
-    climbed: Sequence[Ids]
+    load: Load
+
+    @property
+    def layer(self) -> int:
+        return self.load.layer
 
 
 # ---- a layer has been read ---------------------------------------------------------------------
 
 
-def climb(load: Load) -> tuple[Ticket | None, list[Ids]]:
+def climb(load: Load) -> Ticket | None:
     """Copy the used chunks that were read whole one tier up, behind everything else.
 
-    (The ticket, None if nothing goes; by source, the chunks this has seen to, though it may have
-    judged that they are not worth their room.)
+    None if nothing goes. Costs the caller only the queueing: what to do is found out there.
     """
-    levels = [cache for cache in load.caches if cache.capacity]
-    if not levels or load.planes != levels[0].planes:
-        return None, [np.empty(0, dtype=np.int64) for _ in load.parts]
-    tasks, seen = [], []
-    for i, part in enumerate(load.parts):
-        places = [
-            whole_at(runs[i], shape, part.count)
-            for runs, shape in zip(load.runs, load.shapes, strict=True)
-        ]
-        ready = used_chunks(part) & np.all([at >= 0 for at in places], axis=0)
-        seen.append(part.first + np.flatnonzero(ready))
-        at = levels_of([by_part[i] for by_part in load.entries])
-        for upper, lower in pairwise([*levels, None]):
-            assert upper is not None
-            level = len(load.caches) if lower is None else load.caches.index(lower)
-            for first, count in runs_of(ready & (at == level)):
-                copy = partial(
-                    _copy_up, load, part, first, [p[first : first + count] for p in places]
-                )
-                tasks.append(partial(copy, upper, lower))
-    return _submitted(load, tasks), seen
-
-
-def _submitted(load: Load, tasks: Sequence[partial[None]]) -> Ticket | None:
-    """The tasks queued, the load's buffers kept for them; None when there are none, or too many."""
-    if not tasks:
+    levels = _levels(load)
+    if not levels or all((by_part >= 0).all() for by_part in load.entries[0]):
         return None
     if load.reading.pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS:
         load.reading.counters.add("promotions_skipped")
         return None
     for buffer in load.buffers:
         buffer.retain()
-    ticket = load.reading.pool.submit(Lane.PROMOTE, tasks)
+    ticket = load.reading.pool.submit(Lane.PROMOTE, [partial(_climb, load, levels)])
     for buffer in load.buffers:
         ticket.then(buffer.release)
     return ticket
+
+
+def _levels(load: Load) -> list[ChunkCache]:
+    """Caches that a load's chunks may climb into, fastest first; a copy has all planes."""
+    levels = [cache for cache in load.caches if cache.capacity]
+    return levels if levels and load.planes == levels[0].planes else []
+
+
+def _climb(load: Load, levels: Sequence[ChunkCache]) -> None:
+    try:
+        for i, part in enumerate(load.parts):
+            places = _places(load, i)
+            ready = _ready(part, places)
+            at = levels_of([by_part[i] for by_part in load.entries])
+            for upper, lower in zip(levels, [*levels[1:], None], strict=True):
+                level = len(load.caches) if lower is None else load.caches.index(lower)
+                for first, count in runs_of(ready & (at == level)):
+                    where = [place[first : first + count] for place in places]
+                    _copy_up(load, part, first, where, upper, lower)
+    except Exception:  # nobody waits for it, and the cache may forget
+        log.exception("a promotion failed")
+
+
+def _places(load: Load, i: int) -> list[Ids]:
+    """By plane: where in its dest each chunk of part i begins, -1 where it was not read whole."""
+    part = load.parts[i]
+    return [
+        whole_at(runs[i], shape, part.count)
+        for runs, shape in zip(load.runs, load.shapes, strict=True)
+    ]
+
+
+def _ready(part: Part, places: Sequence[Ids]) -> Mask:
+    """[part.count]: chunks that were used, and read whole."""
+    ready = used_chunks(part)
+    for at in places:
+        ready &= at >= 0
+    return ready
 
 
 def _copy_up(
@@ -134,13 +149,26 @@ def _fill(
 def after(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked]) -> None:
     """Learn from a request, judge the copies by it, fetch what it used and had read in part."""
     try:
+        count(reading, looked)
         learn(reading, sources, looked)
-        for one in looked:
-            for source in sources:
-                judge(reading, source, one.layer)
-        fetch(reading, sources, looked)
+        worths = [[judge(reading, source, one.layer) for source in sources] for one in looked]
+        fetch(reading, sources, looked, worths)
     except Exception:  # nobody waits for it, and the cache may forget
         log.exception("what follows a request failed")
+
+
+def count(reading: Reading, looked: Sequence[Looked]) -> None:
+    """Where the rows were that a request wanted, and the chunks they lie in."""
+    found: dict[str, int] = {}
+    for one in looked:
+        load = one.load
+        chunks = chunks_by_tier(load.parts, load.entries, load.caches)
+        for kind, by_tier in (("rows", load.rows_by_tier), ("chunks", chunks)):
+            for tier, n in by_tier.items():
+                name = f"{kind}_from/{tier}"
+                found[name] = found.get(name, 0) + n
+    for name, n in found.items():
+        reading.counters.add(name, n)
 
 
 def learn(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked]) -> None:
@@ -162,15 +190,19 @@ def notes_of(sources: Sequence[Source], looked: Looked) -> Iterator[Note]:
         )  # fmt: skip
 
 
-def judge(reading: Reading, source: Source, layer: int) -> None:
-    """Tell every cache what the chunks of a layer are worth now."""
+def judge(reading: Reading, source: Source, layer: int) -> Worth | None:
+    """Tell every cache what the chunks of a layer are worth now; None: nothing is known."""
     worth = reading.history.worth(source.span, layer, _ordinals(source, layer))
     if worth is not None:
         for cache in reading.copies.chunks:
             cache.judge(source.span, layer, worth.ranks, worth.shares)
+    return worth
 
 
-def fetch(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked]) -> None:
+def fetch(
+    reading: Reading, sources: Sequence[Source], looked: Sequence[Looked],
+    worths: Sequence[Sequence[Worth | None]],
+) -> None:  # fmt: skip
     """Queue reads of the chunks that were used, were not read whole, and deserve a faster tier."""
     levels = [cache for cache in reading.copies.chunks if cache.capacity]
     if not levels:
@@ -179,11 +211,10 @@ def fetch(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked])
         reading.counters.add("promotions_skipped")
         return
     wanted: list[list[_Wanted]] = [[] for _ in levels]  # by where they are to go
-    for one in looked:
-        for source, climbed in zip(sources, one.climbed, strict=True):
-            for to, some in zip(
-                wanted, _wanted(reading, source, one, climbed, levels), strict=True
-            ):
+    for one, by_source in zip(looked, worths, strict=True):
+        for i, (source, worth) in enumerate(zip(sources, by_source, strict=True)):
+            found = _wanted(source, one, i, worth, levels)
+            for to, some in zip(wanted, found, strict=True):
                 if len(some.chunks):
                     to.append(some)
     tasks = []
@@ -210,19 +241,17 @@ class _Wanted:
 
 
 def _wanted(
-    reading: Reading, source: Source, looked: Looked, climbed: Ids, levels: Sequence[ChunkCache]
+    source: Source, looked: Looked, i: int, worth: Worth | None, levels: Sequence[ChunkCache]
 ) -> list[_Wanted]:
-    """For each level, the used chunks that lie just below it."""
-    window, n_windows = source.held.record.window, source.held.record.n_windows
-    used = np.zeros(n_windows, dtype=bool)
-    rows = _rows_of(source, looked.positions)
-    used[source.ordinals(looked.layer, rows) // window] = True
-    used[climbed] = False
-    chunks = np.flatnonzero(used)
-    ranks = np.zeros(n_windows)
-    if levels[0].by_rank and len(chunks):
-        worth = reading.history.worth(source.span, looked.layer, _ordinals(source, looked.layer))
-        ranks = np.full(n_windows, -np.inf) if worth is None else worth.ranks
+    """For each level, the used chunks of source i that lie just below it and did not climb."""
+    load, part = looked.load, looked.load.parts[i]
+    used = used_chunks(part)
+    if _levels(load):
+        used &= ~_ready(part, _places(load, i))
+    chunks = part.first + np.flatnonzero(used)
+    ranks = np.zeros(source.held.record.n_windows)
+    if worth is not None and levels[0].by_rank:
+        ranks = worth.ranks
     there = [cache.has(source.span, looked.layer, chunks) for cache in levels]
     found = []
     for level in range(len(levels)):

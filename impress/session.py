@@ -243,12 +243,6 @@ class Session:
             self._check_outs(outs)
         return Load(self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs)
 
-    def _count(self, load: Load) -> None:
-        """Where a layer's rows were, and the chunks they lie in."""
-        for kind, found in (("rows", load.rows_by_tier), ("chunks", load.chunks_by_tier)):
-            for tier, n in found.items():
-                self._r.counters.add(f"{kind}_from/{tier}", n)
-
     def _hand_over(self) -> None:
         """The request has what it needs: what it showed is learnt behind it."""
         if self._looked:
@@ -278,8 +272,7 @@ class Session:
                 "map_ms": load.map_ms,
             }
         )
-        self._count(load)
-        promotion, climbed = climb(load)
-        self._looked.append(Looked(load.layer, None, decided=False, climbed=climbed))
+        promotion = climb(load)
+        self._looked.append(Looked(None, decided=False, load=load))
         if promotion is not None and load.outs is not None:
             self._promotions.append(promotion)  # reads `outs`: close waits for it

@@ -47,8 +47,6 @@ class SparseSession(Session):
         self._probes: dict[int, Load] = {}  # records on their way, by layer
         self._importance: npt.NDArray[np.float32] | None = None  # [n_layers, n_tokens]
         self._chosen: dict[int, Selection] = {}  # by layer
-        self._nothing = [np.empty(0, dtype=np.int64) for _ in self._sources]
-        self._climbed = self._nothing  # by source, chunks of the layer in hand
 
     def _sketch(self) -> tuple[ProbeCodec | None, int | None, Layers | None]:
         """The codec to score with, the plane of its records, and its parameters by layer.
@@ -108,7 +106,6 @@ class SparseSession(Session):
         self._lease.check_active()
         begin_s = monotonic()
         used: list[Load] = []  # everything this layer read
-        self._climbed = self._nothing
         try:
             selection, keys = self._choose(layer, query, scaling, suffix_lse, used)
             positions = selection.positions
@@ -130,15 +127,12 @@ class SparseSession(Session):
         self._keep(layer, seen)
         self._note(layer, selection, used, rows, begin_s)
         by_query = positions is not None and not math.isnan(selection.estimated_missing_mass)
-        self._count(rows)
-        self._looked.append(Looked(layer, positions, by_query, self._climbed))
+        self._looked.append(Looked(positions, by_query, rows))
         return k, v, positions
 
     def _read(self, load: Load) -> Load:
         load.wait()
-        climbed = climb(load)[1]  # from buffers of its own: close need not wait for the copies
-        if load.planes == (K, V):
-            self._climbed = climbed
+        climb(load)  # from buffers of its own: close need not wait for the copies
         return load
 
     def _choose(
