@@ -136,12 +136,8 @@ class _Collector:
 
 def _by_tier(stats: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]]]:
     """(name, help, value by tier) of gauges that not every tier has."""
-    important = stats.get("important_share", {})
-    known = {
-        "ssd" if tier == "home" else tier: share
-        for tier, share in important.items()
-        if share is not None
-    }
+    important = {tier: use["important_share"] for tier, use in stats["tiers"].items()}
+    known = {tier: share for tier, share in important.items() if share is not None}
     yield "impress_tier_important_share", "share of important rows in the tier's chunks", known
     yield "impress_tier_chunks", "chunks in the tier", stats["chunks"]
     emulated = {tier: float(tier in stats["emulated"]) for tier in stats["tiers"]}

@@ -167,6 +167,10 @@ def test_inspect_shows_three_tiers_with_and_without_a_running_process(path):
         assert found["tiers"]["hbm"]["total"] == store.stats()["tiers"]["hbm"]["total"] > 0
         assert found["tiers"]["hbm"]["emulated"] and not found["tiers"]["dram"]["emulated"]
         assert [tier["chunks"] for tier in found["tiers"].values()] == [0, 0, 16]
+        assert "important_share" not in found["tiers"]["dram"]  # no request has told yet
+        store.history.request([Note(1, 320, 0, 0, 320, np.arange(0, 320, 4))])
+        _, found = run_json(*args)
+        assert 0 < found["tiers"]["ssd"]["important_share"] < 1
         shown = run(*args).stdout
     assert "hbm (emulated)" in shown
 
