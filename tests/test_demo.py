@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from impress.demo import CHECKPOINTS, SIZES
+from impress.demo import CHECKPOINTS, SIZES, n_asked
 from impress.demo.checkpoints import make_tokenizer, unseen
 from impress.demo.documents import documents
 from impress.demo.figures import figures_of
@@ -76,7 +76,9 @@ def test_each_model_answers_the_same_questions_in_every_mode(demo):
         mode: [(r["checkpoint"], r["document"], r["question"]) for r in rows if r["mode"] == mode]
         for mode in MODES
     }
-    assert all(len(asked[mode]) == SIZES["quick"].asked for mode in MODES)
+    assert all(
+        len(asked[mode]) == n_asked(SIZES["quick"], SIZES["quick"].questions) for mode in MODES
+    )
     assert len({frozenset(questions) for questions in asked.values()}) == 1
     firsts = {rows[i]["mode"] for i in range(0, len(rows), len(MODES))}
     assert firsts == set(MODES), "each mode comes first in its turn"
@@ -103,6 +105,22 @@ def test_the_figures_are_told_of_both_models_and_of_each(demo):
         # What the three heads cost is counted: the paper can move more than everything.
         assert figures[f"{where}paper.transferred_share"] > figures[f"{where}paper.bytes_share"]
     assert figures["agreeing.rte.quality.accuracy"] > 0.5
+
+
+def test_repacking_moves_fewer_bytes_for_other_questions_and_changes_no_exact_answer(demo):
+    _, shown, report = demo
+    rows = of_act(report, "repacked")
+    before = {(r["checkpoint"], r["document"], r["question"]) for r in of_act(report, "choice")}
+    looked_up = [row for row in rows if row["task"] != "diffuse"]
+    assert not any((r["checkpoint"], r["document"], r["question"]) in before for r in looked_up)
+    assert all(row["agrees"] for row in rows if row["mode"] == "exact")
+    figures = report["figures"]
+    for where in ("", *(f"{checkpoint}." for checkpoint in CHECKPOINTS)):
+        after = figures[f"{where}repacked.quality.transferred_share"]
+        assert after < figures[f"{where}quality.transferred_share"]
+        assert f"{where}repacked.paper.transferred_share" in figures
+        assert f"{where}repacked.quality.ttft_ratio" in figures
+    assert "4 prefixes rewritten" in shown
 
 
 def test_shares_are_means_and_ratios_are_of_medians():

@@ -39,7 +39,10 @@ def demo(
     Second act: two small models, trained to look things up in documents they have never seen, so
     that answers are right or wrong. 8 documents with 45 questions each, answered recomputing, from
     all rows (exact) and from those that the policies paper and quality choose, each time from a
-    cold SSD: how many are right, and how much was read for them. About three minutes on two cores.
+    cold SSD: how many are right, and how much was read for them.
+
+    Third act: the stores are repacked by what was chosen, and other questions asked. All of it
+    takes three to four minutes on two cores.
 
     Everything is left under DIR (models, documents, stores) to look at; running again starts over.
 

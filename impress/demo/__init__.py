@@ -27,14 +27,19 @@ class Size:
     reuse_questions: int
     documents: int
     questions: dict[str, int]
-
-    @property
-    def asked(self) -> int:
-        """Questions of a later act, over both checkpoints."""
-        return len(CHECKPOINTS) * self.documents * sum(self.questions.values())
+    repacked_questions: dict[str, int]
 
 
 SIZES: Final = {
-    "full": Size(8, 3, 8, {"rte": 20, "copa": 20, "diffuse": 5}),
-    "quick": Size(2, 2, 2, {"rte": 3, "copa": 3, "diffuse": 2}),
+    "full": Size(
+        8, 3, 8, {"rte": 20, "copa": 20, "diffuse": 5}, {"rte": 10, "copa": 10, "diffuse": 5}
+    ),
+    "quick": Size(
+        2, 2, 2, {"rte": 3, "copa": 3, "diffuse": 2}, {"rte": 2, "copa": 2, "diffuse": 1}
+    ),
 }
+
+
+def n_asked(size: Size, by_task: dict[str, int]) -> int:
+    """Questions of a later act, over both checkpoints."""
+    return len(CHECKPOINTS) * size.documents * sum(by_task.values())

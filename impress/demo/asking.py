@@ -18,8 +18,9 @@ from typing import Any, Final
 import torch
 
 from impress.config import MIB, Config
-from impress.demo import CHECKPOINTS, Size
+from impress.demo import CHECKPOINTS, Size, n_asked
 from impress.demo.checkpoints import install, unseen
+from impress.demo.figures import Row
 from impress.demo.lookup.tasks import TASKS, Document, Question, questions
 from impress.demo.lookup.tokenizer import decode
 from impress.demo.model import load, recompute
@@ -31,9 +32,10 @@ from impress.policy import Exact, Paper, Policy, Quality
 
 POLICIES: Final[dict[str, Policy]] = {"exact": Exact(), "paper": Paper(), "quality": Quality()}
 MODES: Final = ("recompute", *POLICIES)
-#: The policy decides alone, and nothing stays in RAM from one request to the next.
+#: The policy decides alone, nothing stays in RAM from one request to the next, and rows move when
+#: the third act says so.
 _CONFIG: Final = Config(
-    dram_bytes=0, segment_bytes=64 * MIB, mode="sparse",
+    dram_bytes=0, segment_bytes=64 * MIB, mode="sparse", repack_every_s=0,
     probes=tuple(policy.probe for policy in POLICIES.values() if policy.probe),
 )  # fmt: skip
 
@@ -57,33 +59,70 @@ def store(folder: Path, size: Size, say: Say) -> dict[str, Any]:
 
 def ask(folder: Path, size: Size, say: Say) -> dict[str, Any]:
     """Ask every question in every mode, of each checkpoint; nothing new is stored."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
+    n_all = n_asked(size, size.questions)
+    for checkpoint, engine in _opened(folder):
+        for row in _ask_all(engine, [(doc, _first(doc, size)) for doc in unseen(size.documents)]):
+            rows.append({"act": "choice", "checkpoint": checkpoint, **row})
+            say(f"asking {checkpoint}", len(rows) // len(MODES), n_all)
+    return {"rows": rows}
+
+
+def ask_again(folder: Path, size: Size, say: Say) -> dict[str, Any]:
+    """Repack each store by what was asked so far, then ask other questions."""
+    rows: list[Row] = []
+    n_all = n_asked(size, size.repacked_questions)
+    moved = {"spans": 0, "bytes": 0, "seconds": 0.0}
+    for checkpoint, engine in _opened(folder):
+        say(f"repacking {checkpoint}", len(rows) // len(MODES), n_all)
+        started = perf_counter()
+        report = engine.store.repack()
+        moved["seconds"] += perf_counter() - started
+        moved["spans"] += report.moved
+        moved["bytes"] += report.moved_bytes
+        for row in _ask_all(engine, [(doc, _other(doc, size)) for doc in unseen(size.documents)]):
+            rows.append({"act": "repacked", "checkpoint": checkpoint, **row})
+            say(f"asking {checkpoint}", len(rows) // len(MODES), n_all)
+    return {"rows": rows, "moved": moved}
+
+
+def _opened(folder: Path) -> Iterator[tuple[str, hf.Engine]]:
+    """Each checkpoint's engine over its store, which only reads; closed when the next is wanted."""
     for checkpoint in CHECKPOINTS:
         place = lookup_place(folder, checkpoint)
         model, _ = load(place / "model")
         with hf.attach(model, place / "store", config=_CONFIG, store_new=False) as engine:
-            for row in _ask_all(engine, size):
-                rows.append({"act": "choice", "checkpoint": checkpoint, **row})
-                say(f"asking {checkpoint}", len(rows) // len(MODES), size.asked)
-    return {"rows": rows}
+            yield checkpoint, engine
 
 
-def _ask_all(engine: hf.Engine, size: Size) -> Iterator[dict[str, Any]]:
+def _first(doc: Document, size: Size) -> list[Question]:
+    return [q for task in TASKS for q in questions(doc, task, size.questions[task])]
+
+
+def _other(doc: Document, size: Size) -> list[Question]:
+    """Questions that were not asked before; of the diffuse task there are too few: again those."""
+    others: list[Question] = []
+    for task in TASKS:
+        n, n_before = size.repacked_questions[task], size.questions[task]
+        pool = questions(doc, task, n_before + n)
+        others += pool[-n:]
+    return others
+
+
+def _ask_all(engine: hf.Engine, asked: list[tuple[Document, list[Question]]]) -> Iterator[Row]:
     """A row for each question and mode; the order of the modes rotates."""
-    n_asked = 0
-    for doc in unseen(size.documents):
+    _warm_up(engine, asked[0][0])
+    n_done = 0
+    for doc, its in asked:
         full = _prefilled(engine.model, doc)
-        if doc.index == 0:
-            _warm_up(engine, doc)
-        for task in TASKS:
-            for q in questions(doc, task, size.questions[task]):
-                ids = torch.tensor([[*doc.tokens, *q.tokens]])
-                [truth], _ = recompute(engine.model, ids, 1, full)
-                full.crop(-len(q.tokens))
-                turn = n_asked % len(MODES)
-                for mode in MODES[turn:] + MODES[:turn]:
-                    yield _row(doc, q, mode, truth, *_one_way(engine, ids, mode))
-                n_asked += 1
+        for q in its:
+            ids = torch.tensor([[*doc.tokens, *q.tokens]])
+            [truth], _ = recompute(engine.model, ids, 1, full)
+            full.crop(-len(q.tokens))
+            turn = n_done % len(MODES)
+            for mode in MODES[turn:] + MODES[:turn]:
+                yield _row(doc, q, mode, truth, *_one_way(engine, ids, mode))
+            n_done += 1
 
 
 @torch.no_grad()
@@ -121,9 +160,7 @@ def _known(mass: float) -> float | None:
     return None if math.isnan(mass) else mass
 
 
-def _row(
-    doc: Document, q: Question, mode: str, truth: int, word: int, took: dict[str, Any]
-) -> dict[str, Any]:
+def _row(doc: Document, q: Question, mode: str, truth: int, word: int, took: dict[str, Any]) -> Row:
     """`agrees` is with full KV, also for recompute: computed in one piece, it may round otherwise.
     Recompute is right where full KV is."""
     return {

@@ -7,7 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
-from impress.demo import CHECKPOINTS, SEED, SIZES
+from impress.demo import CHECKPOINTS, SEED, SIZES, n_asked
 from impress.demo.checkpoints import DOCUMENT_TOKENS, unseen
 from impress.demo.figures import Row, figures_of
 from impress.demo.lookup.tasks import questions
@@ -33,6 +33,7 @@ def tell(folder: Path, *, quick: bool, json_file: Path | None) -> bool:
     prepare(folder)
     rows, meta = _reuse(folder, which)
     rows += _choice(folder, which)
+    rows += _repacked(folder, which, figures_of(rows))
     figures = figures_of(rows)
     _say_where(folder)
     if json_file is not None:
@@ -52,11 +53,11 @@ def _reuse(folder: Path, which: str) -> tuple[list[Row], dict[str, Any]]:
         "stores them."
     )
     computed = run_step("compute", folder, which)
-    n_asked = n_documents * SIZES[which].reuse_questions
+    n_questions = n_documents * SIZES[which].reuse_questions
     _say(
         f"{sum(computed['tokens']):,} tokens computed in {computed['seconds']:.0f} s; stored "
         f"{computed['stored_tokens']:,} in whole windows, {size(computed['stored_bytes'])}. "
-        f"A new process answers {n_asked} questions, three ways each."
+        f"A new process answers {n_questions} questions, three ways each."
     )
     answered = run_step("answer", folder, which)
     rows: list[Row] = answered["rows"]
@@ -64,7 +65,7 @@ def _reuse(folder: Path, which: str) -> tuple[list[Row], dict[str, Any]]:
     changed = sum(row["changes_without_prefix"] for row in rows if row["mode"] == "ssd")
     _say(
         "The weights are random, so the answers mean nothing; but without the rows read from the "
-        f"store {changed} of {n_asked} would be others. {_reading(answered['direct_io'])}"
+        f"store {changed} of {n_questions} would be others. {_reading(answered['direct_io'])}"
     )
     return rows, {
         "model_weights": computed["weights"], "document_tokens": computed["tokens"],
@@ -81,6 +82,7 @@ def _reading(direct_io: bool) -> str:
 def _choice(folder: Path, which: str) -> list[Row]:
     """The second act."""
     asked = SIZES[which]
+    n_questions = n_asked(asked, asked.questions)
     out.print()
     _head("2  Only what a question needs is read.")
     _say(
@@ -90,13 +92,39 @@ def _choice(folder: Path, which: str) -> list[Row]:
     stored = run_step("store", folder, which)
     _say(
         f"{size(stored['stored_bytes'])} stored in {stored['seconds']:.0f} s. A new process asks "
-        f"{asked.asked} questions, four ways each, every hit from a cold SSD with nothing in RAM."
+        f"{n_questions} questions, four ways each, every hit from a cold SSD with nothing in RAM."
     )
     rows: list[Row] = run_step("ask", folder, which)["rows"]
     figures = figures_of(rows)
     out.print(choice_table(figures, MODES))
     _explain(figures)
     return rows
+
+
+def _repacked(folder: Path, which: str, before: dict[str, float]) -> list[Row]:
+    """The third act."""
+    asked = SIZES[which]
+    n_questions = n_asked(asked, asked.repacked_questions)
+    out.print()
+    _head("3  What is chosen often is moved together.")
+    _say(
+        "The stores have noted which rows were chosen. A new process repacks them by that, then "
+        f"asks {n_questions} questions: other ones, except that the diffuse task has too few."
+    )
+    found = run_step("ask_again", folder, which)
+    moved, rows = found["moved"], found["rows"]
+    figures = figures_of(rows)
+    out.print(choice_table(figures, MODES, "repacked."))
+    moves = ", ".join(
+        f"{mode} {100 * before[f'{mode}.transferred_share']:.1f} before and "
+        f"{100 * figures[f'repacked.{mode}.transferred_share']:.1f} after"
+        for mode in ("paper", "quality")
+    )
+    _say(
+        f"{moved['spans']} prefixes rewritten ({size(moved['bytes'])}) in "
+        f"{moved['seconds']:.1f} s. Bytes moved for a hit, % of exact's: {moves}."
+    )
+    return list(rows)
 
 
 def _explain(figures: dict[str, float]) -> None:

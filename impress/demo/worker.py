@@ -22,6 +22,7 @@ STEPS: Final = {
     "answer": reuse.answer,
     "store": asking.store,
     "ask": asking.ask,
+    "ask_again": asking.ask_again,
 }
 
 
