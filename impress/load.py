@@ -16,9 +16,10 @@ from impress.config import Config
 from impress.copies import Copies
 from impress.errors import PrefixLost
 from impress.history import History
-from impress.layout import K, SpanLayout, V
+from impress.layout import K, PlaneLayout, SpanLayout, V
 from impress.params import Params
 from impress.plan import (
+    Gather,
     Part,
     Positions,
     Run,
@@ -125,7 +126,10 @@ class Load:
             self._n_pieces = [n_chunks * shape.pieces for shape in self.shapes]
             return [whole(parts, plane) for plane in self.planes]
         gap = self.reading.config.read_gap_bytes
-        gathers = [gather(parts, plane, gap) for plane in self.planes]
+        made: dict[PlaneLayout, Gather] = {}  # planes with the same pieces share one
+        for plane, shape in zip(self.planes, self.shapes, strict=True):
+            made[shape] = made.get(shape) or gather(parts, plane, gap)
+        gathers = [made[shape] for shape in self.shapes]
         self._rows = [g.rows for g in gathers]
         self._n_pieces = [g.n_pieces for g in gathers]
         return [g.runs for g in gathers]

@@ -72,7 +72,7 @@ def whole_at(runs: Sequence[Run], shape: PlaneLayout, n_chunks: int) -> Ids:
     places = np.full(n_chunks, -1, dtype=np.int64)
     for run in runs:
         begin = -(-run.first // shape.pieces)
-        end = max(begin, (run.first + run.count) // shape.pieces)
+        end = max(begin, (run.first + run.n_pieces) // shape.pieces)
         chunks = np.arange(begin, end)
         places[begin:end] = (run.to - run.first + chunks * shape.pieces) * shape.piece_bytes
     return places

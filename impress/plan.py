@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,22 +64,12 @@ class Part:
         return self.source.span
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Pieces [first, first + count) of a part's plane, and the piece of dest they begin at."""
+class Run(NamedTuple):  # not a dataclass: a scattered choice makes thousands
+    """Pieces [first, first + n_pieces) of a part's plane, and the piece of dest they begin at."""
 
     first: int
-    count: int
+    n_pieces: int
     to: int
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """Chunks [first, first + count) of a part, read whole from home."""
-
-    part: Part
-    first: int
-    count: int
 
 
 @dataclass(slots=True)
@@ -86,7 +77,6 @@ class ReadPlan:
     """One layer's reads by medium, and what they cost."""
 
     reads: dict[str, list[tuple[Part, list[Read]]]]
-    missing: list[Missing] = field(default_factory=list)
 
     @property
     def n_bytes(self) -> dict[str, int]:
@@ -173,26 +163,23 @@ def gather(parts: Sequence[Part], plane: int, gap_bytes: int) -> Gather:
         pieces, rows = np.divmod(part.ordinals, shape.piece_rows)
         wanted = np.zeros(part.count * shape.pieces, dtype=bool)
         wanted[pieces] = True
-        found, to = _merged(np.flatnonzero(wanted), gap, n_pieces)
-        runs.append(found)
+        firsts, counts, tos = _merged(np.flatnonzero(wanted), gap, n_pieces)
+        runs.append([*map(Run, firsts.tolist(), counts.tolist(), tos.tolist())])
         moves = np.zeros(len(wanted), dtype=np.int64)  # how far a piece moves, by differences
-        shifts = np.array([run.to - run.first for run in found], dtype=np.int64)
-        moves[[run.first for run in found]] = np.diff(shifts, prepend=0)
+        moves[firsts] = np.diff(tos - firsts, prepend=0)
         places.append((pieces + np.cumsum(moves)[pieces]) * shape.piece_rows + rows)
-        n_pieces = to
+        n_pieces += int(counts.sum())
     return Gather(runs, n_pieces, np.concatenate(places))
 
 
-def _merged(pieces: npt.NDArray[np.int64], gap: int, to: int) -> tuple[list[Run], int]:
-    """Ascending pieces as runs; the next free piece of dest."""
+def _merged(pieces: Positions, gap: int, to: int) -> tuple[Positions, Positions, Positions]:
+    """Ascending pieces as runs: their first pieces, lengths, and where each goes, from `to` on."""
     if not len(pieces):
-        return [], to
+        return pieces, pieces, pieces
     cuts = np.flatnonzero(np.diff(pieces) > gap + 1)
     firsts = pieces[np.concatenate(([0], cuts + 1))]
     counts = pieces[np.concatenate((cuts, [len(pieces) - 1]))] - firsts + 1
-    starts = to + np.concatenate(([0], np.cumsum(counts[:-1])))
-    rows = zip(firsts.tolist(), counts.tolist(), starts.tolist(), strict=True)
-    return [Run(*row) for row in rows], to + int(counts.sum())
+    return firsts, counts, to + np.cumsum(counts) - counts
 
 
 def plan_reads(
@@ -221,8 +208,6 @@ def plan_reads(
         for medium, reads in found.items():
             if reads:
                 plan.reads[medium].append((part, reads))
-        nowhere = ~there(part, [entries for _, entries in levels])
-        plan.missing += [Missing(part, first, count) for first, count in runs_of(nowhere)]
     return plan
 
 
@@ -236,11 +221,11 @@ def _split(
 ) -> Iterator[tuple[str, Read]]:
     """One run as reads: each cached window from its copy, what lies between from home."""
     source, shape = part.source, part.source.layout.planes[plane]
-    begin, end = run.first // shape.pieces, -(-(run.first + run.count) // shape.pieces)
+    begin, end = run.first // shape.pieces, -(-(run.first + run.n_pieces) // shape.pieces)
     cached = there(part, [entries for _, entries in levels])[begin:end]
     for first, count in runs_of(~cached):
         lo = max(run.first, (begin + first) * shape.pieces)
-        hi = min(run.first + run.count, (begin + first + count) * shape.pieces)
+        hi = min(run.first + run.n_pieces, (begin + first + count) * shape.pieces)
         window, piece = divmod(lo, shape.pieces)
         off = source.layout.chunk_off(layer, plane, part.first + window)
         place = (source.slot, off + piece * shape.piece_bytes)
@@ -248,7 +233,7 @@ def _split(
     for cache, entries in levels:
         for window in (begin + np.flatnonzero(entries[begin:end] >= 0)).tolist():
             lo = max(run.first, window * shape.pieces)
-            hi = min(run.first + run.count, (window + 1) * shape.pieces)
+            hi = min(run.first + run.n_pieces, (window + 1) * shape.pieces)
             off = cache.plane_off(plane) + lo % shape.pieces * shape.piece_bytes
             place = (cache.slot(int(entries[window])), off)
             yield cache.tier.name, _read(part, layer, plane, place, lo, hi, run, dest)

@@ -131,9 +131,9 @@ def test_a_plan_brings_each_wanted_row_to_its_place(data: st.DataObject) -> None
         for part, runs in zip(parts, found.runs, strict=True):
             for run in runs:
                 assert run.to == end and run.first >= 0
-                assert run.first + run.count <= part.count * shape.pieces
-                end += run.count
-                for i in range(run.count * shape.piece_rows):
+                assert run.first + run.n_pieces <= part.count * shape.pieces
+                end += run.n_pieces
+                for i in range(run.n_pieces * shape.piece_rows):
                     slot = part.first * window + run.first * shape.piece_rows + i
                     dest[run.to * shape.piece_rows + i] = (part.span, slot)
         assert end == found.n_pieces
