@@ -32,7 +32,7 @@ from impress.engines import hf
 from impress.engines.hf_models import geometry_of
 from impress.policy import AllHeads, Exact, Paper, Policy, Quality, Random, Recency
 
-CHECKPOINTS: Final = ("agreeing", "specialised")
+CHECKPOINTS: Final = ("agreeing", "specialised", "grouped")
 N_TOKENS: Final = 1024
 N_DOCUMENTS: Final = {False: 252, True: 8}  # by `quick`
 LIMIT_S: Final = 2700  # after this no further document is begun: `n` says how many were asked

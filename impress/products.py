@@ -139,7 +139,11 @@ class _Dots:
         self._floats = self._parts[0].view(module.float32)
         if self._turns:
             self._identity = module.eye(r)
-            self._turned = take((r, n), module.float32)
+            self._turned = take((r, n), module.float32) if n_parts == 1 else self._second(r, n)
+
+    def _second(self, r: int, n: int) -> torch.Tensor:
+        """The second part's memory, which is free once it has been added to the first."""
+        return self._parts[1].view(-1).view(torch_module().float32).view(r, n)
 
     def multiply(self, part: int, rows: torch.Tensor, codes: torch.Tensor) -> None:
         module = torch_module()
