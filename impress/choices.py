@@ -165,7 +165,8 @@ def top_k(scores: Floats, k: int) -> Mask:
 def mean_jaccard(sets: Mask) -> float:
     """Mean over pairs of |A ∩ B| / |A ∪ B| of sets [heads, n]; 1 for a single head."""
     pairs = [
-        float((a & b).sum()) / float((a | b).sum()) for a, b in itertools.combinations(sets, 2)
+        np.count_nonzero(a & b) / np.count_nonzero(a | b)
+        for a, b in itertools.combinations(sets, 2)
     ]
     return sum(pairs) / len(pairs) if pairs else 1.0
 
@@ -175,9 +176,11 @@ def vote(sets: Mask, columns: Floats, k: int) -> Mask:
 
     sets and columns [heads, n].
     """
-    votes, totals = sets.sum(axis=0), columns.sum(axis=0)
+    votes, totals = sets.sum(axis=0, dtype=np.uint8), columns.sum(axis=0)
     chosen = np.zeros(len(votes), dtype=bool)
     for n_votes in range(len(sets), -1, -1):
+        if not k:
+            break
         level = np.flatnonzero(votes == n_votes)
         chosen[level[top_k(totals[level], k)]] = True
         k -= min(k, len(level))

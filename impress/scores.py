@@ -30,8 +30,6 @@ MOST_ROWS = 256
 BLOCK_TOKENS = 2048
 #: Below this, exp() of a float32 leaves the normal range and runs a hundred times slower.
 LEAST_EXPONENT = -80.0
-#: Scores this near to zero need no shift: a million of them exponentiated add up in float32.
-PLAIN_EXPONENT = 60.0
 #: A sketch so bad that everything is loaded; more would overflow.
 MOST_NOISE = 10.0
 
@@ -156,16 +154,11 @@ def _fold(
     the estimate of what is left out a cautious one (docs/SELECTION.md).
     """
     module = torch_module()
-    least, largest = scores.aminmax()
-    if -PLAIN_EXPONENT < float(least) and float(largest) < PLAIN_EXPONENT:
-        prefix_lse = scores.exp_().sum(dim=-1).log_()
-        weights = module.logaddexp(prefix_lse, suffix_lse).neg_()
-    else:
-        most = scores.amax(dim=-1, keepdim=True)
-        scores.sub_(most).clamp_(min=LEAST_EXPONENT).exp_()
-        most = most[..., 0]
-        prefix_lse = scores.sum(dim=-1).log_().add_(most)
-        weights = most.sub(module.logaddexp(prefix_lse, suffix_lse))
+    most = scores.amax(dim=-1, keepdim=True)
+    scores.sub_(most).clamp_(min=LEAST_EXPONENT).exp_()
+    most = most[..., 0]
+    prefix_lse = scores.sum(dim=-1).log_().add_(most)
+    weights = most.sub(module.logaddexp(prefix_lse, suffix_lse))
     if noise is not None:
         weights += noise.clamp(max=MOST_NOISE)
     sums: torch.Tensor = module.bmm(weights.exp_()[:, None], scores)[:, 0]
