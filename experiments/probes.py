@@ -42,7 +42,7 @@ KEYS: Final = "keys"
 KEEPS: Final = (0.02, 0.05, 0.10, 0.25)
 TOP: Final = 0.10
 BOUNDS: Final = (0.05, 0.1)
-N_DOCUMENTS: Final = {False: 24, True: 2}  # by `quick`
+N_DOCUMENTS: Final = {False: 12, True: 1}  # by `quick`
 FIT_DOCUMENTS: Final = 4  # of the split `calibration`: 4,096 tokens
 ENOUGH: Final = 0.9  # recall below which a codec is not called best
 WIDE: Final = ((16, 16, 32), (16, 16, 64), (32, 32, 64), (32, 8, 64))  # heads, KV heads, head_dim
@@ -303,12 +303,25 @@ def best_of(rows: list[Row]) -> tuple[str, float, float]:
     return name, *means[name]
 
 
+_TABLES: Final = {
+    "recall of the top tenth, and accuracy at shares kept": (
+        "codec", "probe share", "recall", *(f"right at {keep:.0%}" for keep in KEEPS),
+    ),
+    "Quality by bound: points lost, bytes read, true missing mass": (
+        "codec", *(f"{what} at {b:g}" for b in BOUNDS for what in ("lost", "bytes", "missing")),
+    ),
+}  # fmt: skip
+
+
 def experiment(options: Options) -> tuple[dict[str, float], list[Row]]:
     torch.set_num_threads(1)
     trained: list[Row] = []
     for checkpoint in CHECKPOINTS:
         trained += looked_up(checkpoint, N_DOCUMENTS[options.quick])
-        print_rows(checkpoint, [row for row in trained if row["model"] == checkpoint])
+        console.print(f"{checkpoint}: weights {digest_of(checkpoint)}")
+        for title, columns in _TABLES.items():
+            some = [row for row in trained if row["model"] == checkpoint]
+            print_rows(f"{checkpoint}: {title}", [{c: row[c] for c in columns} for row in some])
     wide = widened(spectrum_of(CHECKPOINTS[0]), options.seed, 2 if options.quick else 8)
     print_rows("SYNTHETIC keys, heads/KV heads x head_dim", wide)
     name, best, n_bytes = best_of(trained)
