@@ -25,7 +25,7 @@ from impress.choices import (
     whole,
 )
 from impress.choices_units import pooled, unit_choice
-from impress.errors import ImpressError
+from impress.errors import BadInput, ImpressError
 from impress.policy import (
     AllHeads,
     Contiguous,
@@ -171,6 +171,15 @@ def _(policy: Contiguous, asked: Asked) -> Selection:
         )
     columns = _all_columns(asked, policy.name).mean(axis=0)
     return unit_choice(columns.reshape(-1, policy.unit).sum(axis=1), asked.n_tokens, policy.keep)
+
+
+def check_cap(policy: Any, geometry: Geometry, window: int) -> None:
+    """Raises BadInput on a byte cap under one window's rows of a layer."""
+    least = window * (geometry.k_row_bytes + geometry.v_row_bytes)
+    if isinstance(policy, Quality) and policy.max_bytes is not None and policy.max_bytes < least:
+        raise BadInput(
+            f"quality: max_bytes {policy.max_bytes} is under one window of a layer: {least} bytes"
+        )
 
 
 def paper_select(

@@ -18,7 +18,7 @@ import numpy as np
 from impress.catalog import Held
 from impress.choices import Selection
 from impress.errors import BadInput, ImpressError, PrefixLost
-from impress.identify import Asked, select
+from impress.identify import Asked, check_cap, select
 from impress.layout import K, V
 from impress.load import Load, Reading
 from impress.params import NONE, Layers
@@ -245,11 +245,15 @@ class SparseSession(Session):
 
 
 def session_of(reading: Reading, lease: Lease, policy: Policy) -> Session:
-    """A session under any policy. Raises ImpressError where none has an identifier for it."""
+    """A session under any policy.
+
+    Raises ImpressError where none has an identifier for it, BadInput on a cap it can never keep.
+    """
     if isinstance(policy, Exact | KeepAll):
         return Session(lease, policy, reading)
     if type(policy) not in select.registry:
         raise ImpressError(f"session: policy {policy!r} is not one this version can serve")
+    check_cap(policy, reading.geometry, lease.sources[0].held.record.window)
     return SparseSession(lease, policy, reading)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from conftest import SMALL, prompt
 
 import impress
+from impress import probes
 from impress.policy import (
     AllHeads,
     Contiguous,
@@ -25,6 +27,7 @@ from impress.policy import (
     SnapWindow,
     StaticH2O,
 )
+from impress.probes import LowBit
 from impress.scores import suffix_lse_of
 from impress.session import Lease
 
@@ -190,15 +193,46 @@ def test_quality_loads_all_where_attention_is_diffuse_and_says_what_it_misses(
             assert line["reason"] == "capped" and line["estimated_missing_mass"] > 0.5
 
 
-def test_a_cap_below_the_sketch_chooses_nothing_and_says_so(open_store: Open) -> None:
+def test_a_cap_the_sketch_uses_up_chooses_next_to_nothing_and_says_so(open_store: Open) -> None:
     store = open_store(SHAPES["mha"], probes=("int4-v1",), dram_bytes=0)
     fill(store)
+    window_bytes = 64 * SHAPES["mha"].token_bytes // 2  # the sketch: 448 times 144
     with store.lease(prompt(N_TOKENS)) as lease:
-        got, lines = retrieve_all(lease, Quality(max_bytes=1))
+        with pytest.raises(impress.BadInput, match="under one window"):
+            lease.session(Quality(max_bytes=window_bytes - 1))
+        got, lines = retrieve_all(lease, Quality(max_bytes=window_bytes))
     for (k, v, pos), line in zip(got, lines, strict=True):
-        assert k.shape[1] == v.shape[1] == len(pos) == 0
+        assert k.shape[1] == v.shape[1] == len(pos) == 1
+        assert line["wanted_bytes"] <= window_bytes
         assert line["reason"] == "capped" and line["estimated_missing_mass"] > 0.1
     assert store.buffers.used_bytes == 0
+
+
+def test_a_policy_without_an_identifier_gets_no_session(open_store: Open) -> None:
+    store = open_store(SHAPES["mha"])
+    fill(store)
+    with store.lease(prompt(N_TOKENS)) as lease:
+        with pytest.raises(impress.ImpressError, match="not one this version can serve"):
+            lease.session(SimpleNamespace(name="mine", probe=None))  # type: ignore[arg-type]
+        with pytest.raises(impress.ImpressError, match="'int9-v1' is not known"):
+            lease.session(Quality(probe="int9-v1"))
+
+
+def test_records_of_a_codec_nobody_knows_any_more_are_passed_over(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = LowBit("int4-v9", 4)
+    monkeypatch.setitem(probes._CODECS, newer.name, newer)
+    store = open_store(SHAPES["mha"], probes=(newer.name,))
+    fill(store)
+    store.close()
+    monkeypatch.delitem(probes._CODECS, newer.name)
+    reopened = open_store(SHAPES["mha"], probes=("heads3-v1",))
+    keys, _ = kv(SHAPES["mha"])
+    with reopened.lease(prompt(N_TOKENS)) as lease:
+        for policy in (Exact(), Paper(keep=0.1, gate=False), Quality()):
+            got, _ = retrieve_all(lease, policy)
+            assert all(torch.equal(k, keys[i][:, pos]) for i, (k, _, pos) in enumerate(got))
 
 
 def test_a_sparse_session_holds_only_the_rows_it_gave(open_store: Open) -> None:

@@ -24,9 +24,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from impress.engines import hf_models
 from impress.engines.hf_cache import RowsLayer
 from impress.engines.hf_models import Prompt
-from impress.errors import BadInput, ImpressError, Unsupported
-from impress.identify import select
-from impress.policy import Exact, KeepAll, Policy, Quality
+from impress.errors import ImpressError, Unsupported
+from impress.identify import check_cap, select
+from impress.policy import Exact, KeepAll, Policy
 from impress.probes import codec_of
 from impress.types import Geometry
 from tiers.slots import BufferPool
@@ -70,11 +70,7 @@ def check_policy(policy: Any, geometry: Geometry, window: int) -> None:
         raise Unsupported(f"policy {kind.__name__} is not supported by this engine")
     if policy.probe is not None:
         codec_of(policy.probe)
-    least = window * (geometry.k_row_bytes + geometry.v_row_bytes)
-    if isinstance(policy, Quality) and policy.max_bytes is not None and policy.max_bytes < least:
-        raise BadInput(
-            f"quality: max_bytes {policy.max_bytes} is under one window of a layer: {least} bytes"
-        )
+    check_cap(policy, geometry, window)
 
 
 def check_choosing(model: Any, prompt: Prompt, policy: Policy) -> None:
