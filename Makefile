@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check soak bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/impress demo --dir demo-out $(DEMO_FLAGS)
@@ -16,6 +16,10 @@ check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Hours of the simulator; a failing seed says how to replay it.
+soak: $(VENV)/.ready
+	$(BIN)/python tests/sim/run.py --seconds $${SOAK_SECONDS:-7200}
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m experiments.bench_control

@@ -1,0 +1,28 @@
+"""One seed, from start to end, with everything put back after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from world import World
+
+LIVES = 8
+
+
+def simulate(folder: Path, seed: int, lives: int = LIVES) -> World:
+    """Raises AssertionError (or whatever broke) when a promise was."""
+    with ExitStack() as stack:
+
+        def patch(target: Any, name: str, value: Any) -> None:
+            stack.callback(setattr, target, name, getattr(target, name))
+            setattr(target, name, value)
+
+        world = World(folder, seed, patch)
+        world.run(lives)
+        return world
+
+
+Simulate = Callable[[Path, int, int], World]

@@ -1,0 +1,288 @@
+"""A store under random requests, faults and crashes, compared with what was put in it.
+
+One run is a chain of lives of a process: open, some clients at once, then a clean close, a kill or
+a power cut. What a client reads must be what was stored under those tokens; what was READY before
+a crash must be served after it (unless something was evicted, purged or damaged meanwhile).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from disk import Faults, SimSsd, flipped
+from turns import Killed, Scheduler, Thread
+
+import impress
+import impress.home
+import impress.index
+from impress.policy import Paper, Quality, Random, Recency
+
+GEOMETRY = impress.Geometry(2, 4, 2, 32, "float32")
+WINDOW = 16
+N_PROMPTS = 10
+CLIENTS = 3
+STEPS = 6  # of each client in one life
+EVICTIONS = impress.Config.model_fields["eviction"].annotation.__args__
+POLICIES = (
+    impress.Exact(), Recency(keep=0.3), Random(keep=0.4), Paper(keep=0.3), Quality(probe="int4-v1"),
+)  # fmt: skip
+FAULTS = (
+    Faults(), Faults(), Faults(late=0.05), Faults(eio=0.02), Faults(flip=0.02), Faults(write=0.01),
+    Faults(late=0.02, eio=0.01, short=0.01, flip=0.01, write=0.005),
+)  # fmt: skip
+
+
+def _monotonic_defaults(patch: Any, clock: Any) -> None:
+    """Clocks bound as defaults when a module was imported."""
+    try:
+        from impress.repack import Repacker
+    except ImportError:
+        return
+    defaults = tuple(clock if callable(d) else d for d in Repacker.__init__.__defaults__ or ())
+    patch(Repacker.__init__, "__defaults__", defaults)
+
+
+class World:
+    """One seed's run in a fresh directory."""
+
+    def __init__(self, folder: Path, seed: int, patch: Any) -> None:
+        self.sched = Scheduler(seed)
+        self.rng = self.sched.rng
+        self.path = folder / "store"
+        self.prompts = self._make_prompts()
+        self.excused = self.purged = (
+            False  # in this life: the disk had faults, something was purged
+        )
+        self.must_have: set[int] = set()  # prompts that were READY and that nothing took away
+        self.lives = 0
+        self.store: impress.PrefixStore | None = None
+        SimSsd.sched, SimSsd.on, SimSsd.undo, SimSsd.faults = self.sched, True, {}, Faults()
+        SimSsd.tiers.clear()
+        modules = [
+            m for n, m in sorted(sys.modules.items()) if n.split(".")[0] in ("impress", "tiers")
+        ]
+        self.sched.install([m for m in modules if "engines" not in m.__name__], patch)
+        patch(impress.home, "SsdTier", SimSsd)
+        _monotonic_defaults(patch, self.sched.clock)
+        logging.getLogger("impress").setLevel(logging.CRITICAL)
+
+    def _make_prompts(self) -> list[np.ndarray]:
+        """A few that begin alike: the tree splits, spans are seen in part."""
+        made: list[np.ndarray] = []
+        for _ in range(N_PROMPTS):
+            n = self.rng.randrange(1, 9) * WINDOW + self.rng.randrange(WINDOW)
+            tokens = np.array([self.rng.randrange(1 << 20) for _ in range(n)], dtype=np.int32)
+            if made and self.rng.random() < 0.7:
+                other = self.rng.choice(made)
+                same = self.rng.randrange(min(len(other), n) + 1)
+                tokens[:same] = other[:same]
+            made.append(tokens)
+        return made
+
+    def run(self, lives: int) -> None:
+        for _ in range(lives):
+            self.lives += 1
+            self._live()
+
+    # ---- one life ----------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        faults = self.rng.choice(FAULTS)
+        SimSsd.faults = Faults()
+        end = self.rng.choice(("close", "close", "kill", "power"))
+        try:
+            if end != "close":
+                self.sched.crash_at = self.sched.switches + self.rng.randrange(20, 1500)
+            self.store = self._open()
+            self._check_promises()
+            SimSsd.faults = faults
+            self.excused, self.purged = faults.any, False
+            if faults.any:
+                self.must_have.clear()
+            self._clients()
+            SimSsd.faults = Faults()
+            self._flush()
+            self._wait_idle()
+            self.store.check()
+            self.store.close()
+            self.sched.crash_at = None
+            assert len(self.sched.threads) == 1, [t.name for t in self.sched.threads]
+            if self.rng.random() < 0.1:
+                self._rot()
+        except Killed:
+            self._crash(power=end == "power")
+
+    def _open(self) -> impress.PrefixStore:
+        config = impress.Config(
+            window=WINDOW, segment_bytes=1 << 20, write_buffer_bytes=1 << 20, io_threads=3,
+            dram_bytes=self.rng.choice((0, 1 << 18, 1 << 22)), read_timeout_s=2.0,
+            hbm_bytes=self.rng.choice((0, 1 << 16)), hbm_device="cpu",
+            disk_bytes=self.rng.choice((None, 3 << 20)), repack_every_s=0,
+            probes=("heads3-v1", "int4-v1"), eviction=self.rng.choice(EVICTIONS),
+        )  # fmt: skip
+        if config.disk_bytes is not None:
+            self.must_have.clear()  # spans may be evicted for room
+        return impress.PrefixStore.open(self.path, GEOMETRY, "sim", config)
+
+    def _clients(self) -> None:
+        threads = [Thread(self.sched, self._client, name=f"client-{i}") for i in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        self.sched.wait_until(lambda: not any(t.alive for t in threads), None)
+        for thread in threads:
+            if thread.error is not None:
+                raise thread.error
+
+    def _flush(self) -> None:
+        """A store may fail for a fault, or because what it hangs from was purged meanwhile."""
+        assert self.store is not None
+        try:
+            self.store.flush(1000)
+        except impress.StoreFailed:
+            assert self.excused or self.purged, "nothing went wrong, but a store failed"
+
+    def _wait_idle(self) -> None:
+        """Promotions and the like have ended."""
+        assert self.store is not None
+        pool = self.store._pool
+        idle = lambda: not any(pool.depth()) and not any(pool._since)  # noqa: E731
+        self.sched.wait_until(idle, 1000)
+
+    def _crash(self, *, power: bool) -> None:
+        SimSsd.on = False
+        self.sched.kill_all()
+        for env, _ in impress.index._envs.values():
+            env.close()
+        impress.index._envs.clear()
+        for tier in SimSsd.tiers:
+            SimSsd.close(tier)
+        SimSsd.tiers.clear()
+        if self.store is not None:
+            self.store._shard.unlock()
+            self.store = None
+        if power:
+            SimSsd.power_cut(self.rng)
+        SimSsd.undo.clear()
+        SimSsd.on = True
+
+    def _rot(self) -> None:
+        """A bit of a segment goes bad while nobody looks."""
+        segments = sorted((self.path / "shards/main/segments").glob("*.seg"))
+        if segments:
+            flipped(self.rng.choice(segments), self.rng)
+            self.must_have.clear()
+
+    def _check_promises(self) -> None:
+        assert self.store is not None
+        for i in sorted(self.must_have):
+            n, whole = self.store.lookup(self.prompts[i]), len(self.prompts[i]) // WINDOW * WINDOW
+            assert n == whole, f"prompt {i}: {n} of {whole} tokens after a restart"
+            self._read(i, impress.Exact(), may_lose=False)
+
+    # ---- a client ----------------------------------------------------------------------------
+
+    def _client(self) -> None:
+        acts = (
+            self._put, self._put, self._put_and_wait, self._get, self._get, self._get, self._get,
+            self._abandon, self._evict, self._drop_caches, self._repack, self._purge,
+        )  # fmt: skip
+        for _ in range(STEPS):
+            try:
+                self.rng.choice(acts)()
+            except impress.StoreFailed:
+                assert self.excused or self.purged, "nothing went wrong, but a store failed"
+            self.sched.pause()
+
+    def _put(self) -> tuple[int, Any]:
+        assert self.store is not None
+        i = self.rng.randrange(N_PROMPTS)
+        tokens = self.prompts[i]
+        importance = None
+        if self.rng.random() < 0.4:
+            seed = self.rng.randrange(1 << 30)
+            shape = (GEOMETRY.n_layers, len(tokens))
+            importance = np.random.default_rng(seed).random(shape, dtype=np.float32)
+        return i, self.store.store(tokens, *kv_of(tokens), importance=importance, wait_s=100)
+
+    def _put_and_wait(self) -> None:
+        i, stored = self._put()
+        ready = stored.wait(500) and not self.excused
+        if ready and self.store is not None and self.store.config.disk_bytes is None:
+            self.must_have.add(i)
+
+    def _abandon(self) -> None:
+        assert self.store is not None
+        tokens = self.rng.choice(self.prompts)
+        keys, values = kv_of(tokens)
+        with self.store.writer(tokens, wait_s=100) as writer:
+            half = len(tokens) // 2
+            writer.put(0, 0, keys[0][:, :half], values[0][:, :half])
+        assert not writer.stored.ready or not writer.stored.n_new
+
+    def _get(self) -> None:
+        self._read(self.rng.randrange(N_PROMPTS), self.rng.choice(POLICIES), may_lose=True)
+
+    def _read(self, i: int, policy: Any, *, may_lose: bool) -> None:
+        """Whatever is a hit must be what was stored."""
+        assert self.store is not None
+        tokens = self.prompts[i]
+        keys, values = kv_of(tokens)
+        try:
+            with self.store.lease(tokens) as lease:
+                if not lease.n_tokens:
+                    return
+                with lease.session(policy) as session:
+                    if self.rng.random() < 0.5:
+                        session.prefetch()
+                    for layer in range(GEOMETRY.n_layers):
+                        k, v, pos = session.retrieve(layer, *self._question())
+                        assert torch.equal(k, torch.from_numpy(keys[layer])[:, pos]), "wrong keys"
+                        assert torch.equal(v, torch.from_numpy(values[layer])[:, pos]), (
+                            "wrong values"
+                        )
+        except impress.PrefixLost:
+            assert may_lose, f"prompt {i} was READY and could not be read"
+
+    def _question(self) -> tuple[torch.Tensor, float, torch.Tensor]:
+        seed = self.rng.randrange(1 << 30)
+        query = np.random.default_rng(seed).standard_normal(
+            (GEOMETRY.n_heads, 3, GEOMETRY.head_dim)
+        )
+        return torch.from_numpy(query).float(), 0.1, torch.zeros(GEOMETRY.n_heads, 3)
+
+    def _evict(self) -> None:
+        assert self.store is not None
+        self.must_have.clear()
+        self.store.evict(self.rng.choice((1, 1 << 16, 1 << 30)))
+
+    def _drop_caches(self) -> None:
+        assert self.store is not None
+        self.store.drop_caches()
+
+    def _repack(self) -> None:
+        assert self.store is not None
+        if hasattr(self.store, "repack"):
+            self.store.repack()
+
+    def _purge(self) -> None:
+        assert self.store is not None
+        if self.rng.random() < 0.2:
+            self.must_have.clear()
+            self.purged = True
+            self.store.purge()
+
+
+def kv_of(tokens: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Keys and values by layer: each row depends on all tokens up to it."""
+    mixed = np.cumsum((tokens.astype(np.int64) + 1) * 2654435761 % 1000003) % 99991
+    base = np.arange(GEOMETRY.n_kv_heads * GEOMETRY.head_dim).reshape(GEOMETRY.n_kv_heads, 1, -1)
+    made = [
+        ((base * 7 + mixed[None, :, None] * 13 + i * 1009) % 4093).astype(np.float32)
+        for i in range(2 * GEOMETRY.n_layers)
+    ]
+    return made[::2], made[1::2]
