@@ -1,0 +1,159 @@
+"""Between vLLM's paged KV cache on the CPU and a store's planes: nothing else knows block layouts.
+
+    store   rows of a layer, token-major               k, v [n_kv_heads, m, head_dim]
+    vLLM    one tensor a layer [blocks, n_kv_heads, block_size, 2·head_dim]; a head's part of a
+            block holds its keys, then its values, each in an order that its instruction set likes
+
+The order is not written down here: it is measured, once a geometry, by having vLLM's own kernel
+write numbers and looking where they went. What no stride can describe is refused, not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from impress.errors import Unsupported
+
+#: Numbers up to here are exact in every dtype of a KV cache: bfloat16 has 8 bits of them.
+_DIGIT_BITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How one head's keys (or values) of a block lie: dims of the row-major [tokens, head_dim]
+    index, slowest first, with the stride in memory of each."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """The layout of one layer's KV cache. `isa` is what vLLM calls its instruction set."""
+
+    n_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens
+    isa: str
+    keys: Order
+    values: Order
+
+    @classmethod
+    def of(cls, kv_cache: torch.Tensor, isa: str) -> BlockLayout:
+        """The layout of a cache [blocks, n_kv_heads, block_size, 2·head_dim]. Raises Unsupported."""
+        if kv_cache.ndim != 4 or kv_cache.device.type != "cpu" or not kv_cache.is_contiguous():
+            raise Unsupported(
+                f"vLLM's KV cache {tuple(kv_cache.shape)} on {kv_cache.device} is not laid out as "
+                "the CPU backend's [blocks, kv heads, block size, 2 x head dim]"
+            )
+        _, heads, size, twice = kv_cache.shape
+        keys, values = _orders(kv_cache.dtype, size, twice // 2, isa)
+        return cls(heads, twice // 2, size, isa, keys, values)
+
+    def write(
+        self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Put rows k, v [n_kv_heads, m, head_dim] of the cache's dtype in slots int64 [m].
+
+        A slot is block · block_size + row in the block. Any strides.
+        """
+        _write(kv_cache, k.transpose(0, 1), v.transpose(0, 1), slots, self.isa)
+
+    def read(
+        self, kv_cache: torch.Tensor, block_ids: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of whole blocks, in the order given: k, v [n_kv_heads, rows, head_dim].
+
+        Token-major in memory, as a store packs them.
+        """
+        n, half = len(block_ids), self.block_size * self.head_dim
+        picked = kv_cache[torch.as_tensor(block_ids, dtype=torch.int64)]
+        heads = picked.view(n, self.n_kv_heads, 2 * half)
+        return self._rows(heads, self.keys, 0), self._rows(heads, self.values, half)
+
+    def _rows(self, heads: torch.Tensor, order: Order, offset: int) -> torch.Tensor:
+        n = len(heads)
+        lying = heads.as_strided(
+            (n, self.n_kv_heads, *order.sizes), (*heads.stride()[:2], *order.strides), offset
+        )
+        rows = lying.reshape(n, self.n_kv_heads, self.block_size, self.head_dim)
+        dense = rows.transpose(1, 2).reshape(n * self.block_size, self.n_kv_heads, self.head_dim)
+        return dense.transpose(0, 1)
+
+
+def slots_of(
+    block_ids: Sequence[int] | torch.Tensor, block_size: int, first: int, end: int
+) -> torch.Tensor:
+    """Slots int64 of a request's rows first..end-1, whose blocks are block_ids."""
+    rows = torch.arange(first, end, dtype=torch.int64)
+    blocks = torch.as_tensor(block_ids, dtype=torch.int64)
+    return blocks[rows // block_size] * block_size + rows % block_size
+
+
+def _write(
+    kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, isa: str
+) -> None:
+    """Have vLLM's kernel lay rows k, v [m, n_kv_heads, head_dim] into their slots."""
+    n_blocks, heads, size, twice = kv_cache.shape
+    halves = kv_cache.view(n_blocks, heads, 2 * size, twice // 2).chunk(2, dim=2)
+    _kernel()(k.contiguous(), v.contiguous(), *halves, slots, isa)
+
+
+@cache
+def _kernel() -> Any:
+    from vllm._custom_ops import cpu_attn_reshape_and_cache
+
+    return cpu_attn_reshape_and_cache
+
+
+@cache
+def _orders(dtype: torch.dtype, block_size: int, head_dim: int, isa: str) -> tuple[Order, Order]:
+    """Where the kernel puts each element of one head's keys and values of a block."""
+    n = block_size * head_dim
+    index = torch.arange(n)
+    found = torch.zeros(2, n, dtype=torch.int64)
+    slots = torch.arange(block_size, dtype=torch.int64)
+    for shift in range(0, n.bit_length(), _DIGIT_BITS):
+        digits = ((index >> shift) & ((1 << _DIGIT_BITS) - 1)).to(dtype)
+        rows = digits.view(block_size, 1, head_dim)
+        block = torch.zeros(1, 1, block_size, 2 * head_dim, dtype=dtype)
+        _write(block, rows, rows.clone(), slots, isa)
+        found += block.view(2, n).to(torch.int64) << shift
+    orders = []
+    for plane, lies_at in zip(("keys", "values"), found, strict=True):
+        order = _strided(torch.argsort(lies_at).tolist())
+        if order is None or not torch.equal(lies_at.sort().values, index):
+            raise Unsupported(
+                f"vLLM's {isa!r} kernel lays {plane} of {dtype} (block size {block_size}, head "
+                f"size {head_dim}) in an order this version does not know"
+            )
+        orders.append(order)
+    return orders[0], orders[1]
+
+
+def _strided(addresses: list[int]) -> Order | None:
+    """The dims of a row-major index whose element i lies at addresses[i]; None if none fit."""
+    sizes: list[int] = []
+    strides: list[int] = []
+    unit, n = 1, len(addresses)
+    while unit < n:
+        stride = addresses[unit] - addresses[0]
+        size = 1
+        while (size + 1) * unit <= n and addresses[size * unit] - addresses[0] == size * stride:
+            size += 1
+        while n % (size * unit):
+            size -= 1
+        if size == 1 or stride <= 0:
+            return None
+        sizes.insert(0, size)
+        strides.insert(0, stride)
+        unit *= size
+    steps = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(sizes, strides, strict=True):
+        steps = steps[..., None] + torch.arange(size) * stride
+    return Order(tuple(sizes), tuple(strides)) if steps.flatten().tolist() == addresses else None

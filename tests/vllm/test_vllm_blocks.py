@@ -1,0 +1,105 @@
+"""The bridge between vLLM's blocks and a store's rows, on every kernel this machine has."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+import torch
+import vllm._C  # noqa: F401  # the kernels
+
+from impress.engines.vllm.blocks import BlockLayout, slots_of
+from impress.errors import Unsupported
+
+
+def _isas() -> list[str]:
+    """What vLLM may choose on this processor."""
+    if platform.machine() in ("aarch64", "arm64"):
+        return ["neon", "vec16"]
+    return ["vec", "vec16", *(["amx"] if torch.cpu._is_amx_tile_supported() else [])]
+
+
+CASES = [
+    pytest.param(torch.float32, 4, 32, id="opt-float32"),
+    pytest.param(torch.float16, 8, 32, id="opt-float16"),
+    pytest.param(torch.bfloat16, 2, 64, id="llama-gqa-bfloat16"),
+    pytest.param(torch.bfloat16, 1, 80, id="odd-head-bfloat16"),
+]
+
+
+def _rows(heads: int, m: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token-major k, v [heads, m, dim], as a store gives them."""
+    k, v = torch.randn(2, m, heads, dim).to(dtype)
+    return k.transpose(0, 1), v.transpose(0, 1)
+
+
+@pytest.mark.parametrize("isa", _isas())
+@pytest.mark.parametrize(("dtype", "heads", "dim"), CASES)
+@pytest.mark.parametrize("size", [32, 128])
+def test_rows_come_back_bit_for_bit(
+    dtype: torch.dtype, heads: int, dim: int, size: int, isa: str
+) -> None:
+    cache = torch.randn(9, heads, size, 2 * dim).to(dtype)
+    before = cache.clone()
+    layout = BlockLayout.of(cache, isa)
+    blocks = [7, 2, 5]
+    k, v = _rows(heads, 3 * size - 5, dim, dtype)
+    layout.write(cache, k, v, slots_of(blocks, size, 0, 3 * size - 5))
+    got_k, got_v = layout.read(cache, blocks)
+    assert torch.equal(got_k[:, : k.shape[1]], k)
+    assert torch.equal(got_v[:, : v.shape[1]], v)
+    others = [0, 1, 3, 4, 6, 8]
+    assert torch.equal(cache[others], before[others])
+
+
+@pytest.mark.parametrize("isa", _isas())
+@pytest.mark.parametrize(("dtype", "heads", "dim"), CASES)
+def test_what_the_kernel_reads_is_what_was_written(
+    dtype: torch.dtype, heads: int, dim: int, isa: str
+) -> None:
+    """The attention kernel over written rows gives softmax(q k) v over those rows."""
+    from vllm import _custom_ops as ops
+
+    if isa == "amx" and dtype != torch.bfloat16:
+        pytest.skip("vLLM takes the AMX kernel for bfloat16 only")
+    n, size, n_heads = 150, 128, 2 * heads
+    cache = torch.zeros(3, heads, size, 2 * dim, dtype=dtype)
+    layout = BlockLayout.of(cache, isa)
+    k, v = _rows(heads, n, dim, dtype)
+    layout.write(cache, k, v, slots_of([2, 0], size, 0, n))
+    query = torch.randn(4, n_heads, dim).to(dtype)
+    lens, starts = torch.tensor([n], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32)
+    out = torch.empty_like(query)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        1, n_heads, heads, dim, lens, dtype, starts, True, -1, isa, True
+    )
+    halves = cache.view(3, heads, 2 * size, dim).chunk(2, dim=2)
+    ops.cpu_attention_with_kv_cache(
+        query, *halves, out, starts, lens, dim**-0.5, True, None, -1,
+        torch.tensor([[2, 0]], dtype=torch.int32), 0.0, plan, None,
+    )  # fmt: skip
+    mask = torch.ones(4, n, dtype=torch.bool).tril_(n - 4)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query.float().transpose(0, 1), k.float().repeat_interleave(2, 0),
+        v.float().repeat_interleave(2, 0), mask,
+    )  # fmt: skip
+    near = 1e-5 if dtype == torch.float32 else 3e-2
+    assert torch.allclose(out.float().transpose(0, 1), want, atol=near)
+
+
+def test_single_rows_go_to_their_slots() -> None:
+    cache = torch.zeros(4, 2, 32, 64)
+    layout = BlockLayout.of(cache, _isas()[0])
+    k, v = _rows(2, 3, 32, torch.float32)
+    layout.write(cache, k, v, torch.tensor([33, 5, 127]))
+    got, _ = layout.read(cache, [0, 1, 2, 3])
+    assert torch.equal(got[:, [33, 5, 127]], k)
+    assert int(got.ne(0).any(-1).any(0).sum()) == 3
+
+
+def test_another_layout_is_refused() -> None:
+    with pytest.raises(Unsupported, match="not laid out as"):
+        BlockLayout.of(torch.zeros(2, 4, 16, 2, 32), "vec")
