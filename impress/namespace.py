@@ -65,7 +65,9 @@ class _Sample(NamedTuple):
     head: bytes  # the first SAMPLE_BYTES of its data, or all of them
 
 
-def namespace_of(model_or_dir: Any, *, cross_engine: bool = False) -> bytes:
+def namespace_of(
+    model_or_dir: Any, *, cross_engine: bool = False, engine: str = _ENGINE, dtype: str = ""
+) -> bytes:
     """The 32-byte namespace of a Transformers model object, or of a directory with its files.
 
     A directory (str or path) is read: config.json, the safetensors headers and the first 64 KiB of
@@ -73,17 +75,18 @@ def namespace_of(model_or_dir: Any, *, cross_engine: bool = False) -> bytes:
     and config still match the directory it was loaded from gets the directory's namespace in the
     model's own dtype; any other (random weights, a fine-tune or an adapter in memory) gets a digest
     of samples of its state_dict. `cross_engine` leaves the engine family out, for engines whose KV
-    is close but not equal bit by bit.
+    is close but not equal bit by bit. `engine` names a family other than Transformers, `dtype`
+    what it computes a directory's model in where that is not what its config says.
 
     Effects: the weights digest of a directory is kept in the user's cache directory; a failure
     there is harmless. Raises BadInput for what is no readable model directory and Unsupported for
     a model whose weights are not in memory.
     """
-    family = "any" if cross_engine else _ENGINE
+    family = "any" if cross_engine else engine
     if isinstance(model_or_dir, (str, os.PathLike)):
         directory = Path(model_or_dir).resolve()
         config = _read_config(directory)
-        return _of_directory(directory, config, _config_dtype(config), family)
+        return _of_directory(directory, config, dtype or _config_dtype(config), family)
     return _of_model(model_or_dir, family)
 
 
@@ -91,7 +94,7 @@ def _of_directory(directory: Path, config: dict[str, Any], dtype: str, family: s
     revision = ""  # a hub snapshot says its commit in its path: .../snapshots/<commit>
     if directory.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", directory.name):
         revision = directory.name
-    return _combine(config, revision, _weights_of_files(directory), dtype, family)
+    return _combine(config, revision, weights_of(directory), dtype, family)
 
 
 def _of_model(model: Any, family: str) -> bytes:
@@ -157,7 +160,7 @@ def _normalised(config: Mapping[str, Any]) -> dict[str, Any]:
 # --- weights in files -----------------------------------------------------------------------------
 
 
-def _weights_of_files(directory: Path) -> bytes:
+def weights_of(directory: Path) -> bytes:
     """The digest of a directory's weights, from the user's cache where the files are unchanged."""
     files = _weight_files(directory)
     stamp = []

@@ -20,6 +20,7 @@ from impress.cli.rebuild import rebuild
 from impress.cli.repack import repack
 from impress.cli.run import run as run_model
 from impress.cli.verify import verify
+from impress.cli.vllm_config import vllm_config
 from impress.terminal import line_of
 
 #: Typer's own base of every complaint about arguments, which it exports only by its children.
@@ -66,9 +67,10 @@ _COMMANDS = (
     purge,
     doctor,
     repack,
+    vllm_config,
 )
 for command in _COMMANDS:
-    app.command(command.__name__, no_args_is_help=False)(one_line(command))
+    app.command(command.__name__.replace("_", "-"), no_args_is_help=False)(one_line(command))
 
 
 def run() -> None:

@@ -82,7 +82,7 @@ def check_model(model: Any) -> None:
         raise Unsupported(f"model type {config.model_type!r} is not supported; supported: {known}")
     if not model.can_generate():
         raise Unsupported(f"{type(model).__name__} cannot generate: load the causal LM class")
-    for rope_type in _rope_types(config):
+    for rope_type in rope_types(config):
         if "dynamic" in rope_type or rope_type == "longrope":
             raise Unsupported(f"RoPE type {rope_type!r} rotates keys by the prompt's length")
     for kind in getattr(config, "layer_types", None) or ():
@@ -91,7 +91,7 @@ def check_model(model: Any) -> None:
     _check_attention(config)
 
 
-def _rope_types(config: Any) -> list[str]:
+def rope_types(config: Any) -> list[str]:
     """The RoPE types of a config, of which newer ones may have one for each layer type."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     groups = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
 
 import torch
 import vllm._C  # noqa: F401  # the kernels

@@ -45,7 +45,7 @@ class BlockLayout:
 
     @classmethod
     def of(cls, kv_cache: torch.Tensor, isa: str) -> BlockLayout:
-        """The layout of a cache [blocks, n_kv_heads, block_size, 2·head_dim]. Raises Unsupported."""
+        """Of a cache [blocks, n_kv_heads, block_size, 2·head_dim]. Raises Unsupported."""
         if kv_cache.ndim != 4 or kv_cache.device.type != "cpu" or not kv_cache.is_contiguous():
             raise Unsupported(
                 f"vLLM's KV cache {tuple(kv_cache.shape)} on {kv_cache.device} is not laid out as "

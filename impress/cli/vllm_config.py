@@ -1,0 +1,70 @@
+"""`impress vllm-config`: what to give vLLM so that it uses a store."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from impress.cli.options import Store, store_dir
+from impress.engines.vllm import CONNECTOR, CONNECTOR_MODULE
+from impress.errors import BadInput
+
+MIB = 1 << 20
+
+#: Policies by the name an operator types, as the connector's settings spell them.
+_FLOORS: dict[str, dict[str, Any]] = {
+    "exact": {"name": "exact"},
+    "paper": {"name": "paper", "keep": 0.25},
+    "quality": {"name": "quality", "max_missing_mass": 0.1},
+}
+
+
+def vllm_config(
+    store: Store = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="What every request gets: exact, paper, quality.")
+    ] = "exact",
+    floor: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The loosest policy a request may ask for in its kv_transfer_params.",
+            show_default="the policy",
+        ),
+    ] = None,
+    dram_mib: Annotated[int, typer.Option(min=0, help="DRAM tier, MiB.")] = 1024,
+    disk_gib: Annotated[
+        int | None, typer.Option(min=1, help="Most GiB on disk.", show_default="all there is")
+    ] = None,
+) -> None:
+    """Print a working **--kv-transfer-config** for `vllm serve`: one line of JSON.
+
+    vllm serve MODEL --kv-transfer-config "$(impress vllm-config --store DIR)"
+    """
+    typer.echo(json.dumps(_config(str(store_dir(store)), policy, floor, dram_mib, disk_gib)))
+
+
+def _config(
+    store: str, policy: str, floor: str | None, dram_mib: int, disk_gib: int | None
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {"dram_bytes": dram_mib * MIB}
+    if disk_gib is not None:
+        settings["disk_bytes"] = disk_gib << 30
+    extra: dict[str, Any] = {"store": store, "policy": _named(policy), "config": settings}
+    if floor is not None:
+        extra["floor"] = _named(floor)
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def _named(policy: str) -> dict[str, Any]:
+    if policy not in _FLOORS:
+        raise BadInput(f"policy must be one of {', '.join(_FLOORS)}, got {policy!r}")
+    return _FLOORS[policy]

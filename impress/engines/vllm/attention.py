@@ -1,0 +1,9 @@
+"""(stub)"""
+
+
+def register_backend() -> None:
+    pass
+
+
+def check_backend() -> None:
+    pass

@@ -1,0 +1,200 @@
+"""`ImpressConnector`: vLLM's KV connector interface over the two sides. Glue, no decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from impress.engines.vllm import sparse
+from impress.engines.vllm.events import Events
+from impress.engines.vllm.metrics import ImpressProm, ImpressStats
+from impress.engines.vllm.scheduling import SchedulerSide
+from impress.engines.vllm.settings import Settings, served
+from impress.engines.vllm.shared import View, acquire, release
+from impress.engines.vllm.step import StepPlan, StepReport
+from impress.engines.vllm.working import WorkerSide
+from impress.store import PrefixStore
+
+
+class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # untyped bases
+    """A store under vLLM. Named in --kv-transfer-config; `impress vllm-config` prints it.
+
+    Raises Unsupported, ConfigError or StoreMismatch at start, with the setting to change.
+    """
+
+    _cache_hit_source = CacheHitSource.DISK
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
+        self._served = served(vllm_config, kv_cache_config, self._settings)
+        self.scheduler: SchedulerSide | None = None
+        self.worker: WorkerSide | None = None
+        self._store: PrefixStore | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.scheduler = self._scheduler_side()
+        else:
+            self._store = acquire(self._settings.store, self._open)
+
+    def _open(self) -> PrefixStore:
+        mode = "rw" if self._settings.store_new else "r"
+        model, settings = self._served, self._settings
+        return PrefixStore.open(
+            settings.store, model.geometry, model.namespace, settings.config, mode
+        )
+
+    def _scheduler_side(self) -> SchedulerSide:
+        model, settings = self._served, self._settings
+        events = self._vllm_config.kv_events_config
+        view = View(settings.store, model.geometry, model.namespace, settings.config)
+        told = Events(
+            enabled=events is not None and events.enable_kv_cache_events,
+            block_size=model.block_size,
+        )
+        return SchedulerSide(settings, model, view, told)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a later miss, nothing else."""
+        return False
+
+    # ---- the worker's side -----------------------------------------------------------------
+
+    def _worker(self) -> WorkerSide:
+        assert self.worker is not None, "vLLM registers its KV caches before the first step"
+        return self.worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        layers = self._vllm_config.compilation_config.static_forward_context
+        names = self._served.layer_names
+        assert self._store is not None
+        self.worker = WorkerSide(
+            self._store,
+            {name: kv_caches[name] for name in names},
+            {name: layers[name].isa for name in names},
+            store_new=self._settings.store_new,
+        )
+        if self._settings.sparse:
+            sparse.serve(self.worker)
+
+    def handle_preemptions(self, kv_connector_metadata: StepPlan) -> None:
+        self._worker().begin(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker().start(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._worker().wait_for_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: full blocks are read when the step is over, by a thread of their own."""
+
+    def wait_for_save(self) -> None:
+        self._worker().finish()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._worker().saved() or None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker().take_invalid()
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        return self._worker().take_report() or None
+
+    def get_kv_connector_stats(self) -> ImpressStats | None:
+        if self.worker is None:
+            return None
+        counts = self.worker.take_counts()
+        return ImpressStats(data=counts) if counts else None
+
+    def flush(self) -> None:
+        """Wait until everything computed so far is stored and READY."""
+        self._worker().flush()
+
+    # ---- the scheduler's side --------------------------------------------------------------
+
+    def _scheduler(self) -> SchedulerSide:
+        assert self.scheduler is not None, "asked of the worker's side"
+        return self.scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler().kv_cache_manager = kv_cache_manager
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler().add(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler().matched(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler().allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
+        return self._scheduler().plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler().hear(
+            connector_output.kv_connector_worker_meta, connector_output.invalid_block_ids or ()
+        )
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler().finish(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler().finish(request, block_ids[0] if block_ids else [])
+
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler()._events.take()
+
+    def reset_cache(self) -> bool | None:
+        self._scheduler().reset()
+        return True
+
+    # ---- both ------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Finish what is being stored; give the store back. Idempotent."""
+        if self.worker is not None:
+            self.worker.close()
+            sparse.serve(None)
+        if self.scheduler is not None:
+            self.scheduler.close()
+        store, self._store = self._store, None
+        if store is not None:
+            release(self._settings.store)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ImpressStats:
+        return ImpressStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ImpressProm:
+        return ImpressProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers are waited for in Python, between pieces of a graph."""
+        return True

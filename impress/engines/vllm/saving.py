@@ -1,0 +1,264 @@
+"""Storing what vLLM computed, behind its back: one thread that reads blocks and fills writers.
+
+    step ends ── offer(spec) ──> | spec | spec | … | ──> thread: blocks -> rows -> writer -> READY
+
+A block that is full does not change while its request holds it, so nothing is copied in a step. A
+finished request keeps its blocks until `done` names it; a preempted one is dropped before its
+blocks are written again. Prompts that begin alike are stored one after the other, so that what
+they share is written once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from impress.draft import Stored
+from impress.engines.vllm.blocks import BlockLayout
+from impress.engines.vllm.step import SaveSpec
+from impress.errors import ImpressError, StoreFailed
+from impress.store import PrefixStore
+from impress.writer import Writer
+
+log = logging.getLogger("impress")
+
+#: Specs that may wait; more are skipped, since the cache may forget and blocks are scarce.
+MOST_WAITING = 256
+#: Of one put, for write buffers; then the store is refused.
+_BUFFER_WAIT_S = 5.0
+#: For an earlier store of the same beginning to be READY; then what they share is written twice.
+_EARLIER_WAIT_S = 10.0
+_FLUSH_S = 120.0
+#: Blocks copied at once.
+_MOST_BLOCKS = 16
+
+
+class _Life:
+    """The stores of one request between its start, or preemption, and its end."""
+
+    def __init__(self, request_id: str, root: bytes) -> None:
+        self.request_id = request_id
+        self.root = root  # what its prompt begins with
+        self.writer: Writer | None = None
+        self.n_wanted = 0  # tokens of the writer's prompt
+        self.n_put = 0
+        self.n_waiting = 0  # specs
+        self.dropped = False  # its blocks are another's
+        self.ended = False  # nothing more will be offered
+
+
+class Saver:
+    """Stores specs in the order offered. Thread-safe."""
+
+    def __init__(
+        self, store: PrefixStore, caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]
+    ) -> None:
+        """caches: vLLM's KV cache of each layer, with its layout."""
+        self._store = store
+        self._caches = caches
+        self._layouts = layouts
+        self._block_size = layouts[0].block_size
+        self._specs: deque[SaveSpec] = deque()
+        self._lives: dict[str, _Life] = {}
+        self._writing: dict[bytes, str] = {}  # root -> key of the life that stores it
+        self._pending: list[tuple[str, bytes, Stored]] = []  # handed to the committer
+        self._lock = threading.Condition()
+        self._reading = threading.Lock()  # held while blocks are looked at
+        self._closed = False
+        self.n_skipped = 0
+        self._thread = threading.Thread(target=self._run, name="impress-save", daemon=True)
+        self._thread.start()
+
+    # ---- vLLM's thread: nothing here waits for a disk ---------------------------------------
+
+    def offer(self, spec: SaveSpec) -> None:
+        """Take a spec, or skip its request when too many wait."""
+        with self._lock:
+            life = self._lives.get(spec.key)
+            if life is None:
+                life = self._lives[spec.key] = _Life(spec.request_id, self._root(spec))
+            if len(self._specs) >= MOST_WAITING:
+                life.dropped = True
+                self.n_skipped += 1
+            life.n_waiting += 1
+            self._specs.append(spec)
+            self._lock.notify_all()
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Forget these lives: on return nobody looks at their blocks any more."""
+        with self._reading, self._lock:
+            for key in keys:
+                if key in self._lives:
+                    self._lives[key].dropped = True
+            self._lock.notify_all()
+
+    def busy(self, request_id: str) -> bool:
+        """Whether something of a request still waits to be read from its blocks."""
+        with self._lock:
+            return any(
+                life.request_id == request_id and life.n_waiting and not life.dropped
+                for life in self._lives.values()
+            )
+
+    def end(self, request_id: str) -> None:
+        """Nothing more will come of a request: what is half stored is given up."""
+        with self._lock:
+            for life in self._lives.values():
+                life.ended = life.ended or life.request_id == request_id
+            self._lock.notify_all()
+
+    def ready(self) -> list[tuple[str, int]]:
+        """(request, tokens) of stores that became READY since the last call."""
+        found = []
+        with self._lock:
+            for item in list(self._pending):
+                request_id, _, stored = item
+                if stored.ready:
+                    found.append((request_id, stored.n_tokens))
+                elif stored.error is not None:
+                    log.warning("request %s was not stored: %s", request_id, stored.error)
+                elif not stored.refused:
+                    continue
+                self._pending.remove(item)
+        return found
+
+    def pause(self, seconds: float) -> None:
+        """Let the thread work for a moment: for a caller with nothing else to do."""
+        with self._lock:
+            self._lock.wait(seconds)
+
+    def flush(self) -> None:
+        """Wait until every spec offered is done and READY. Raises StoreFailed for what failed."""
+        with self._lock:
+            if not self._lock.wait_for(self._idle, _FLUSH_S):
+                raise StoreFailed(f"saving: {len(self._specs)} still wait after {_FLUSH_S:g} s")
+        self._store.flush()
+
+    def _idle(self) -> bool:
+        return not any(life.n_waiting for life in self._lives.values())
+
+    def close(self) -> None:
+        """Finish what waits and end the thread. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+        self._thread.join()
+
+    # ---- the thread ------------------------------------------------------------------------
+
+    def _root(self, spec: SaveSpec) -> bytes:
+        first = spec.prompt.tokens[: self._store.window].tobytes()
+        return first + spec.prompt.extra.get(0, b"") + spec.prompt.tenant.encode()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._closed or self._sweep() or self._next(peek=True))
+                spec = self._next()
+                if spec is None:
+                    if self._closed:
+                        break
+                    continue
+            try:
+                self._save(spec)
+            except (ImpressError, RuntimeError) as err:
+                log.warning("request %s is not stored: %s", spec.request_id, err)
+                self._lives[spec.key].dropped = True
+            finally:
+                with self._lock:
+                    self._lives[spec.key].n_waiting -= 1
+                    self._lock.notify_all()
+        for life in self._lives.values():
+            self._give_up(life)
+
+    def _next(self, *, peek: bool = False) -> SaveSpec | None:
+        """The first spec whose beginning nobody else is storing; with the lock held."""
+        for at, spec in enumerate(self._specs):
+            root = self._lives[spec.key].root
+            if self._writing.get(root, spec.key) == spec.key:
+                if not peek:
+                    del self._specs[at]
+                return spec
+        if self._closed and self._specs:  # nobody will finish what these wait for
+            self._writing.clear()
+            return self._specs[0] if peek else self._specs.popleft()
+        return None
+
+    def _sweep(self) -> bool:
+        """Forget lives that are over, and free their roots; with the lock held."""
+        for key, life in list(self._lives.items()):
+            if (life.ended or life.dropped) and not life.n_waiting:
+                self._give_up(self._lives.pop(key))
+        return False
+
+    def _save(self, spec: SaveSpec) -> None:
+        life = self._lives[spec.key]
+        if life.dropped:
+            self._give_up(life)
+            return
+        if life.writer is None or life.n_wanted < len(spec.prompt.tokens):
+            self._give_up(life)
+            self._begin(life, spec)
+        assert life.writer is not None
+        while life.n_put < spec.end and not life.writer.stored.refused:
+            # From a block's first row on; rows that are stored are passed over.
+            first = life.n_put // self._block_size
+            end = min(first + _MOST_BLOCKS, -(-spec.end // self._block_size))
+            if not self._put(life, spec, first, end):
+                self._give_up(life)
+                return
+            life.n_put = min(end * self._block_size, spec.end)
+        if life.n_put >= life.n_wanted or life.writer.stored.refused:
+            self._finish(life)
+
+    def _begin(self, life: _Life, spec: SaveSpec) -> None:
+        self._writing[life.root] = spec.key
+        with self._lock:
+            earlier = [stored for _, root, stored in self._pending if root == life.root]
+        for stored in earlier:
+            try:
+                stored.wait(_EARLIER_WAIT_S)
+            except ImpressError:
+                continue
+        prompt = spec.prompt
+        life.writer = self._store.writer(
+            prompt.tokens, 0, prompt.extra, _BUFFER_WAIT_S, prompt.tenant
+        )
+        life.n_wanted = len(prompt.tokens)
+        life.n_put = life.writer.stored.n_tokens - life.writer.stored.n_new
+
+    def _put(self, life: _Life, spec: SaveSpec, first: int, end: int) -> bool:
+        """Rows of blocks first..end-1, in every layer; False when they are no longer its own."""
+        assert life.writer is not None
+        row = first * self._block_size
+        n = min(end * self._block_size, spec.end) - row
+        for layer, (kv_cache, layout) in enumerate(zip(self._caches, self._layouts, strict=True)):
+            with self._reading:
+                if life.dropped:
+                    return False
+                k, v = layout.read(kv_cache, spec.block_ids[first:end])
+            life.writer.put(layer, row, k[:, :n], v[:, :n])
+        return True
+
+    def _finish(self, life: _Life) -> None:
+        assert life.writer is not None
+        writer, life.writer = life.writer, None
+        writer.close()
+        with self._lock:
+            self._pending.append((life.request_id, life.root, writer.stored))
+        self._free(life)
+
+    def _give_up(self, life: _Life) -> None:
+        writer, life.writer = life.writer, None
+        if writer is not None:
+            writer.close(keep=False)
+        self._free(life)
+
+    def _free(self, life: _Life) -> None:
+        owner = self._writing.get(life.root)
+        if owner is not None and self._lives.get(owner, life) is life:
+            del self._writing[life.root]

@@ -1,0 +1,313 @@
+"""The scheduler's side: what is a hit, what is to be loaded and saved, and what went wrong.
+
+    new request ─hit?─> blocks allocated ─build_plan─> worker ─StepReport─> hear
+                                              finished ─finish─┘
+
+Everything here is lookups in memory and bookkeeping: no call reads or writes a disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from impress.engines.vllm.events import Events
+from impress.engines.vllm.keys import extras_of, vllm_keys_of
+from impress.engines.vllm.settings import Served, Settings, at_least, policy_of
+from impress.engines.vllm.shared import View
+from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec, StepPlan, StepReport
+from impress.errors import ImpressError
+from impress.policy import Exact, Policy
+
+log = logging.getLogger("impress")
+
+_HASH_BYTES = 32
+
+
+class Tracked:
+    """One request, as the scheduler's side knows it."""
+
+    def __init__(self, request: Any, policy: Policy) -> None:
+        self.request = request
+        self.policy = policy  # what it may get; sparse only if `private`
+        self.refused = ""  # why neither read nor stored
+        self.private = False  # no other request may share its blocks
+        self.sparse = False  # its blocks hold chosen rows
+        self.hit = (0, 0)  # as last asked: tokens in vLLM's own cache, in all
+        self.to_load = (0, 0)  # rows first..end-1, due in the next plan
+        self.n_stored = 0  # tokens the store is known to hold
+        self.n_saved = 0  # tokens handed over for saving
+        self.n_preempted = 0
+        self.served: dict[str, Any] = {}
+        self.prompt: tuple[int, str, Prompt] | None = None  # memo: its length, the reset's mark
+        self._tokens: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+
+    def tokens(self, n: int) -> npt.NDArray[np.int32]:
+        """The first n token ids; converted once."""
+        if n > len(self._tokens):
+            self._tokens = np.asarray(self.request.all_token_ids[:], dtype=np.int32)
+        return self._tokens[:n]
+
+    @property
+    def key(self) -> str:
+        return f"{self.request.request_id}#{self.n_preempted}"
+
+
+class SchedulerSide:
+    """For vLLM's scheduler thread."""
+
+    def __init__(self, settings: Settings, served: Served, view: View, events: Events) -> None:
+        self._settings = settings
+        self._view = view
+        self._events = events
+        self._block_size = served.block_size
+        self._window = settings.config.window
+        self._unit = math.lcm(served.block_size, self._window)  # of a hit
+        self._keys_of = vllm_keys_of()
+        self._tracked: dict[str, Tracked] = {}
+        self._late: list[SaveSpec] = []  # of requests that have finished
+        self._held: list[str] = []
+        self._ended: list[str] = []
+        self._dropped: list[str] = []
+        self._reset = ""  # in every key since the cache was reset
+        self.kv_cache_manager: Any = None
+
+    # ---- a request comes -------------------------------------------------------------------
+
+    def add(self, request: Any) -> None:
+        """A request has come: may it be reused, under which policy, with whom may it share?"""
+        tracked = self._tracked[request.request_id] = Tracked(request, self._policy_of(request))
+        if request.resumable:
+            tracked.refused = "its prompt may still change"
+        elif request.pooling_params is not None:
+            tracked.refused = "it generates nothing"
+        if tracked.refused or isinstance(tracked.policy, Exact):
+            return
+        # Before vLLM looks in its own cache: a sparse prefix is never read from there.
+        if not request.skip_reading_prefix_cache and self._stored(tracked):
+            tracked.private = True
+            _privatise(request)
+
+    def _policy_of(self, request: Any) -> Policy:
+        asked = ((request.kv_transfer_params or {}).get("impress") or {}).get("policy")
+        if asked is None:
+            return self._settings.policy
+        try:
+            policy = policy_of(asked)
+        except ImpressError as err:
+            log.warning("request %s: %s; served exactly", request.request_id, err)
+            return Exact()
+        floor = self._settings.floor
+        if not at_least(policy, floor):
+            log.warning("request %s: %r is looser than %r", request.request_id, policy, floor)
+            return floor
+        return policy
+
+    def _prompt(self, tracked: Tracked, n: int) -> Prompt:
+        """The first n tokens and their names. Raises Unsupported where a key is not known."""
+        memo = tracked.prompt
+        if memo is None or memo[:2] != (n, self._reset):
+            extra, tenant = extras_of(tracked.request, n, self._block_size, self._keys_of)
+            memo = n, self._reset, Prompt(tracked.tokens(n), extra, tenant + self._reset)
+            tracked.prompt = memo
+        return memo[2]
+
+    def _stored(self, tracked: Tracked) -> int:
+        """Tokens stored of a request that vLLM can take over: whole blocks, one left to compute."""
+        n: int = tracked.request.num_tokens
+        if tracked.refused or n <= self._unit:
+            return 0
+        try:
+            prompt = self._prompt(tracked, n)
+        except ImpressError as err:
+            tracked.refused = str(err)
+            return 0
+        found = self._view.lookup(prompt.tokens, prompt.extra, prompt.tenant)
+        tracked.n_stored = found
+        return min(found, n - 1) // self._unit * self._unit
+
+    def matched(self, request: Any, n_computed: int) -> int:
+        """Tokens that can be loaded beyond those in vLLM's own cache. Pure but for a memo."""
+        tracked = self._tracked[request.request_id]
+        hit = self._stored(tracked)
+        tracked.hit = (n_computed, hit)
+        return max(hit - n_computed, 0)
+
+    def allocated(self, request: Any, n_external: int) -> None:
+        """vLLM has blocks for a request, and takes n_external tokens of the hit."""
+        tracked = self._tracked[request.request_id]
+        if n_external:
+            first = tracked.hit[0]
+            tracked.to_load = (first, first + n_external)
+
+    # ---- a step ----------------------------------------------------------------------------
+
+    def plan(self, output: Any) -> StepPlan:
+        """The worker's part in the step that vLLM has just scheduled."""
+        plan = StepPlan(n_tokens=output.total_num_scheduled_tokens)
+        for tracked in self._tracked.values():
+            if tracked.request.num_preemptions != tracked.n_preempted:
+                self._preempted(tracked, plan)
+        for request_id, n_new in output.num_scheduled_tokens.items():
+            tracked = self._tracked[request_id]
+            end = tracked.request.num_computed_tokens + n_new
+            if tracked.to_load[1]:
+                self._load(tracked, n_new, plan)
+            if not tracked.sparse:
+                self._save(tracked, end, plan)
+        plan.saves += self._late
+        plan.held += self._held
+        plan.ended += self._ended
+        plan.dropped += self._dropped
+        self._late, self._held, self._ended, self._dropped = [], [], [], []
+        return plan
+
+    def _preempted(self, tracked: Tracked, plan: StepPlan) -> None:
+        """Its blocks are another's already. It begins again, maybe in this very step."""
+        plan.dropped.append(tracked.key)
+        plan.ended.append(tracked.request.request_id)
+        tracked.n_preempted = tracked.request.num_preemptions
+        tracked.n_saved = 0
+        tracked.sparse = False
+
+    def _load(self, tracked: Tracked, n_new: int, plan: StepPlan) -> None:
+        request = tracked.request
+        first, end = tracked.to_load
+        tracked.to_load = (0, 0)
+        policy: Policy | None = tracked.policy
+        # Rows are chosen by all new tokens at once, into blocks that are nobody else's.
+        whole = end + n_new >= request.num_tokens
+        if isinstance(policy, Exact) or not tracked.private or first or not whole:
+            policy = None
+        tracked.sparse = policy is not None
+        prompt = self._prompt(tracked, end)
+        blocks = self._blocks(request.request_id, end)
+        plan.loads.append(LoadSpec(request.request_id, prompt, first, end, blocks, policy))
+        if tracked.private:
+            _privatise(request)  # what it may publish in this step is not found, by itself neither
+
+    def _save(self, tracked: Tracked, end: int, plan: StepPlan) -> None:
+        """Hand over what the step adds to the prompt's whole windows."""
+        if tracked.refused or not self._settings.store_new:
+            return
+        request = tracked.request
+        wanted = request.num_prompt_tokens // self._window * self._window
+        upto = min(end, wanted)
+        if upto <= max(tracked.n_saved, min(tracked.n_stored, wanted)):
+            return
+        spec = self._spec(tracked, wanted, upto, self._blocks(request.request_id, upto))
+        if spec is not None:
+            tracked.n_saved = upto
+            plan.saves.append(spec)
+
+    def _spec(self, tracked: Tracked, wanted: int, end: int, blocks: list[int]) -> SaveSpec | None:
+        try:
+            prompt = self._prompt(tracked, wanted)
+        except ImpressError as err:
+            tracked.refused = str(err)
+            return None
+        request_id = tracked.request.request_id
+        if not tracked.private:
+            self._events.expect(tracked.request, wanted)
+        return SaveSpec(request_id, tracked.key, prompt, end, blocks)
+
+    def _blocks(self, request_id: str, n_tokens: int) -> list[int]:
+        (ids,) = self.kv_cache_manager.get_block_ids(request_id)
+        return list(ids[: -(-n_tokens // self._block_size)])
+
+    # ---- a request goes --------------------------------------------------------------------
+
+    def finish(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """(whether its blocks must stay until the worker says so, what the answer says)."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return False, None
+        self._ended.append(request.request_id)
+        said = {"impress": tracked.served} if tracked.served else None
+        if tracked.refused or tracked.sparse or not self._settings.store_new:
+            return False, said
+        if request.num_preemptions != tracked.n_preempted:
+            self._dropped.append(tracked.key)  # it holds no blocks any more
+            return False, said
+        end = request.num_computed_tokens // self._window * self._window
+        end = min(end, len(block_ids) * self._block_size)
+        if end > max(tracked.n_saved, tracked.n_stored):
+            spec = self._spec(tracked, end, end, block_ids[: -(-end // self._block_size)])
+            if spec is not None:
+                self._late.append(spec)
+                tracked.n_saved = end
+        if tracked.n_saved:
+            self._held.append(request.request_id)
+        return bool(tracked.n_saved), said
+
+    # ---- the worker reports ----------------------------------------------------------------
+
+    def hear(self, report: StepReport | None, invalid_block_ids: Iterable[int]) -> None:
+        """What the worker read, stored and lost in a step."""
+        if report is not None:
+            if report.stored or report.lost:
+                self._view.refresh()
+            for request_id, what in report.served.items():
+                if request_id in self._tracked:
+                    self._tracked[request_id].served = what
+            for request_id, n_tokens in report.stored.items():
+                self._events.stored(request_id, n_tokens)
+            for request_id in report.lost:
+                if request_id in self._tracked:
+                    self._lost(self._tracked[request_id])
+        invalid = set(invalid_block_ids)
+        if invalid:
+            self._take_back(invalid)
+
+    def _lost(self, tracked: Tracked) -> None:
+        """vLLM computes it again from the first block lost: densely."""
+        tracked.sparse = False
+        tracked.n_saved = 0
+        tracked.n_stored = 0
+        self._events.lost(tracked.request, tracked.hit[1])
+
+    def _take_back(self, invalid: set[int]) -> None:
+        """Let no request build on blocks that were never filled.
+
+        vLLM makes the first request that holds such a block compute it again, and lets others that
+        share it go on. Where that takes the first one several steps, they would read it half done;
+        and later requests would find its blocks in the prefix cache.
+        """
+        spoilt: set[int] = set()
+        for request_id, tracked in self._tracked.items():
+            groups = self.kv_cache_manager.get_block_ids(request_id)
+            blocks = list(groups[0]) if groups else []
+            first = next((i for i, block in enumerate(blocks) if block in invalid), None)
+            if first is None:
+                continue
+            spoilt.update(blocks[first:])
+            tracked.n_saved = tracked.n_stored = 0
+            request = tracked.request
+            request.num_computed_tokens = min(request.num_computed_tokens, first * self._block_size)
+        self.kv_cache_manager.evict_blocks(spoilt | invalid)
+
+    # ---- the rest --------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Find nothing of what was stored until now: the weights may be others.
+
+        What is stored from here on is found by this process only.
+        """
+        self._reset = f"|reset:{secrets.token_hex(16)}"
+        for tracked in self._tracked.values():
+            tracked.refused = "the cache was reset while it ran"
+        self._events.cleared()
+
+    def close(self) -> None:
+        self._view.close()
+
+
+def _privatise(request: Any) -> None:
+    """Give a request's blocks hashes that no request has, itself included once called again."""
+    request.block_hashes[:] = [secrets.token_bytes(_HASH_BYTES) for _ in request.block_hashes]

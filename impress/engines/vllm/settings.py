@@ -1,0 +1,245 @@
+"""What an operator sets, and what of a vLLM configuration can be served; all else is refused.
+
+"kv_connector_extra_config": {
+    "store": DIR,                                        required
+    "policy": {"name": "exact"},                         what requests get by default
+    "floor":  {"name": "quality", "max_missing_mass": .1},  the loosest they may ask for
+    "config": {"dram_bytes": …},                         impress.Config
+    "store_new": true, "cross_engine": false}
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from impress.config import Config
+from impress.engines.hf_chosen import check_policy
+from impress.engines.hf_models import FAMILIES, rope_types
+from impress.errors import BadInput, ConfigError, Unsupported
+from impress.namespace import namespace_of
+from impress.policy import AllHeads, Exact, KeepAll, Paper, Policy, Quality, Random, Recency
+from impress.types import DTYPES, Geometry
+
+_POLICIES: dict[str, Any] = {
+    "exact": Exact,
+    "keep_all": KeepAll,
+    "paper": Paper,
+    "quality": Quality,
+    "all_heads": AllHeads,
+    "random": Random,
+    "recency": Recency,
+}
+_DEFAULTS: dict[str, Any] = {
+    "store": "",
+    "policy": None,
+    "floor": None,
+    "config": {},
+    "store_new": True,
+    "cross_engine": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The connector's own settings, checked."""
+
+    store: Path
+    policy: Policy
+    floor: Policy
+    config: Config
+    store_new: bool
+    cross_engine: bool
+
+    @property
+    def sparse(self) -> bool:
+        """Whether any request may get chosen rows."""
+        return not (isinstance(self.policy, Exact) and isinstance(self.floor, Exact))
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> Settings:
+        """From kv_connector_extra_config. Raises ConfigError naming the key."""
+        for key in extra:
+            if key not in _DEFAULTS:
+                near = difflib.get_close_matches(key, _DEFAULTS, 1, 0.0)[0]
+                raise ConfigError(f"vllm: unknown key {key!r}; the nearest known is {near!r}")
+        given = {**_DEFAULTS, **extra}
+        if not given["store"] or not isinstance(given["store"], str):
+            raise ConfigError('vllm: kv_connector_extra_config needs "store": a directory')
+        policy = policy_of(given["policy"] or {"name": "exact"})
+        floor = policy_of(given["floor"]) if given["floor"] else policy
+        if not at_least(policy, floor):
+            raise ConfigError(f"vllm: policy {policy!r} is looser than the floor {floor!r}")
+        probes = [p.probe for p in (policy, floor) if p.probe is not None]
+        config = Config(**given["config"])
+        wanted = dict.fromkeys([*config.probes, *probes])
+        return cls(
+            Path(given["store"]).expanduser(),
+            policy,
+            floor,
+            config.model_copy(update={"probes": tuple(wanted)}),
+            bool(given["store_new"]),
+            bool(given["cross_engine"]),
+        )
+
+
+def policy_of(given: Any) -> Policy:
+    """A policy from {"name": …, its settings}. Raises ConfigError or BadInput."""
+    if not isinstance(given, Mapping) or given.get("name") not in _POLICIES:
+        raise ConfigError(
+            f'vllm: a policy is {{"name": one of {", ".join(_POLICIES)}}}, got {given!r}'
+        )
+    kind = _POLICIES[given["name"]]
+    values = {key: value for key, value in given.items() if key != "name"}
+    known = {f.name for f in fields(kind) if f.init} - ({"name"} if kind is Exact else set())
+    for key in values:
+        if key not in known or kind is Exact:
+            raise ConfigError(f"vllm: policy {given['name']} has no setting {key!r}")
+    made: Policy = kind(**values)
+    return made
+
+
+def at_least(asked: Policy, floor: Policy) -> bool:
+    """Whether a policy is certainly no looser than the floor. Pure.
+
+    Exact and KeepAll are as strict as any; of one kind, more rows, a lower bound or no cap are.
+    """
+    if isinstance(asked, Exact | KeepAll):
+        return True
+    if isinstance(asked, Quality) and isinstance(floor, Quality):
+        free = asked.max_bytes is None or (
+            floor.max_bytes is not None and asked.max_bytes >= floor.max_bytes
+        )
+        same = asked.probe == floor.probe and (asked.per == floor.per or asked.per == "head")
+        return same and free and asked.max_missing_mass <= floor.max_missing_mass
+    if isinstance(asked, Paper) and isinstance(floor, Paper):
+        gate = asked.gate or not floor.gate
+        same = asked.alpha == floor.alpha and asked.fallback == floor.fallback
+        return gate and same and asked.keep >= floor.keep
+    if type(asked) is type(floor) and isinstance(asked, AllHeads | Random | Recency):
+        assert isinstance(floor, AllHeads | Random | Recency)
+        return asked.keep >= floor.keep
+    return False
+
+
+# ---- what vLLM was configured to do --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model as vLLM serves it: what the store holds of it, and under which name."""
+
+    geometry: Geometry
+    namespace: bytes
+    layer_names: tuple[str, ...]  # of the attention layers, in order
+    block_size: int  # tokens
+
+
+def served(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Served:
+    """Checks a vLLM configuration. Raises Unsupported or ConfigError with the setting to change."""
+    _check_features(vllm_config, settings)
+    spec, names = _one_group(kv_cache_config)
+    model = vllm_config.model_config
+    config = model.hf_text_config
+    if config.model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise Unsupported(f"model type {config.model_type!r} is not supported; supported: {known}")
+    for rope in rope_types(config):
+        if "dynamic" in rope or rope == "longrope":
+            raise Unsupported(f"RoPE type {rope!r} rotates keys by the prompt's length")
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if spec.dtype != model.dtype or dtype not in DTYPES:
+        raise Unsupported(
+            f"a KV cache of {dtype} for a model in {model.dtype} is not supported: "
+            "drop --kv-cache-dtype"
+        )
+    if config.num_hidden_layers != len(names):
+        raise Unsupported(f"{len(names)} KV layers for {config.num_hidden_layers} of the model")
+    geometry = Geometry(
+        len(names), config.num_attention_heads, spec.num_kv_heads, spec.head_size, dtype
+    )
+    for policy in (settings.policy, settings.floor):
+        check_policy(policy, geometry, settings.config.window)
+    return Served(geometry, _namespace(vllm_config, settings, dtype), names, spec.block_size)
+
+
+def _check_features(vllm_config: Any, settings: Settings) -> None:
+    parallel = vllm_config.parallel_config
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            flag = "--" + name.replace("_", "-")
+            raise Unsupported(f"{flag} above 1 is not tested and so refused: use 1")
+    if vllm_config.scheduler_config.async_scheduling:
+        raise Unsupported("a lost load cannot be taken back then: start with --no-async-scheduling")
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        raise ConfigError('vllm: set "kv_load_failure_policy": "recompute" beside kv_connector')
+    if vllm_config.speculative_config is not None:
+        raise Unsupported("speculative decoding is not supported: drop --speculative-config")
+    if vllm_config.model_config.runner_type != "generate":
+        raise Unsupported("only text generation is supported: use --runner generate")
+    if vllm_config.device_config.device_type != "cpu":
+        raise Unsupported("only vLLM on the CPU is supported by this version")
+    if settings.sparse:
+        from impress.engines.vllm.attention import check_backend
+
+        check_backend()
+
+
+def _one_group(kv_cache_config: Any) -> tuple[Any, tuple[str, ...]]:
+    """The spec and layers of the only KV cache group. Raises Unsupported for hybrid models."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    groups = kv_cache_config.kv_cache_groups
+    spec: Any = groups[0].kv_cache_spec if groups else None
+    if len(groups) != 1 or type(spec).__name__ != "FullAttentionSpec":
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+        raise Unsupported(
+            f"hybrid models and sliding windows are not supported (KV caches: {kinds}): "
+            "serve this model without impress"
+        )
+    if spec.sliding_window is not None or getattr(spec, "attention_chunk_size", None) is not None:
+        raise Unsupported("sliding windows are not supported: --disable-sliding-window")
+    names = sorted(groups[0].layer_names, key=extract_layer_index)
+    return spec, tuple(names)
+
+
+def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
+    """The namespace of the model's files, as this configuration computes with them."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if load.load_format == "dummy":
+        raise Unsupported("--load-format dummy makes weights that no file names")
+    changes = {
+        "quantization": model.quantization,
+        "hf_overrides": model.hf_overrides if not callable(model.hf_overrides) else None,
+    }
+    if callable(model.hf_overrides):
+        raise Unsupported("hf_overrides as a function cannot be named in a key: pass a dict")
+    made = {key: value for key, value in changes.items() if value}
+    if made and settings.cross_engine:
+        raise ConfigError(f"vllm: cross_engine does not go with {', '.join(made)}")
+    engine = "vllm" + (json.dumps(made, sort_keys=True, default=str) if made else "")
+    directory = _directory(model, load)
+    return namespace_of(directory, cross_engine=settings.cross_engine, engine=engine, dtype=dtype)
+
+
+def _directory(model: Any, load: Any) -> Path:
+    """Where the model's files are. Raises BadInput."""
+    if Path(model.model).is_dir():
+        return Path(model.model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                model.model, revision=model.revision, cache_dir=load.download_dir,
+                local_files_only=True,
+            )
+        )  # fmt: skip
+    except (OSError, ValueError) as err:
+        raise BadInput(
+            f"namespace: the files of {model.model} are not on this disk: {err}"
+        ) from None

@@ -1,0 +1,133 @@
+"""Stores of this process, one writer a directory: vLLM's two sides may live in one process or two.
+
+one process     the worker's store is the scheduler's too: what was stored is found at once
+two processes   the scheduler has a snapshot (mode "r"), opened again behind its back whenever
+                the worker says that something was stored or lost; a snapshot that is behind
+                makes misses and load errors, never a wrong answer
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from impress.config import Config
+from impress.errors import FormatError, ImpressError
+from impress.store import PrefixStore
+from impress.types import Geometry
+
+log = logging.getLogger("impress")
+
+Opener = Callable[[], PrefixStore]
+
+_stores: dict[Path, tuple[PrefixStore, int]] = {}
+_lock = threading.Lock()
+
+
+def acquire(path: Path, opener: Opener | None) -> PrefixStore | None:
+    """This process's store of a directory, opened if need be; None if there is none to share.
+
+    Every acquire wants a release. Raises what `opener` does.
+    """
+    where = path.resolve()
+    with _lock:
+        store, users = _stores.get(where, (None, 0))
+        if store is None:
+            if opener is None:
+                return None
+            store = opener()
+        _stores[where] = (store, users + 1)
+        return store
+
+
+def release(path: Path) -> None:
+    """The last release closes the store: what is queued is finished first."""
+    where = path.resolve()
+    with _lock:
+        store, users = _stores.pop(where)
+        if users > 1:
+            _stores[where] = (store, users - 1)
+            return
+    store.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A process that ends without shutting vLLM down still finishes its stores."""
+    with _lock:
+        left = [store for store, _ in _stores.values()]
+        _stores.clear()
+    for store in left:
+        store.close()
+
+
+class View:
+    """What is stored, for the scheduler: lookups in memory only, never I/O on the caller's thread.
+
+    For one thread. `refresh` returns at once.
+    """
+
+    def __init__(self, path: Path, geometry: Geometry, namespace: bytes, config: Config) -> None:
+        self._path = path
+        self._open = (geometry, namespace, config)
+        self._shared = acquire(path, None)
+        self._snapshot: PrefixStore | None = None
+        self._stale = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        if self._shared is None:
+            self._reopen()
+            self._thread = threading.Thread(target=self._follow, name="impress-view", daemon=True)
+            self._thread.start()
+
+    @property
+    def shared(self) -> bool:
+        """Whether it is the worker's own store."""
+        return self._shared is not None
+
+    def lookup(self, tokens: Any, extra: Mapping[int, bytes], tenant: str) -> int:
+        """Tokens of this prompt that are stored, in whole windows; 0 where nothing can be seen."""
+        store = self._shared or self._snapshot
+        return store.lookup(tokens, extra, tenant) if store is not None else 0
+
+    def refresh(self) -> None:
+        """Something was stored or lost: look again soon. Returns at once."""
+        self._stale.set()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._shared is not None:
+            release(self._path)
+        if self._thread is not None:
+            self._stale.set()
+            self._thread.join()
+
+    def _follow(self) -> None:
+        while True:
+            self._stale.wait()
+            self._stale.clear()
+            if self._closed:
+                return
+            self._reopen()
+
+    def _reopen(self) -> None:
+        geometry, namespace, config = self._open
+        small = config.model_copy(
+            update={"dram_bytes": 0, "hbm_bytes": 0, "io_threads": 1, "metrics_port": None}
+        )
+        try:
+            fresh = PrefixStore.open(self._path, geometry, namespace, small, mode="r")
+        except FormatError:
+            return  # nothing has been stored here yet
+        except ImpressError as err:
+            log.warning("%s: the scheduler's view is not renewed: %s", self._path, err)
+            return
+        fresh.close()  # lookups need its tree, not its files
+        self._snapshot = fresh

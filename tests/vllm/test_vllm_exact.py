@@ -1,0 +1,267 @@
+"""Exact reuse inside vLLM: the tokens of plain vLLM, whatever happens on the way."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
+
+from tests.vllm.served import Served, params, tokens, words
+from tiers.iopool import IoPool
+from tiers.ssd import SsdTier
+
+Serve = Callable[..., Served]
+
+DOCUMENT = words(700, seed=1)  # five blocks of 128, ten windows of 64 and a bit
+QUESTIONS = [DOCUMENT + words(20 + i, seed=10 + i) for i in range(8)]
+HIT = 640
+
+
+def _plain(serve: Serve, *args: Any, ask: Any = None, **named: Any) -> list[list[int]]:
+    served = serve(*args, store=False, **named)
+    answers = tokens(served.ask(ask or QUESTIONS))
+    served.close()
+    return answers
+
+
+def _stored(serve: Serve, *args: Any, **named: Any) -> Served:
+    """An engine whose store holds the document, and whose own cache is empty."""
+    served = serve(*args, **named)
+    served.ask(QUESTIONS[:1])
+    served.forget()
+    return served
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["opt", "llama"])
+def test_answers_are_those_of_plain_vllm_across_a_restart(
+    serve: Serve, model: str, dtype: str
+) -> None:
+    plain = serve(model, dtype, store=False)
+    alone = tokens(plain.ask(QUESTIONS[:1]))
+    together = tokens(plain.ask(QUESTIONS))
+    plain.close()
+    first = serve(model, dtype)
+    assert tokens(first.ask(QUESTIONS[:1])) == alone
+    first.settle()
+    assert first.store.stats()["tokens"] >= HIT
+    first.close()
+    second = serve(model, dtype)
+    answers = second.ask(QUESTIONS[:1])
+    assert tokens(answers) == alone
+    assert answers[0].n_cached == HIT
+    assert answers[0].said["mode"] == "exact"
+    second.forget()
+    answers = second.ask(QUESTIONS)
+    assert tokens(answers) == together
+    assert [answer.n_cached for answer in answers] == [HIT] * 8
+    second.settle()
+    assert second.used_blocks() == 0
+    assert second.store.stats()["leases"] == 0
+    second.store.check()
+
+
+def test_without_vllms_own_prefix_cache_every_request_reads_the_store(serve: Serve) -> None:
+    plain = _plain(serve)
+    served = serve(enable_prefix_caching=False)
+    served.ask(QUESTIONS[:1])
+    served.settle()
+    answers = served.ask(QUESTIONS)
+    assert tokens(answers) == plain
+    assert [answer.said["hit_tokens"] for answer in answers] == [HIT] * 8
+    rows = served.store.geometry.n_layers * HIT
+    assert all(answer.said["rows"] == rows for answer in answers)
+
+
+def test_what_prompts_share_is_stored_once(serve: Serve) -> None:
+    served = serve()
+    served.ask(QUESTIONS)
+    served.settle()
+    windows = {tuple(q[: 64 * (i + 1)]) for q in QUESTIONS for i in range(len(q) // 64)}
+    assert served.store.stats()["windows"] == len(windows)
+    assert sum(r.n_windows for r in served.store.catalog.records()) == len(windows)
+
+
+def test_the_answer_is_stored_too(serve: Serve) -> None:
+    served = serve()
+    (answer,) = served.ask(QUESTIONS[:1], n=130)
+    served.settle()
+    conversation = QUESTIONS[0] + answer.tokens[:-1]
+    assert served.store.lookup(conversation) == len(conversation) // 64 * 64
+
+
+def test_prefills_in_chunks_are_stored_and_served(serve: Serve) -> None:
+    small = {"max_num_batched_tokens": 192, "max_num_seqs": 4}
+    plain = _plain(serve, **small)
+    served = _stored(serve, **small)
+    answers = served.ask(QUESTIONS)
+    assert tokens(answers) == plain
+    assert answers[0].n_cached == HIT
+
+
+def test_preempted_requests_answer_the_same_and_leave_nothing(serve: Serve) -> None:
+    few = {"num_gpu_blocks_override": 10, "max_model_len": 1024}
+    prompts = [words(240 + 4 * i, seed=40 + i) for i in range(4)]
+    want = 40
+    plain = serve(store=False, **few)
+    expected = tokens(plain.ask(prompts, n=want))
+    plain.close()
+    served = serve(**few)
+    preempted: list[str] = []
+    preempt = served.scheduler._preempt_request
+    served.scheduler._preempt_request = lambda request, *rest, **named: (
+        preempted.append(request.request_id),
+        preempt(request, *rest, **named),
+    )
+    for _ in range(2):
+        assert tokens(served.ask(prompts, n=want)) == expected
+        served.settle()
+    assert preempted, "the test wants preemptions"
+    assert served.used_blocks() == 0
+    assert served.store.stats()["leases"] == 0
+    served.store.check()
+
+
+# ---- when reads fail -----------------------------------------------------------------------------
+
+
+def _damage(served: Served) -> None:
+    """Overwrite rows of the last layer on the disk: its checksums no longer match."""
+    path = next((Path(served.store.path) / "shards/main/segments").glob("*.seg"))
+    (record,) = served.store.catalog.records()
+    part = record.parts[0]
+    with path.open("r+b") as file:
+        file.seek(part.off + part.length - part.length // 8)
+        file.write(b"\x5a" * (part.length // 8))
+    served.store.drop_caches()
+
+
+@pytest.mark.parametrize("budget", [192, 2048], ids=["in-chunks", "in-one-step"])
+def test_a_damaged_prefix_is_computed_again(serve: Serve, budget: int) -> None:
+    small = {"max_num_batched_tokens": budget, "max_num_seqs": 8}
+    plain = _plain(serve, **small)
+    served = _stored(serve, **small)
+    _damage(served)
+    answers = served.ask(QUESTIONS)
+    assert tokens(answers) == plain
+    assert sum(served.store.stats()["lost"].values()) >= 1
+    assert served.store.stats()["leases"] == 0
+    again = served.ask(QUESTIONS)  # nothing of the lost load is found in vLLM's own cache
+    assert tokens(again) == plain
+    served.settle()
+    assert served.used_blocks() == 0
+
+
+def test_a_lease_shorter_than_promised_is_computed_from_there(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = QUESTIONS[0][:384] + words(400, seed=99)
+    plain, expected = _plain(serve), _plain(serve, ask=[longer])
+    served = _stored(serve)
+    view = served.scheduler.connector.scheduler._view
+    real, promised = view.lookup, []
+
+    def lookup(prompt: Any, *names: Any) -> int:
+        found = real(prompt, *names)
+        if len(prompt) == len(longer) and not promised:
+            promised.append(found)
+            return 768  # stands for a span evicted between lookup and lease
+        return int(found)
+
+    monkeypatch.setattr(view, "lookup", lookup)
+    assert tokens(served.ask([longer])) == expected
+    assert promised == [384]
+    assert tokens(served.ask(QUESTIONS)) == plain
+
+
+# ---- never in the way ----------------------------------------------------------------------------
+
+
+def test_the_scheduler_starts_no_io_and_waits_for_none(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = _stored(serve)
+    inside = threading.local()
+    calls: list[str] = []
+
+    def watched(name: str) -> None:
+        method = getattr(served.scheduler, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            inside.name = name
+            calls.append(name)
+            try:
+                return method(*args, **named)
+            finally:
+                inside.name = ""
+
+        monkeypatch.setattr(served.scheduler, name, call)
+
+    for name in ("add_request", "schedule", "update_from_output", "finish_requests"):
+        watched(name)
+    submit = IoPool.submit
+
+    def guarded(self: Any, *args: Any) -> Any:
+        assert not getattr(inside, "name", ""), f"{inside.name} reads or writes"
+        return submit(self, *args)
+
+    monkeypatch.setattr(IoPool, "submit", guarded)
+    answers = served.ask(QUESTIONS)
+    assert answers[0].n_cached == HIT
+    assert {"add_request", "schedule", "update_from_output"} <= set(calls)
+
+
+def test_a_disk_that_hangs_stops_no_answer(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve()
+    go = threading.Event()
+    write = SsdTier.write
+
+    def stuck(self: Any, *args: Any) -> Any:
+        assert go.wait(60)
+        return write(self, *args)
+
+    monkeypatch.setattr(SsdTier, "write", stuck)
+    try:
+        answers = served.ask(QUESTIONS[:2])
+        assert all(len(answer.tokens) == 10 for answer in answers)
+        assert served.store.stats()["tokens"] == 0
+    finally:
+        go.set()
+    served.settle()
+    assert served.store.stats()["tokens"] >= HIT
+
+
+def test_aborted_requests_leak_nothing(serve: Serve, request: pytest.FixtureRequest) -> None:
+    """Requests come, hit, are stored and are cut off at any moment; then all is given back."""
+    total = request.config.getoption("--aborts")
+    served = serve(
+        num_gpu_blocks_override=60, max_num_batched_tokens=512, max_model_len=1536, max_num_seqs=8
+    )
+    engine, rng = served.llm.llm_engine, random.Random(7)
+    documents = [words(130 * n, seed=200 + n) for n in range(1, 9)]
+    alive: list[str] = []
+    for i in range(total):
+        prompt = rng.choice(documents) + words(rng.randint(1, 200), seed=1000 + i)
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params(rng.randint(1, 40)))
+        alive.append(str(i))
+        for _ in range(rng.randint(0, 3)):
+            done = {output.request_id for output in engine.step() if output.finished}
+            alive = [name for name in alive if name not in done]
+        if alive and rng.random() < 0.6:
+            engine.abort_request([alive.pop(rng.randrange(len(alive)))])
+    while engine.has_unfinished_requests():
+        engine.step()
+    served.settle()
+    assert served.used_blocks() == 0
+    assert served.store.stats()["leases"] == 0
+    assert not served.worker.saver._lives
+    assert not served.scheduler.connector.scheduler._tracked
+    served.store.check()
+    (answer,) = served.ask([documents[-1] + words(9, seed=5)])
+    assert answer.n_cached >= 1024 - 128

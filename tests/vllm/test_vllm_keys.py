@@ -1,0 +1,249 @@
+"""What is named by what: extra keys, resets, events, counters; and what is refused at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
+
+from impress.config import Config
+from impress.engines.vllm.keys import extras_of, vllm_keys_of
+from impress.engines.vllm.settings import Settings, at_least, policy_of
+from impress.errors import ConfigError, ImpressError, Unsupported
+from impress.policy import Exact, Paper, Quality
+from tests.vllm.served import SMALL, Served, tokens, words
+
+Serve = Callable[..., Served]
+
+PROMPT = words(300, seed=3)
+
+
+def _request(**given: Any) -> Any:
+    plain = {
+        "mm_features": [], "lora_request": None, "cache_salt": None, "prompt_embeds": None,
+        "_prompt_embeds_per_block_hashes": {},
+    }  # fmt: skip
+    return SimpleNamespace(**{**plain, **given})
+
+
+def _image(name: str, offset: int, length: int) -> Any:
+    place = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(identifier=name, mm_position=place)
+
+
+def test_a_plain_prompt_has_no_extras() -> None:
+    assert extras_of(_request(), 300, 128, vllm_keys_of()) == ({}, "")
+
+
+def test_images_name_the_blocks_they_stand_in() -> None:
+    keys_of = vllm_keys_of()
+    one, _ = extras_of(_request(mm_features=[_image("a", 130, 200)]), 400, 128, keys_of)
+    other, _ = extras_of(_request(mm_features=[_image("b", 130, 200)]), 400, 128, keys_of)
+    moved, _ = extras_of(_request(mm_features=[_image("a", 131, 200)]), 400, 128, keys_of)
+    assert sorted(one) == sorted(other) == sorted(moved) == [128, 256]
+    assert not set(one.values()) & set(other.values())
+    assert one[128] != moved[128]
+
+
+def test_prompt_embeddings_are_named_by_their_digest() -> None:
+    import torch
+
+    keys_of, rows = vllm_keys_of(), torch.randn(300, 8)
+    one, _ = extras_of(_request(prompt_embeds=rows), 300, 128, keys_of)
+    again, _ = extras_of(_request(prompt_embeds=rows.clone()), 300, 128, keys_of)
+    other, _ = extras_of(_request(prompt_embeds=rows + 1), 300, 128, keys_of)
+    assert one == again
+    assert sorted(one) == [0, 128, 256]
+    assert not set(one.values()) & set(other.values())
+
+
+def test_the_salt_is_the_tenant() -> None:
+    extra, tenant = extras_of(_request(cache_salt="mine"), 300, 128, vllm_keys_of())
+    assert (extra, tenant) == ({}, "salt:mine")
+
+
+def test_an_adapter_is_named_by_its_files(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    def keyed(folder: Path, seed: int) -> bytes:
+        folder.mkdir(exist_ok=True)
+        torch.manual_seed(seed)
+        save_file({"a": torch.randn(4, 4)}, str(folder / "adapter_model.safetensors"))
+        (folder / "adapter_config.json").write_text('{"r": 4}')
+        lora = SimpleNamespace(lora_name="x", lora_path=str(folder))
+        extra, _ = extras_of(_request(lora_request=lora), 300, 128, vllm_keys_of())
+        assert list(extra) == [0]
+        return extra[0]
+
+    first = keyed(tmp_path / "a", 1)
+    assert keyed(tmp_path / "b", 1) == first  # the same files elsewhere
+    assert keyed(tmp_path / "a", 2) != first  # other files under the same name and path
+    lora = SimpleNamespace(lora_name="x", lora_path=str(tmp_path / "none"))
+    with pytest.raises(Unsupported, match="cannot be read"):
+        extras_of(_request(lora_request=lora), 300, 128, vllm_keys_of())
+
+
+def test_a_key_of_unknown_kind_is_refused() -> None:
+    def keys_of(request: Any, first: int, end: int, at: int) -> Any:
+        return (("steering", "x"),), at
+
+    with pytest.raises(Unsupported, match="'steering' is not known"):
+        extras_of(_request(), 300, 128, keys_of)
+
+
+def test_an_unknown_key_keeps_a_request_out_of_the_store(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(enable_prefix_caching=False)
+    (plain,) = served.ask([PROMPT])
+    served.settle()
+    stored = served.store.stats()["stored_tokens"]
+    side = served.scheduler.connector.scheduler
+    monkeypatch.setattr(side, "_keys_of", lambda request, *at: ((("steering", "x"),), 0))
+    (refused,) = served.ask([PROMPT])
+    (other,) = served.ask([words(300, seed=4)])
+    served.settle()
+    assert refused.tokens == plain.tokens
+    assert (refused.n_cached, other.n_cached) == (0, 0)
+    assert served.store.stats()["stored_tokens"] == stored
+
+
+def test_salts_do_not_share(serve: Serve) -> None:
+    served = serve(enable_prefix_caching=False)
+    (mine,) = served.ask([PROMPT], salt="mine")
+    served.settle()
+    (other,) = served.ask([PROMPT], salt="other")
+    (plain,) = served.ask([PROMPT])
+    served.settle()
+    (again,) = served.ask([PROMPT], salt="mine")
+    assert [a.n_cached for a in (mine, other, plain, again)] == [0, 0, 0, 256]
+    assert tokens([mine]) == tokens([other]) == tokens([plain]) == tokens([again])
+
+
+def test_a_reset_forgets_what_was_stored(serve: Serve) -> None:
+    served = serve()
+    served.ask([PROMPT])
+    served.forget()
+    assert served.ask([PROMPT])[0].n_cached == 256
+    served.settle()
+    assert served.scheduler.reset_prefix_cache(reset_connector=True)
+    assert served.ask([PROMPT])[0].n_cached == 0
+    served.forget()
+    assert served.ask([PROMPT])[0].n_cached == 256  # what was stored since is found
+
+
+def test_hits_show_in_the_counters_and_events(serve: Serve) -> None:
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import BlockStored
+
+    served = serve(kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+    events = served.scheduler.connector.scheduler._events
+    told: list[Any] = []
+    take = events.take
+    events.take = lambda: told.extend(found := take()) or found
+    before = {m.name: m.value for m in served.llm.get_metrics() if hasattr(m, "value")}
+    served.ask([PROMPT])
+    served.forget()
+    served.ask([PROMPT])
+    served.settle()
+    told += take()
+    (stored,) = [event for event in told if isinstance(event, BlockStored)]
+    assert stored.token_ids == PROMPT[:256]
+    assert stored.medium == "STORAGE"
+    assert len(stored.block_hashes) == 2
+    now = {m.name: m.value for m in served.llm.get_metrics() if hasattr(m, "value")}
+    grown = {name: now[name] - before.get(name, 0) for name in now}
+    assert grown["vllm:external_prefix_cache_hits"] == 256
+    assert grown["vllm:impress_requests_exact"] == 1
+    assert grown["vllm:impress_stored"] >= 1
+    n_bytes = 256 * served.store.geometry.token_bytes
+    assert grown["vllm:impress_read_bytes_ssd"] >= n_bytes
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({}, 'needs "store"'),
+        ({"stor": "x"}, "nearest known is 'store'"),
+        ({"store": "x", "policy": {"name": "papr"}}, "a policy is"),
+        ({"store": "x", "policy": {"name": "paper", "keeep": 1}}, "no setting 'keeep'"),
+        ({"store": "x", "policy": {"name": "paper"}, "floor": {"name": "exact"}}, "looser"),
+        ({"store": "x", "config": {"window": 63}}, "window must be"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Settings.of(extra)
+
+
+def test_probes_of_every_policy_are_stored() -> None:
+    settings = Settings.of(
+        {"store": "x", "floor": {"name": "quality"}, "config": {"probes": ["heads3-v1"]}}
+    )
+    assert settings.config.probes == ("heads3-v1", "int4-v1")
+    assert settings.sparse
+    assert not Settings.of({"store": "x"}).sparse
+
+
+def test_a_request_may_be_stricter_than_the_floor_never_looser() -> None:
+    assert at_least(Exact(), Paper())
+    assert at_least(Paper(keep=0.5), Paper(keep=0.25))
+    assert not at_least(Paper(keep=0.1), Paper(keep=0.25))
+    assert not at_least(Paper(gate=False), Paper())
+    assert not at_least(Paper(keep=1.0), Quality())
+    assert at_least(Quality(0.05), Quality(0.1))
+    assert at_least(Quality(0.1, per="head"), Quality(0.1))
+    assert not at_least(Quality(0.2), Quality(0.1))
+    assert not at_least(Quality(0.1, max_bytes=1 << 20), Quality(0.1))
+    assert at_least(Quality(0.1), Quality(0.1, max_bytes=1 << 20))
+    assert not at_least(Paper(), Exact())
+    assert policy_of({"name": "quality", "max_missing_mass": 0.05}) == Quality(0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+        ({"load_format": "dummy"}, "--load-format dummy"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_start(
+    models: dict[str, Path], tmp_path: Path, arguments: dict[str, Any], says: str
+) -> None:
+    from vllm import LLM
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    from tests.vllm.served import transfer_config
+
+    given = dict(arguments)
+    config = transfer_config(tmp_path / "store")
+    if "kv_load_failure_policy" in given:
+        config["kv_load_failure_policy"] = given.pop("kv_load_failure_policy")
+    with pytest.raises((ImpressError, RuntimeError), match=says):
+        LLM(
+            model=str(models["opt"]), dtype="float32", kv_transfer_config=config, max_model_len=512,
+            enforce_eager=True, skip_tokenizer_init=True, **given,
+        )  # fmt: skip
+    assert kv_transfer_state._KV_CONNECTOR_AGENT is None
+
+
+def test_a_second_writer_is_refused(serve: Serve, tmp_path: Path) -> None:
+    from impress.engines.vllm.shared import acquire, release
+    from impress.store import PrefixStore
+
+    served = serve()
+    assert acquire(tmp_path / "store", None) is served.store
+    release(tmp_path / "store")
+    with pytest.raises(ImpressError, match=r"holds|locked|writer"):
+        PrefixStore.open(
+            tmp_path / "store", served.store.geometry, b"x" * 32, Config(**SMALL), "rw"
+        )
