@@ -1,0 +1,174 @@
+"""Chosen rows on the disk before and after packing: bytes, requests and seconds of a sparse read.
+
+Choices are drawn: a row's worth to a request is a mix of its popularity, the same for all requests,
+and of what it is to this one. How far the choices follow the average order is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from experiments.common import Row
+from experiments.systems.generate import density
+from experiments.systems.planned import Planned
+from experiments.systems.serve import settle
+from impress.choices import Selection, n_kept, top_k
+from impress.config import Config
+from impress.policy import KeepAll
+from impress.store import PrefixStore
+from impress.types import Geometry
+from tiers.coalesce import coalesce
+
+N_TOKENS: Final = 5120
+N_LAYERS: Final = 4
+HEAD_DIM: Final = 128
+#: Requests a row order is learnt from.
+N_EARLIER: Final = 32
+#: Tokens that are important together.
+SMOOTH: Final = 64
+Positions = npt.NDArray[np.int64]
+
+
+def choices(
+    n_requests: int, overlap: float, keep: float, seed: int
+) -> tuple[list[list[Positions]], npt.NDArray[np.float32]]:
+    """[request][layer] positions, and how often earlier requests chose each row [layers, n]."""
+    rng = np.random.default_rng([seed, 11])
+    k = n_kept(keep, N_TOKENS)
+    popular = _smooth(rng, N_LAYERS)
+    drawn = []
+    for _ in range(n_requests + N_EARLIER):
+        worth = overlap * popular + math.sqrt(1 - overlap**2) * _smooth(rng, N_LAYERS)
+        drawn.append([np.flatnonzero(top_k(row, k)) for row in worth])
+    earlier = np.zeros((N_LAYERS, N_TOKENS), dtype=np.float32)
+    for request in drawn[:N_EARLIER]:
+        for layer, positions in enumerate(request):
+            earlier[layer, positions] += 1 / N_EARLIER
+    return drawn[N_EARLIER:], earlier
+
+
+def _smooth(rng: Any, n: int) -> npt.NDArray[np.float32]:
+    alone = rng.standard_normal((n, N_TOKENS), dtype=np.float32)
+    together = rng.standard_normal((n, -(-N_TOKENS // SMOOTH)), dtype=np.float32)
+    together = np.repeat(together, SMOOTH, axis=1)[:, :N_TOKENS]
+    mixed: npt.NDArray[np.float32] = math.sqrt(0.6) * together + math.sqrt(0.4) * alone
+    return mixed
+
+
+def measured_overlap(
+    requests: Sequence[Sequence[Positions]], earlier: npt.NDArray[np.float32]
+) -> float:
+    """Mean share of a choice that is among as many rows first in the average order."""
+    shares = [
+        float(top_k(earlier[layer], len(positions))[positions].mean())
+        for request in requests
+        for layer, positions in enumerate(request)
+    ]
+    return float(np.mean(shares))
+
+
+@dataclass(slots=True)
+class Rows:
+    """One prefix stored twice: rows in position order, and by how often they were chosen."""
+
+    geometry: Geometry
+    stores: dict[str, PrefixStore]
+    tokens: Any
+
+    @classmethod
+    def of(cls, folder: Path, row_bytes: int, earlier: Any, seed: int, window: int = 64) -> Rows:
+        """`row_bytes`: of a row of keys, and as many of values."""
+        geometry = Geometry(N_LAYERS, *[row_bytes // (2 * HEAD_DIM)] * 2, HEAD_DIM)
+        rng = np.random.default_rng([seed, 12])
+        tokens = rng.integers(0, 50_000, N_TOKENS, dtype=np.int32)
+        config = Config(
+            window=window, dram_bytes=64 << 20, durable=False, segment_bytes=64 << 20,
+            repack_every_s=0.0,
+        )  # fmt: skip
+        stores = {}
+        shape = (geometry.n_kv_heads, N_TOKENS, HEAD_DIM)
+        for name in ("before", "after"):
+            store = PrefixStore.open(folder / name, geometry, "rows", config)
+            with store.writer(tokens, wait_s=60) as writer:
+                for layer in range(N_LAYERS):
+                    k, v = (_words(rng, shape) for _ in range(2))
+                    writer.put(layer, 0, k, v, earlier[layer] if name == "after" else None)
+            store.flush()
+            stores[name] = store
+        return cls(geometry, stores, tokens)
+
+    def read(self, name: str, chosen: Sequence[Positions]) -> Row:
+        """One sparse request: bytes moved and selected, requests to the disk, seconds of reading."""
+        given = [Selection(p, math.nan, math.nan, False, "given") for p in chosen]
+        policy = Planned("given", None, given, lambda _layer: False, lambda _layer: None)
+        wanted = sum(len(p) for p in chosen) * 2 * self.geometry.k_row_bytes
+        return {"selected": wanted, **self._read(name, policy)}
+
+    def read_all(self, name: str) -> Row:
+        """Every row of every layer, layer by layer as the sparse ones."""
+        return self._read(name, KeepAll())
+
+    def _read(self, name: str, policy: Any) -> Row:
+        store = self.stores[name]
+        store.drop_caches()
+        counted = _Counted(store.ssd)
+        before = store.stats()["load_latency"]["sum_ms"]
+        with store.lease(self.tokens) as lease:
+            # Sums and maps are read with the lease, before the clock: they stay in memory.
+            with lease.session(policy) as session, counted:
+                for layer in range(N_LAYERS):
+                    session.retrieve(layer, None)
+                lines = session.report().per_layer
+        io_s = (store.stats()["load_latency"]["sum_ms"] - before) / 1e3
+        settle(store._pool)
+        moved = sum(sum(line["bytes"].values()) for line in lines)
+        return {"moved": moved, "requests": counted.n, "io_s": io_s}
+
+    def chunks(self, chosen: Sequence[Positions], name: str, unit: int) -> float:
+        """Rows of touched chunks of `unit` rows over rows chosen: computed, nothing is read."""
+        with self.stores[name].lease(self.tokens) as lease:
+            (source,) = lease.sources
+            shares = [
+                density(np.sort(source.ordinals(layer, positions)), unit)
+                for layer, positions in enumerate(chosen)
+            ]
+        return float(1 / np.mean(shares))
+
+    def close(self) -> None:
+        for store in self.stores.values():
+            store.close()
+
+
+def _words(rng: Any, shape: tuple[int, ...]) -> Any:
+    """Incompressible finite float16."""
+    words = rng.integers(0, 1 << 64, int(np.prod(shape)) // 4, dtype=np.uint64)
+    words &= np.uint64(0xBFFF_BFFF_BFFF_BFFF)
+    return words.view(np.float16).reshape(shape[1], shape[0], shape[2]).transpose(1, 0, 2)
+
+
+class _Counted:
+    """Counts the requests a medium sends while it is entered."""
+
+    def __init__(self, ssd: Any) -> None:
+        self.n = 0
+        self._ssd = ssd
+
+    def __enter__(self) -> _Counted:
+        read = self._ssd.read
+
+        def counting(reads: Any) -> None:
+            self.n += len(coalesce(reads))
+            read(reads)
+
+        self._ssd.read = counting
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._ssd.read
