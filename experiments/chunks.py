@@ -70,10 +70,14 @@ def measure(options: Options, kib: int, mix: float) -> list[Row]:
 
 
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
-    shown = ("row_kib", "overlap", "amplification_before", "amplification_after",
-             "requests_before", "requests_after", "io_ms_before", "io_ms_after",
-             "io_vs_floor_before", "io_vs_floor_after")  # fmt: skip
-    print_rows("A sparse read of 25 % of the rows", [{name: r[name] for name in shown} for r in rows])
+    print_rows("A sparse read of 25 % of the rows: in position order -> packed", [
+        {
+            "row": f"{r['row_kib']} KiB", "overlap": f"{r['overlap']:.2f}",
+            "moved/chosen": _pair(r, "amplification"), "requests": _pair(r, "requests"),
+            "I/O ms": _pair(r, "io_ms"), "I/O / floor": _pair(r, "io_vs_floor"),
+        }
+        for r in rows
+    ])  # fmt: skip
     said: Figures = {}
     high = [row for row in rows if row["overlap"] >= PACKED_FROM]
     for kib in ROW_KIB:
@@ -86,8 +90,14 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     for name in ("before", "after"):
         said[f"amplification_{name}"] = float(np.mean([r[f"amplification_{name}"] for r in paper]))
         said[f"chunk_amplification_{name}"] = float(np.mean([r[f"{name}_unit_64"] for r in paper]))
-    said["chunks_times_fewer"] = said["chunk_amplification_before"] / said["chunk_amplification_after"]
+    said["chunks_times_fewer"] = (
+        said["chunk_amplification_before"] / said["chunk_amplification_after"]
+    )
     return said, rows
+
+
+def _pair(row: Row, name: str) -> str:
+    return f"{row[f'{name}_before']:.3g} -> {row[f'{name}_after']:.3g}"
 
 
 def draw_curve(figure: Any, _said: Figures, rows: list[Row]) -> None:

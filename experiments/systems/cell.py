@@ -184,6 +184,7 @@ def summary(served: Sequence[Served], dilation: float) -> Row:
         "mb": float(np.mean([sum(s.bytes_by_tier.values()) for s in served])) / 1e6,
         "ssd_mb": float(np.mean([s.bytes_by_tier.get("ssd", 0) for s in served])) / 1e6,
         "fell_back": float(np.mean([s.fell_back for s in served])),
+        "map_share": sum(s.map_s for s in served) / sum(s.ttft_s for s in served),
         "rows": float(np.mean([s.rows_share for s in served])),
     }  # fmt: skip
     if len(ms) >= 1000:

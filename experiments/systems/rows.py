@@ -105,7 +105,7 @@ class Rows:
         return cls(geometry, stores, tokens)
 
     def read(self, name: str, chosen: Sequence[Positions]) -> Row:
-        """One sparse request: bytes moved and selected, requests to the disk, seconds of reading."""
+        """One sparse request: bytes moved and selected, requests to the disk, seconds."""
         given = [Selection(p, math.nan, math.nan, False, "given") for p in chosen]
         policy = Planned("given", None, given, lambda _layer: False, lambda _layer: None)
         wanted = sum(len(p) for p in chosen) * 2 * self.geometry.k_row_bytes

@@ -49,6 +49,7 @@ class Served:
     rows_by_tier: dict[str, int] = field(default_factory=dict)
     fell_back: float = 0.0
     rows_share: float = 1.0
+    map_s: float = 0.0  # finding where rows lie
     mode: str = "exact"
 
 
@@ -228,4 +229,5 @@ def _served(
         ttft_s, io_s, compute_s, dict(report.bytes_by_tier), dict(report.rows_by_tier),
         fell_back=sum(bool(line.get("fell_back")) for line in lines) / len(lines),
         rows_share=sum(line.get("chosen", n_tokens) for line in lines) / n_tokens / len(lines),
+        map_s=sum(line.get("map_ms", 0.0) for line in lines) / 1e3,
     )  # fmt: skip
