@@ -1,0 +1,114 @@
+"""Every experiment of the paper's figures, one after the other, each in a process of its own.
+
+    python -m experiments.all --quick            about 20 minutes on two quiet cores
+    python -m experiments.all --resume           the full sizes; goes on where a run stopped
+
+Reports and plots go to docs/results, and the tables of docs/RESULTS.md are filled from them. One
+that fails is named at the end, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from experiments import fio, results_table
+from experiments.common import Unable, console, scratch
+from experiments.harness import duration
+
+#: In the order they run: what needs a quiet disk stands together.
+NAMES: Final = (
+    "accuracy", "threshold", "zero_hit", "chunks", "hits", "repack", "ttft", "ablation", "scale",
+)  # fmt: skip
+#: Those whose time or figures hang on the disk's rate.
+_DISK: Final = ("chunks", "repack", "ttft", "ablation", "scale")
+_ROOT: Final = Path(__file__).resolve().parent.parent
+#: After so long one experiment of a quick run is stopped, and the rest goes on.
+_LIMIT_S: Final = {False: None, True: 900}
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How one experiment ended. `status`: its exit status, 124 when it was stopped by time."""
+
+    name: str
+    status: int
+    seconds: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run them. 0 when every one did, 1 when some failed, 130 when stopped."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.all", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser.add_argument("--resume", action="store_true", help="keep the cells measured before")
+    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", default=NAMES)
+    parser.add_argument("--out", type=Path, metavar="DIR", default=_ROOT / "docs" / "results")
+    parser.add_argument("--dir", type=Path, metavar="DIR", default=Path(), help="where data goes")
+    parser.add_argument("--disk-gb-s", type=float, metavar="X", help="default: fio measures it")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        rate = args.disk_gb_s or _disk_gb_s(args.dir)
+        ran = [one(name, args, rate) for name in args.only]
+    except KeyboardInterrupt:
+        console.print("stopped; --resume goes on")
+        return 130
+    except Unable as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 2
+    _say(ran)
+    if args.out == _ROOT / "docs" / "results":
+        results_table.fill(_ROOT / "docs" / "RESULTS.md", args.out)
+    return 1 if any(r.status for r in ran) else 0
+
+
+def one(name: str, args: argparse.Namespace, rate: float) -> Ran:
+    """One experiment to its end, whatever that is."""
+    command = [
+        sys.executable, "-m", f"experiments.{name}", "--json", str(args.out / f"{name}.json"),
+        "--plot", str(args.out), "--dir", str(args.dir),
+    ]  # fmt: skip
+    command += ["--quick"] if args.quick else []
+    command += ["--resume"] if args.resume else []
+    command += ["--disk-gb-s", f"{rate:g}"] if name in _DISK else []
+    console.rule(name)
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(command, cwd=Path.cwd(), check=False, timeout=_LIMIT_S[args.quick])
+        status = done.returncode
+    except subprocess.TimeoutExpired:
+        status = 124
+    if status == 130:
+        raise KeyboardInterrupt
+    return Ran(name, status, time.monotonic() - begin)
+
+
+def _disk_gb_s(parent: Path) -> float:
+    """Sequential reads of a fresh file, by fio: once for all, so that they share one dilation."""
+    try:
+        fio.version()
+    except Unable as err:
+        raise Unable(f"{err}; or say --disk-gb-s X") from None
+    with scratch(parent) as folder:
+        file = folder / "fio.bin"
+        fio.write(file, 1 << 30, 1)
+        rates = [fio.read(file, "libaio", 1 << 20, pattern="read", seed=i).gb_s for i in range(3)]
+    return float(sorted(rates)[1])
+
+
+def _say(ran: Sequence[Ran]) -> None:
+    console.rule("all")
+    for r in ran:
+        said = {0: "done", 124: "STOPPED: took too long"}.get(r.status, f"FAILED ({r.status})")
+        console.print(f"{r.name:10} {duration(r.seconds):>8}  {said}")
+    console.print(f"in all {duration(sum(r.seconds for r in ran))}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Fills the tables of docs/RESULTS.md from docs/results/*.json: no number is copied by hand.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. `paper` is every figure beside the
+paper's; any other name is a report, whose rows are printed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from experiments.results_lines import LINES, Line, Ours
+
+_MARK: Final = re.compile(r"(<!-- table: ([\w.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_NOT_RUN: Final = "not yet run"
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """What experiments reported, by name."""
+
+    by_name: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, folder: Path) -> Reports:
+        found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+        return cls({name: report for name, report in found.items() if "figures" in report})
+
+    def figure(self, ours: Ours) -> str:
+        """One figure as text."""
+        report = self.by_name.get(ours.report)
+        if report is None:
+            return _NOT_RUN
+        value = report["figures"].get(ours.figure)
+        if value is None:
+            withdrawn = report["figures"].get("emulator_error", 0.0) > 0.15
+            return "withdrawn" if withdrawn else "not available"
+        return ours.form.format(value)
+
+    def when(self) -> str:
+        """One line for each report: date, commit, size, machine."""
+        lines = ["| experiment | date | commit | size | emulator off by |", "|---|---|---|---|---|"]
+        for name, report in self.by_name.items():
+            meta = report["meta"]
+            error = report["figures"].get("emulator_error")
+            off = "" if error is None else f"{error:.1%}"
+            if meta.get("emulator checked") is False:
+                off = "not checked"
+            size = "quick" if meta.get("quick") else "full"
+            lines.append(f"| {name} | {meta['date'][:10]} | `{meta['commit']}` | {size} | {off} |")
+        return "\n".join(lines) + "\n"
+
+
+def paper_table(reports: Reports) -> str:
+    """Every figure of the paper's, ours beside it."""
+    made = [
+        "| paper | what | paper's | ours | how | why they differ |",
+        "|---|---|---|---|---|---|",
+    ]
+    for line in LINES:
+        made.append(f"| {line.where} | {line.what} | {line.paper} | {_ours(line, reports)} | "
+                    f"{line.how} | {line.why} |")  # fmt: skip
+    return "\n".join(made) + "\n"
+
+
+def _ours(line: Line, reports: Reports) -> str:
+    return "; ".join(f"{o.label}{reports.figure(o)}" for o in line.ours) or _NOT_RUN
+
+
+def rows_table(report: Mapping[str, Any], columns: Mapping[str, str]) -> str:
+    """Some columns of a report's rows."""
+    made = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for row in report["rows"]:
+        if all(name in row for name in columns.values()):
+            made.append(f"| {' | '.join(_cell(row[name]) for name in columns.values())} |")
+    return "\n".join(made) + "\n"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+#: Report -> heading of a column -> name in its rows.
+_COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
+    "ttft": {
+        "cell": "cell", "system": "system", "p50 ms": "p50_ms", "p90 ms": "p90_ms",
+        "I/O ms": "io_ms", "MB moved": "mb", "MB from SSD": "ssd_mb", "HBM": "hbm", "DRAM": "dram",
+        "rows": "rows", "fell back": "fell_back",
+    },
+    "ablation": {"cell": "cell", "system": "system", "p50 ms": "p50_ms", "I/O ms": "io_ms",
+                 "MB moved": "mb", "HBM": "hbm", "DRAM": "dram"},
+    "scale": {"cell": "cell", "system": "system", "p50 ms": "p50_ms", "I/O ms": "io_ms",
+              "MB moved": "mb", "fell back": "fell_back"},
+    "chunks": {"row KiB": "row_kib", "overlap": "overlap",
+               "moved ÷ chosen before": "amplification_before", "after": "amplification_after",
+               "requests before": "requests_before", "requests after": "requests_after",
+               "I/O ÷ floor before": "io_vs_floor_before",
+               "I/O ÷ floor after": "io_vs_floor_after"},
+    "hits": {"ratio": "ratio", "Zipf": "zipf", "eviction": "eviction", "HBM rows": "hbm_rows",
+             "DRAM rows": "dram_rows", "HBM chunks": "hbm_chunks", "DRAM chunks": "dram_chunks"},
+    "threshold": {"model": "model", "threshold": "threshold", "rows": "rows", "right": "right",
+                  "exact": "exact", "fell back": "fell_back"},
+    "zero_hit": {"hit %": "hit", "storing": "storing", "TTFT ms": "ttft_ms",
+                 "without a store": "plain_ttft_ms", "share before the forward": "share",
+                 "throughput": "throughput_share"},
+}  # fmt: skip
+
+
+def fill(page: Path, folder: Path) -> None:
+    """Rewrite every marked table of a page. Effects: the page."""
+    reports = Reports.of(folder)
+    makers: dict[str, Callable[[], str]] = {
+        "paper": lambda: paper_table(reports), "runs": reports.when,
+    }  # fmt: skip
+
+    def table(found: re.Match[str]) -> str:
+        name = found[2]
+        if name in makers:
+            text = makers[name]()
+        elif name in reports.by_name and name in _COLUMNS:
+            text = rows_table(reports.by_name[name], _COLUMNS[name])
+        else:
+            text = f"{_NOT_RUN}\n"
+        return found[1] + text + found[3]
+
+    page.write_text(_MARK.sub(table, page.read_text()))
+
+
+if __name__ == "__main__":
+    docs = Path(__file__).resolve().parent.parent / "docs"
+    fill(docs / "RESULTS.md", docs / "results")
+    sys.exit(0)

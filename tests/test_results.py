@@ -1,0 +1,99 @@
+"""The page of results is filled from reports; the experiments run one after the other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import all as everything
+from experiments import chunks, results_table
+from experiments.results_lines import LINES
+from experiments.systems.rows import Rows, choices, measured_overlap
+
+PAGE = "before\n<!-- table: NAME -->\nold\n<!-- end -->\nafter\n"
+META = {"date": "2030-01-02T03:04:05+00:00", "commit": "abc", "quick": True}
+
+
+def _filled(tmp_path: Path, name: str, reports: dict) -> str:
+    page, folder = tmp_path / "page.md", tmp_path / "results"
+    folder.mkdir()
+    for report, content in reports.items():
+        (folder / f"{report}.json").write_text(json.dumps({"meta": META, "rows": [], **content}))
+    page.write_text(PAGE.replace("NAME", name))
+    results_table.fill(page, folder)
+    return page.read_text()
+
+
+def test_a_figure_stands_beside_the_papers(tmp_path: Path) -> None:
+    text = _filled(tmp_path, "paper", {"ttft": {"figures": {"p50_vs_as_h2o_lfu": 1.75}}})
+    (line,) = [row for row in text.splitlines() if "p50 against AS+H2O+LFU" in row]
+    assert "1.2–2.8×" in line
+    assert "1.75×" in line
+    assert "emulated" in line
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert text.count("not yet run") >= len(LINES) / 2
+
+
+def test_a_withdrawn_experiment_gives_no_figure(tmp_path: Path) -> None:
+    text = _filled(tmp_path, "paper", {"ttft": {"figures": {"emulator_error": 0.3}}})
+    (line,) = [row for row in text.splitlines() if "p50 against AS+H2O+LFU" in row]
+    assert "withdrawn" in line
+
+
+def test_rows_are_printed_by_the_names_they_have(tmp_path: Path) -> None:
+    row = {"model": "m", "threshold": 0.31112, "rows": 0.5, "right": 1.0, "exact": 1.0,
+           "fell_back": 0.25}  # fmt: skip
+    text = _filled(tmp_path, "threshold", {"threshold": {"figures": {}, "rows": [row]}})
+    assert "| m | 0.311 | 0.5 | 1 | 1 | 0.25 |" in text
+
+
+def test_filling_twice_changes_nothing(tmp_path: Path) -> None:
+    once = _filled(tmp_path, "runs", {"hits": {"figures": {}}})
+    results_table.fill(tmp_path / "page.md", tmp_path / "results")
+    assert (tmp_path / "page.md").read_text() == once
+    assert "| hits | 2030-01-02 | `abc` | quick |  |" in once
+
+
+def test_one_that_fails_does_not_stop_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(everything, "NAMES", ("no_such", "results_table_no"))
+    args = argparse.Namespace(out=tmp_path, dir=tmp_path, quick=True, resume=False)
+    ran = [everything.one(name, args, 1.0) for name in everything.NAMES]
+    assert [r.status for r in ran] == [1, 1]
+    everything._say(ran)
+    assert capfd.readouterr().out.count("FAILED") == 2
+
+
+def test_the_page_has_a_table_for_every_report() -> None:
+    page = (Path(everything.__file__).parent.parent / "docs" / "RESULTS.md").read_text()
+    for name in results_table._COLUMNS:
+        assert f"<!-- table: {name} -->" in page
+
+
+def test_packed_rows_cost_less_and_are_the_same(tmp_path: Path) -> None:
+    asked, earlier = choices(3, 0.98, 0.25, 1)
+    assert measured_overlap(asked, earlier) > 0.8
+    rows = Rows.of(tmp_path, 1 << 10, earlier, 1)
+    try:
+        before, after = (
+            [rows.read(name, chosen) for chosen in asked] for name in ("before", "after")
+        )
+        for one, other in zip(before, after, strict=True):
+            assert one["selected"] == other["selected"]
+            assert other["moved"] < one["moved"]
+            assert other["requests"] < one["requests"]
+        assert rows.chunks(asked[0], "after", 64) < rows.chunks(asked[0], "before", 64)
+    finally:
+        rows.close()
+
+
+def test_a_choice_by_popularity_alone_follows_the_average_order() -> None:
+    for mix, least, most in ((1.0, 0.999, 1.0), (0.0, 0.15, 0.4)):
+        asked, earlier = choices(4, mix, 0.25, 2)
+        assert least <= measured_overlap(asked, earlier) <= most
+    assert max(chunks.MIXES[True]) < 1
