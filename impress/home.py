@@ -22,6 +22,7 @@ from impress.history import History, budget_of
 from impress.index import Index
 from impress.stats import Counters
 from tiers.base import Slot
+from tiers.errors import MediumError
 from tiers.ssd import SsdTier
 
 log = logging.getLogger("impress")
@@ -124,7 +125,12 @@ class Home:
         spans = [span for root in roots for span in self.catalog.purge(root)]
         self._erase.update(spans)
         self._counters.add("purged_spans", len(spans))
+        failed = self._counters["unerased_spans"]
         self._delete(spans)
+        if self._counters["unerased_spans"] > failed:
+            raise StoreFailed(
+                f"{self._path}: purged, but not all could be overwritten; see the log"
+            )
         return len(spans), len(self.catalog.retired_records(spans))
 
     def spoil(self, span: int) -> None:
@@ -156,9 +162,17 @@ class Home:
             self._forget(record.span_id)
             if self.committer is not None:
                 if record.span_id in self._erase:
-                    self._erase.discard(record.span_id)
-                    self.ssd.erase(Slot((record.meta, *record.parts)))
+                    self._wipe(record)
                 bury(self.ssd, record)
+
+    def _wipe(self, record: SpanRecord) -> None:
+        """Overwrite a purged span. On the committer's thread: nothing may be raised there."""
+        self._erase.discard(record.span_id)
+        try:
+            self.ssd.erase(Slot((record.meta, *record.parts)))
+        except MediumError as err:
+            log.error("%s: span %d could not be erased: %s", self._path, record.span_id, err)
+            self._counters.add("unerased_spans")
 
     def flush(self, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
         """Wait until all that was stored is READY. Raises StoreFailed for what failed since."""

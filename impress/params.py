@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -112,6 +112,31 @@ class Params:
             self._current = current
         self._keep(digest, tuple(layers))
         return digest
+
+    def forget(self, namespaces: Iterable[bytes]) -> None:
+        """Delete what was fitted to these namespaces' keys; their next fit starts anew.
+
+        Overwritten first: a basis tells something of the tokens it was fitted to.
+        """
+        begins = tuple(f"{namespace.hex()}/" for namespace in namespaces)
+        with self._lock:
+            gone = {key: d for key, d in self._current.items() if key.startswith(begins)}
+            self._current = {k: d for k, d in self._current.items() if k not in gone}
+            said = {key: digest.hex() for key, digest in self._current.items()}
+            for digest in gone.values():
+                self._cached.pop(digest, None)
+        if not gone or not self._write:
+            return
+        try:
+            _write_whole(self._folder / _CURRENT, json.dumps(said, indent=1).encode())
+            for digest in set(gone.values()):
+                path = self._folder / digest.hex()
+                with path.open("r+b") as file:
+                    file.write(bytes(path.stat().st_size))
+                    os.fsync(file.fileno())
+                path.unlink()
+        except OSError as err:
+            log.warning("probe parameters: %s: %s", self._folder, err.strerror)
 
     def _keep(self, digest: bytes, layers: Layers) -> None:
         with self._lock:

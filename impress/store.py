@@ -272,6 +272,7 @@ class PrefixStore:
         digests = {self.namespace} if namespaces is None else set(namespaces)
         if tenant is None:
             roots = {r.root for r in self._home.catalog.records() if r.namespace in digests}
+            self._reading.params.forget(digests)
         else:
             shape = (self.geometry, self.window, tenant, self._secret)
             roots = {root_key(digest, *shape) for digest in digests}

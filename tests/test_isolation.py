@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 import impress
 from impress.cli.main import app
+from tiers.errors import MediumError
 from tiers.iopool import Lane
+from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -139,6 +141,25 @@ def test_what_a_lease_holds_is_erased_when_it_ends(
         assert np.array_equal(k.numpy(), kv_of(tokens, geometry)[0][0])
         assert mark in everything_in(store.path / "shards/main/segments")
     assert mark not in everything_in(store.path / "shards/main/segments")
+    store.check()
+
+
+def test_an_erasure_that_fails_is_said(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once ended the committer's batch: what else was to be reclaimed stayed taken."""
+    store = open_store(geometry, dram_bytes=0)
+    for seed in (1, 2):
+        put_prompt(store, prompt(128, seed))
+    store.flush()
+
+    def failing(self: SsdTier, slot: object) -> None:
+        raise MediumError("no")
+
+    monkeypatch.setattr(SsdTier, "erase", failing)
+    with pytest.raises(impress.StoreFailed, match="not all could be overwritten"):
+        store.purge()
+    assert store.stats()["unerased_spans"] == 2
     store.check()
 
 

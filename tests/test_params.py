@@ -185,3 +185,16 @@ def test_a_record_of_parameters_comes_back_whole_or_not_at_all(tmp_path: Path) -
     assert kept.current(b"n" * 32, "pca25-v1") == digest and kept.current(b"m" * 32, "x") is None
     (tmp_path / "params" / "current.json").write_text("[1]")
     assert Params(tmp_path / "params", write=True).current(b"n" * 32, "pca25-v1") is None
+
+
+def test_purging_a_namespace_takes_what_was_fitted_to_it(open_store: Open) -> None:
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    put(store, 1)
+    folder = store.path / "shards/main/params"
+    assert len(list(folder.iterdir())) == 2
+    store.purge(tenant="somebody")  # what all tenants' keys were made with stays
+    assert len(list(folder.iterdir())) == 2
+    store.purge()
+    assert [path.name for path in folder.iterdir()] == ["current.json"]
+    put(store, 2)
+    assert len(list(folder.iterdir())) == 2
