@@ -159,7 +159,7 @@ def test_an_erasure_that_fails_is_said(
     monkeypatch.setattr(SsdTier, "erase", failing)
     with pytest.raises(impress.StoreFailed, match="not all could be overwritten"):
         store.purge()
-    assert store.stats()["unerased_spans"] == 2
+    assert store.counters["unerased_spans"] == 2
     store.check()
 
 
