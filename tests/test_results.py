@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from experiments import all as everything
-from experiments import chunks, results_table
+from experiments import chunks, results_table, ttft
+from experiments.harness import Disk, Options
 from experiments.results_lines import LINES
+from experiments.systems import emulator
 from experiments.systems.rows import Rows, choices, measured_overlap
+from experiments.systems.sweep import BASE
 
 PAGE = "before\n<!-- table: NAME -->\nold\n<!-- end -->\nafter\n"
 META = {"date": "2030-01-02T03:04:05+00:00", "commit": "abc", "quick": True}
@@ -97,3 +101,48 @@ def test_a_choice_by_popularity_alone_follows_the_average_order() -> None:
         asked, earlier = choices(4, mix, 0.25, 2)
         assert least <= measured_overlap(asked, earlier) <= most
     assert max(chunks.MIXES[True]) < 1
+
+
+def _options(tmp_path: Path, *, quick: bool, unchecked: bool = False) -> Options:
+    more = argparse.Namespace(unchecked=unchecked)
+    return Options(quick, None, None, False, tmp_path, 1, Disk(1.0, "given"), more, ExitStack())
+
+
+CHECK = {"part": "check", "mode": "exact", "real_ms": 10.0, "emulated_ms": 14.0, "error": 0.4}
+
+
+def test_an_emulator_that_is_off_is_withdrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulator, "check", lambda _folder, _rounds: [CHECK])
+    options = _options(tmp_path, quick=True)
+    rows = [dict(row) for cell in ttft.cells(options) for row in cell.measure()]
+    assert [row["part"] for row in rows] == ["check"]
+    assert ttft.figures(rows, options)[0] == {"emulator_error": 0.4}
+
+
+def test_the_base_cell_is_what_the_others_depart_from(tmp_path: Path) -> None:
+    check, base, *others = ttft.cells(_options(tmp_path, quick=False))
+    assert check.params == {"part": "check"}
+    assert len(others) == sum(len(values) for values in ttft.VARIED.values())
+    for cell in others:
+        changed = [name for name in BASE if cell.params[name] != base.params[name]]
+        assert len(changed) == 1
+    assert len({json.dumps(cell.params) for cell in others}) == len(others)
+
+
+def test_figures_set_the_papers_system_against_its_rivals(tmp_path: Path) -> None:
+    made = {"p50_low": 0.0, "p50_high": 0.0, "p90_ms": 0.0, "emulated_ms": 0.0, "mb": 0.0,
+            "ssd_mb": 0.0, "hbm": 0.0, "dram": 0.0, "rows": 0.0, "fell_back": 0.1}  # fmt: skip
+    ms = {"impress": 10, "as_h2o_lfu": 20, "recompute": 30, "as_int4": 8, "quality": 12,
+          "exact": 40, "auto": 12.3}  # fmt: skip
+    rows = [
+        {"part": "cell", "cell": "base", "system": name, "p50_ms": float(n), "io_ms": n / 2, **made}
+        for name, n in ms.items()
+    ]
+    said, _ = ttft.figures(rows, _options(tmp_path, quick=True))
+    assert said["p50_vs_as_h2o_lfu"] == 2.0
+    assert said["p50_vs_recompute"] == 3.0
+    assert said["p50_vs_as_int4"] == 0.8
+    assert said["worst_vs_best_of_three"] == pytest.approx(1.025)
+    assert said["fallback_share"] == 0.1

@@ -223,6 +223,20 @@ def test_low_bit_rows_come_back_nearly(bits: int, share: float) -> None:
         assert ((back - keys[head].float()).abs() <= 0.51 * scale + 1e-3).all()
 
 
+@pytest.mark.parametrize(("dilation", "mode"), [(1.0, "recompute"), (1e9, "sparse")])
+def test_the_mode_is_chosen_by_what_things_cost(dilation: float, mode: str, data: Data) -> None:
+    (auto,) = chosen(["auto"])
+    with Bench([auto], data, Load(n_measured=1, n_warm=1, most_windows=1), dilation) as bench:
+        (server,) = bench.servers
+        asking = bench.asking(*bench._asked[0])
+        assert server._mode(asking) == "sparse"  # while warming, whatever it costs
+        n = len(asking.tokens)
+        server.choose_modes(n)
+        exact = n * TINY.row_bytes * TINY.n_layers
+        server._rates.note_read("sparse", TINY.n_layers, exact // 4, exact, 5.0)
+        assert server._mode(asking) == mode
+
+
 def test_a_system_without_its_parts_is_named_and_left_out() -> None:
     assert not {s.name for s in chosen(None)} & set(lacking())
     assert {s.name for s in chosen(None)} | set(lacking()) == {s.name for s in systems()}

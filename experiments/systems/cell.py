@@ -122,6 +122,8 @@ class Bench:
     def measure(self) -> dict[str, list[Served]]:
         """Every system on the same requests, interleaved."""
         found: dict[str, list[Served]] = {s.name: [] for s in self.systems}
+        for server in self.servers:
+            server.choose_modes(self.data.prefixes[0].n_tokens)
         part = self._asked[self.n_warmed : self.n_warmed + self.load.n_measured]
         for turn, asked in enumerate(part):
             at = turn % len(self.servers)
@@ -184,6 +186,7 @@ def summary(served: Sequence[Served], dilation: float) -> Row:
         "mb": float(np.mean([sum(s.bytes_by_tier.values()) for s in served])) / 1e6,
         "ssd_mb": float(np.mean([s.bytes_by_tier.get("ssd", 0) for s in served])) / 1e6,
         "fell_back": float(np.mean([s.fell_back for s in served])),
+        "recomputed": float(np.mean([s.mode == "recompute" for s in served])),
         "map_share": sum(s.map_s for s in served) / sum(s.ttft_s for s in served),
         "rows": float(np.mean([s.rows_share for s in served])),
     }  # fmt: skip

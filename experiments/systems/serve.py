@@ -76,7 +76,7 @@ class Server:
         self._clock = clock
         self._choices = choices
         self._outs: dict[int, Outs] = {}
-        self._rates = Rates()
+        self._rates: Rates | None = None  # None: it does not choose a mode yet
         self.watch: Watch | None = None  # sees what each layer brought; for tests
 
     def serve(self, asking: Asking) -> Served:
@@ -87,9 +87,16 @@ class Server:
         else:
             served = self._read(asking, mode)
         served.mode = mode
-        if self.system.auto:
-            self._learn(asking, served)
+        if self._rates is not None:
+            self._learn(self._rates, asking, served)
         return served
+
+    def choose_modes(self, n_tokens: int) -> None:
+        """From now on, where the system does: it knows what the prefixes cost when they came."""
+        if self.system.auto:
+            self._rates = Rates()
+            seconds = self._compute.layer(n_tokens, 0) * self._clock.dilation
+            self._rates.note_prefill(n_tokens, seconds * self._compute.shape.n_layers)
 
     def settle(self) -> None:
         """Return when what the request left to do in the background is done."""
@@ -108,7 +115,7 @@ class Server:
         if self.store is None:
             return "recompute"
         own = "exact" if isinstance(self.system.policy, Exact) else "sparse"
-        if not self.system.auto:
+        if self._rates is None:
             return own
         n = len(asking.tokens)
         layers = self._compute.shape.n_layers
@@ -119,17 +126,17 @@ class Server:
         self._rates.count(choice.mode)
         return choice.mode
 
-    def _learn(self, asking: Asking, served: Served) -> None:
+    def _learn(self, rates: Rates, asking: Asking, served: Served) -> None:
         """As an engine does; what a slice of the layers took is told as of all of them."""
         n, shape = len(asking.tokens), self._compute.shape
         times = shape.n_layers / self._geometry.n_layers
         if served.mode != "sparse":
             computed = n + N_NEW if served.mode == "recompute" else N_NEW
-            self._rates.note_prefill(computed, (served.ttft_s - served.io_s) * times)
+            rates.note_prefill(computed, (served.ttft_s - served.io_s) * times)
         if served.mode != "recompute":
             moved = int(sum(served.bytes_by_tier.values()) * times)
             exact = n * shape.row_bytes * shape.n_layers
-            self._rates.note_read(served.mode, shape.n_layers, moved, exact, served.io_s * times)
+            rates.note_read(served.mode, shape.n_layers, moved, exact, served.io_s * times)
 
     def _recompute(self, n_tokens: int) -> Served:
         begin = self._clock.start()
