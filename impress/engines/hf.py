@@ -90,7 +90,8 @@ def attach(
     if store.geometry != geometry:
         raise StoreMismatch(f"the store holds {store.geometry}, the model has {geometry}")
     mine = namespace_digest(namespace)
-    if store.namespace != mine:
+    others = namespace_digest(namespace_of(model, cross_engine=True))  # asked for by its opener
+    if store.namespace not in (mine, others):
         its = store.namespace.hex()[:16]
         raise StoreMismatch(f"the store's namespace is {its}…, the model's {mine.hex()[:16]}…")
     return Engine(model, store, policy, owns_store=False, store_new=store_new)

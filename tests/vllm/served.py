@@ -40,6 +40,9 @@ class Served:
     ) -> None:  # fmt: skip
         from vllm import LLM
 
+        from impress.engines.vllm import register
+
+        register()  # as vLLM does where impress is installed
         options = {
             "max_model_len": 2048, "max_num_seqs": 16, "enforce_eager": True,
             "skip_tokenizer_init": True, "disable_log_stats": False, **arguments,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
 
-from tests.vllm.served import Served, params, tokens, words
+from tests.vllm.served import MIB, Served, params, tokens, words
 from tiers.iopool import IoPool
 from tiers.ssd import SsdTier
 
@@ -237,18 +238,28 @@ def test_a_disk_that_hangs_stops_no_answer(serve: Serve, monkeypatch: pytest.Mon
     assert served.store.stats()["tokens"] >= HIT
 
 
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_aborted_requests_leak_nothing(serve: Serve, request: pytest.FixtureRequest) -> None:
     """Requests come, hit, are stored and are cut off at any moment; then all is given back."""
     total = request.config.getoption("--aborts")
     served = serve(
-        num_gpu_blocks_override=60, max_num_batched_tokens=512, max_model_len=1536, max_num_seqs=8
-    )
+        num_gpu_blocks_override=60, max_num_batched_tokens=512, max_model_len=1536, max_num_seqs=8,
+        extra={"floor": {"name": "recency", "keep": 0.25}},
+    )  # fmt: skip
+    policies = [None, {"name": "recency", "keep": 0.5}, {"name": "keep_all"}]
     engine, rng = served.llm.llm_engine, random.Random(7)
     documents = [words(130 * n, seed=200 + n) for n in range(1, 9)]
     alive: list[str] = []
+    resident: list[int] = []
     for i in range(total):
+        resident.append(_resident_bytes())
         prompt = rng.choice(documents) + words(rng.randint(1, 200), seed=1000 + i)
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, params(rng.randint(1, 40)))
+        engine.add_request(
+            str(i), {"prompt_token_ids": prompt}, params(rng.randint(1, 40), rng.choice(policies))
+        )
         alive.append(str(i))
         for _ in range(rng.randint(0, 3)):
             done = {output.request_id for output in engine.step() if output.finished}
@@ -261,7 +272,12 @@ def test_aborted_requests_leak_nothing(serve: Serve, request: pytest.FixtureRequ
     assert served.used_blocks() == 0
     assert served.store.stats()["leases"] == 0
     assert not served.worker.saver._lives
+    assert not served.worker.sparse._by_block
     assert not served.scheduler.connector.scheduler._tracked
     served.store.check()
+    if total >= 1000:  # the first requests fill pools and caches
+        grown = resident[-1] - resident[total // 3]
+        print(f"resident memory grew by {grown / MIB:.1f} MiB over {total - total // 3} requests")
+        assert grown < 48 * MIB
     (answer,) = served.ask([documents[-1] + words(9, seed=5)])
     assert answer.n_cached >= 1024 - 128

@@ -1,20 +1,29 @@
 """vLLM with a prefix store under it, through its plug-in points: no fork, no patch.
 
     ImpressConnector   a KV connector: whole prefixes in and out of the store        (connector)
-    register           an attention backend that reads chosen rows of a prefix       (attention)
+    ChoosingBackend    an attention backend that reads chosen rows of a prefix       (attention)
 
 Importing this package imports neither vLLM nor torch; docs/VLLM.md says how to use it.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 #: What `--kv-transfer-config` names; `impress vllm-config` prints the whole of it.
-CONNECTOR = "ImpressConnector"
-CONNECTOR_MODULE = "impress.engines.vllm.connector"
+CONNECTOR: Final = "ImpressConnector"
+CONNECTOR_MODULE: Final = "impress.engines.vllm.connector"
+BACKEND: Final = "impress.engines.vllm.attention.ChoosingBackend"
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: vLLM calls it in each of its processes."""
-    from impress.engines.vllm.attention import register_backend
+    """Entry point `vllm.general_plugins`: vLLM calls it in each of its processes.
 
-    register_backend()
+    Effects: where vLLM runs on the CPU its attention backend is replaced by ours, which does
+    nothing of its own until a connector with a sparse policy is at work.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if current_platform.is_cpu():
+        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from impress.engines.vllm import sparse
+from impress.engines.vllm import attention
 from impress.engines.vllm.events import Events
 from impress.engines.vllm.metrics import ImpressProm, ImpressStats
 from impress.engines.vllm.scheduling import SchedulerSide
@@ -21,6 +21,7 @@ from impress.engines.vllm.settings import Settings, served
 from impress.engines.vllm.shared import View, acquire, release
 from impress.engines.vllm.step import StepPlan, StepReport
 from impress.engines.vllm.working import WorkerSide
+from impress.errors import Unsupported
 from impress.store import PrefixStore
 
 
@@ -83,7 +84,14 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             store_new=self._settings.store_new,
         )
         if self._settings.sparse:
-            sparse.serve(self.worker)
+            for name in names:
+                if not isinstance(layers[name].impl, attention.ChoosingImpl):
+                    kind = type(layers[name].impl).__name__
+                    raise Unsupported(
+                        f"sparse policies need vLLM's CPU_ATTN, {name} has {kind}: "
+                        "drop --attention-backend, or use policy exact"
+                    )
+            attention.serve(self.worker.sparse)
 
     def handle_preemptions(self, kv_connector_metadata: StepPlan) -> None:
         self._worker().begin(kv_connector_metadata)
@@ -173,7 +181,7 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Finish what is being stored; give the store back. Idempotent."""
         if self.worker is not None:
             self.worker.close()
-            sparse.serve(None)
+            attention.serve(None)
         if self.scheduler is not None:
             self.scheduler.close()
         store, self._store = self._store, None

@@ -20,6 +20,7 @@ from typing import Any
 from impress.config import Config
 from impress.engines.hf_chosen import check_policy
 from impress.engines.hf_models import FAMILIES, rope_types
+from impress.engines.vllm import BACKEND
 from impress.errors import BadInput, ConfigError, Unsupported
 from impress.namespace import namespace_of
 from impress.policy import AllHeads, Exact, KeepAll, Paper, Policy, Quality, Random, Recency
@@ -184,9 +185,19 @@ def _check_features(vllm_config: Any, settings: Settings) -> None:
     if vllm_config.device_config.device_type != "cpu":
         raise Unsupported("only vLLM on the CPU is supported by this version")
     if settings.sparse:
-        from impress.engines.vllm.attention import check_backend
+        _check_backend()
 
-        check_backend()
+
+def _check_backend() -> None:
+    """Raises Unsupported unless vLLM's attention is ours, which chooses rows."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    path = AttentionBackendEnum.CPU_ATTN.get_path()
+    if path != BACKEND:
+        raise Unsupported(
+            f"sparse policies need the attention backend of impress, and vLLM has {path}: install "
+            "impress in vLLM's environment and let VLLM_PLUGINS name it, or use policy exact"
+        )
 
 
 def _one_group(kv_cache_config: Any) -> tuple[Any, tuple[str, ...]]:

@@ -11,11 +11,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from math import isnan
 
 import torch
 
+from impress.engines.hf_request import totals
 from impress.engines.vllm.blocks import BlockLayout, slots_of
 from impress.engines.vllm.saving import Saver
+from impress.engines.vllm.sparse import SparseSide
 from impress.engines.vllm.step import LoadSpec, StepPlan, StepReport
 from impress.errors import ImpressError, PrefixLost
 from impress.session import AccessReport, Lease, Session
@@ -23,6 +26,11 @@ from impress.store import PrefixStore
 
 log = logging.getLogger("impress")
 
+#: What a sparse answer says of its selection: see hf_request.Request.
+_SPARSE_SUMS = (
+    "chosen_rows_share", "fallback_share", "bytes_share", "transferred_share",
+    "estimated_missing_mass", "missing_mass_worst_head",
+)  # fmt: skip
 #: How long a step with nothing to compute leaves the processor to the saver.
 _IDLE_S = 0.005
 
@@ -85,6 +93,7 @@ class WorkerSide:
         self.caches = list(kv_caches.values())
         self.layouts = [BlockLayout.of(cache, isas[name]) for name, cache in kv_caches.items()]
         self.block_size = self.layouts[0].block_size
+        self.sparse = SparseSide(store, self.layer_of, self.caches, self.layouts)
         self.saver = Saver(store, self.caches, self.layouts) if store_new else None
         self.counts: Counter[str] = Counter()
         self._plan = StepPlan()
@@ -98,6 +107,7 @@ class WorkerSide:
     def begin(self, plan: StepPlan) -> None:
         """First thing in a step, before any block is written."""
         self._end_loads()  # of a step that an error cut short
+        self.sparse.end(plan.ended)
         if self.saver is not None:
             self.saver.drop(plan.dropped)
 
@@ -107,7 +117,10 @@ class WorkerSide:
         self._held.update(plan.held)
         for spec in plan.loads:
             try:
-                self._loads.append(ExactLoad(self.store, spec, self.block_size))
+                if spec.policy is not None:
+                    self.sparse.start(spec)
+                else:
+                    self._loads.append(ExactLoad(self.store, spec, self.block_size))
             except ImpressError as err:
                 self._lose(spec, spec.first, str(err))
 
@@ -142,6 +155,11 @@ class WorkerSide:
                 self._lose(load.spec, load.end, load.lost)
             elif report is not None:
                 self._served(load.spec, report, "exact")
+        for request in self.sparse.finish_step():
+            if request.lost:
+                self._lose(request.spec, 0, request.lost)
+            elif request.report is not None:
+                self._served(request.spec, request.report, "sparse")
 
     def _served(self, spec: LoadSpec, report: AccessReport, mode: str) -> None:
         """Note what a request read."""
@@ -150,13 +168,21 @@ class WorkerSide:
             self.counts[f"read_bytes_{tier}"] += n
         for tier, n in report.rows_by_tier.items():
             self.counts[f"read_rows_{tier}"] += n
-        self._report.served[spec.request_id] = {
+        sums = totals([report], self.store.geometry)
+        said = {
             "mode": mode,
+            "policy": report.policy,
             "hit_tokens": spec.end,
             "rows": sum(report.rows_by_tier.values()),
             "bytes": sum(report.bytes_by_tier.values()),
             "wait_ms": round(report.wait_ms, 3),
         }
+        if mode == "sparse":
+            fell_back = sum(bool(line.get("fell_back")) for line in report.per_layer)
+            self.counts["fallback_layers"] += fell_back
+            # An estimate that there is none of is NaN, which JSON has no word for.
+            said |= {name: None if isnan(sums[name]) else sums[name] for name in _SPARSE_SUMS}
+        self._report.served[spec.request_id] = said
 
     def _lose(self, spec: LoadSpec, end: int, why: str) -> None:
         """Blocks of rows from `end` on hold nothing."""
