@@ -90,9 +90,11 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     for name in ("before", "after"):
         said[f"amplification_{name}"] = float(np.mean([r[f"amplification_{name}"] for r in paper]))
         said[f"chunk_amplification_{name}"] = float(np.mean([r[f"{name}_unit_64"] for r in paper]))
-    said["chunks_times_fewer"] = (
-        said["chunk_amplification_before"] / said["chunk_amplification_after"]
-    )
+    before, after = said["chunk_amplification_before"], said["chunk_amplification_after"]
+    said["chunks_times_fewer"] = before / after
+    for unit in UNITS:
+        ratios = [row[f"before_unit_{unit}"] / row[f"after_unit_{unit}"] for row in paper]
+        said[f"chunks_times_fewer.{unit}"] = float(np.mean(ratios))
     return said, rows
 
 
