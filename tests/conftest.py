@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import impress
+from tiers.iopool import Lane
 
 MIB = 1 << 20
 SMALL = {"segment_bytes": MIB, "write_buffer_bytes": 8 * MIB, "dram_bytes": 4 * MIB}
@@ -90,3 +92,10 @@ def assert_serves(
                 assert np.array_equal(k.numpy(), keys[layer][:, :n_tokens])
                 assert np.array_equal(v.numpy(), values[layer][:, :n_tokens])
                 assert pos.tolist() == list(range(n_tokens))
+
+
+def wait_for_promotions(store: impress.PrefixStore) -> None:
+    """One task behind all promotions, in their lane, on every thread."""
+    pool = store._pool
+    barrier = threading.Barrier(pool.n_threads)
+    pool.submit(Lane.REPACK, [lambda: barrier.wait(60) and None] * pool.n_threads).wait(60)

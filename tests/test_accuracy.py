@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import wait_for_promotions
 from test_engine_hf import attach, prompts, tiny
 
 from experiments import accuracy
@@ -52,6 +53,7 @@ def test_logits_and_tokens_are_the_engines(tmp_path: Path, family: str, policy: 
             assert mine.agreement(last, wanted) == [True] * 6  # after a rewind: the same again
             other = [*wanted[:3], (wanted[3] + 1) % 199, *wanted[4:]]
             assert mine.agreement(last, other)[:4] == [True, True, True, False]
+        wait_for_promotions(engine.store)
         assert engine.store.buffers.used_bytes == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import wait_for_promotions
 from masked_reference import HIT, filled, model_of, request_ids
 from test_engine_hf import CONFIG
 
@@ -171,6 +172,7 @@ def test_auto_takes_the_policys_own_mode_first_and_then_the_cheapest(tmp_path, p
         assert (request.mode, request.hit_tokens, request.lost) == ("recompute", 0, "")
         assert request.why.startswith("recompute: cheapest by estimate (")
         assert torch.equal(out, bare)
+        wait_for_promotions(engine.store)
         assert engine.store.buffers.used_bytes == 0
 
 

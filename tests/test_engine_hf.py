@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from conftest import wait_for_promotions
 
 import impress
 from impress.engines import hf, hf_models
@@ -468,6 +469,7 @@ def test_a_streamer_that_raises_leaves_the_engine_usable(tmp_path):
         engine.flush()
         with pytest.raises(KeyboardInterrupt):
             engine.generate(ids, max_new_tokens=4, streamer=Gone())
+        wait_for_promotions(engine.store)
         assert engine.store.buffers.used_bytes == 0
         assert torch.equal(engine.generate(ids, max_new_tokens=4), first)
         assert engine.last_request.hit_tokens == 192

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import wait_for_promotions
 from masked_reference import (
     HIT,
     LOGITS,
@@ -174,6 +175,7 @@ def test_nothing_computed_on_a_sparse_prefix_is_stored_or_handed_out(tmp_path, p
         assert n_stored(engine, out.sequences) == HIT
         assert engine.store.stats()["tokens"] == tokens
         assert "never stored" in engine.last_request.refused
+        wait_for_promotions(engine.store)
         assert engine.store.buffers.used_bytes == 0
 
 
@@ -201,6 +203,7 @@ def test_the_models_attention_is_back_after_an_exception(tmp_path, attention):
         with pytest.raises(KeyboardInterrupt):
             engine.generate(ids, max_new_tokens=4, policy=Recency(), streamer=Gone())
         assert model.config._attn_implementation == attention
+        wait_for_promotions(engine.store)
         assert engine.store.buffers.used_bytes == 0
         mine = engine.generate(ids, max_new_tokens=8, **LOGITS)
         engine.store.check()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MIB, SMALL, assert_serves, prompt, put_prompt
+from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_order import orders_of, scores_of, unpacked_and_packed
@@ -265,7 +265,7 @@ def test_a_lease_held_across_a_repack_reads_the_old_rows_to_the_end(
         store.check()
         for layer in range(2):
             k, v, _ = session.retrieve(layer, None)
-            keys, values = conftest_kv(tokens, geometry)
+            keys, values = kv_of(tokens, geometry)
             assert np.array_equal(k.numpy(), keys[layer])
             assert np.array_equal(v.numpy(), values[layer])
         store.evict(1 << 40)
@@ -275,12 +275,6 @@ def test_a_lease_held_across_a_repack_reads_the_old_rows_to_the_end(
     store.evict(1 << 40)
     assert store.lookup(tokens) == 0
     sound(store)
-
-
-def conftest_kv(tokens: np.ndarray, geometry: impress.Geometry) -> Any:
-    from conftest import kv_of
-
-    return kv_of(tokens, geometry)
 
 
 def test_what_moved_is_erased_where_it_was(open_store: Open, geometry: impress.Geometry) -> None:
@@ -485,7 +479,7 @@ def test_what_happens_while_a_span_is_copied(
     for lease in leases:
         with lease, lease.session() as session:
             assert np.array_equal(
-                session.retrieve(1, None)[0].numpy(), conftest_kv(tokens, geometry)[0][1]
+                session.retrieve(1, None)[0].numpy(), kv_of(tokens, geometry)[0][1]
             )
     sound(store)
 

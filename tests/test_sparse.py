@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, prompt
+from conftest import SMALL, prompt, wait_for_promotions
 
 import impress
 from impress import probes
@@ -205,6 +205,7 @@ def test_a_cap_the_sketch_uses_up_chooses_next_to_nothing_and_says_so(open_store
         assert k.shape[1] == v.shape[1] == len(pos) == 1
         assert line["wanted_bytes"] <= window_bytes
         assert line["reason"] == "capped" and line["estimated_missing_mass"] > 0.1
+    wait_for_promotions(store)
     assert store.buffers.used_bytes == 0
 
 
@@ -242,6 +243,7 @@ def test_a_sparse_session_holds_only_the_rows_it_gave(open_store: Open) -> None:
     query, lse = asked(store.geometry, 0)
     with store.lease(prompt(N_TOKENS)) as lease, lease.session(Paper(gate=False)) as session:
         session.retrieve(0, query, suffix_lse=lse)
+        wait_for_promotions(store)
         assert store.buffers.used_bytes == 0
 
 
@@ -278,4 +280,5 @@ def test_a_damaged_piece_is_a_loss_in_a_sparse_session_too(open_store: Open, at:
     assert store.lookup(prompt(N_TOKENS)) < N_TOKENS
     store.flush()
     store.check()
+    wait_for_promotions(store)
     assert store.buffers.used_bytes == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt
+from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
 
 import impress
 from tiers.base import Extent
@@ -313,13 +313,6 @@ def test_a_device_that_is_not_there_is_refused_with_the_setting_to_change(
         open_store(geometry, hbm_bytes=MIB)
     with pytest.raises(impress.ConfigError, match="cannot hold one chunk"):
         open_store(geometry, hbm_bytes=4096, hbm_device="cpu")
-
-
-def wait_for_promotions(store: impress.PrefixStore) -> None:
-    """One task behind all promotions, in their lane, on every thread."""
-    pool = store._pool
-    barrier = threading.Barrier(pool.n_threads)
-    pool.submit(Lane.REPACK, [lambda: barrier.wait(60) and None] * pool.n_threads).wait(60)
 
 
 def test_a_dram_budget_holds_and_the_answers_stay_right(

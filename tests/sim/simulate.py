@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,8 @@ def simulate(folder: Path, seed: int, lives: int = LIVES) -> World:
             stack.callback(setattr, target, name, getattr(target, name))
             setattr(target, name, value)
 
+        logging.disable(logging.CRITICAL)  # every fault would say so
+        stack.callback(logging.disable, logging.NOTSET)
         world = World(folder, seed, patch)
         world.run(lives)
         return world

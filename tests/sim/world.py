@@ -7,7 +7,6 @@ a crash must be served after it (unless something was evicted, purged or damaged
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,6 @@ class World:
         self.sched.install([m for m in modules if "engines" not in m.__name__], patch)
         patch(impress.home, "SsdTier", SimSsd)
         _monotonic_defaults(patch, self.sched.clock)
-        logging.getLogger("impress").setLevel(logging.CRITICAL)
 
     def _make_prompts(self) -> list[np.ndarray]:
         """A few that begin alike: the tree splits, spans are seen in part."""
