@@ -39,6 +39,10 @@ log = logging.getLogger("impress")
 
 #: One read or write: a demand never waits longer for a thread than this takes.
 SLICE_BYTES = 1 << 20
+#: Longest that a slice stands back for requests under way, and how often it looks: where there is
+#: always one, a pass goes on at some 4 MiB a second.
+PATIENCE_S = 0.25
+NAP_S = 0.002
 #: Leases a span must have had since it was last looked at for the background to look again.
 LEAST_LEASES = 8
 
@@ -107,14 +111,17 @@ class Repacker:
 
     def __init__(
         self, home: Home, pool: IoPool, geometry: Geometry, config: Config, counters: Counters,
-        clock: Clock = monotonic,
+        busy: Callable[[], bool], clock: Clock = monotonic,
     ) -> None:  # fmt: skip
+        """`busy`: whether requests are being served, whose turn comes first."""
         self._home = home
         self._pool = pool
         self._geometry = geometry
         self._config = config
         self._counters = counters
         self._stop = threading.Event()
+        self._busy = busy
+        self._clock = clock
         self._pace = Pace(config.repack_bytes_per_s, clock, self._stop.wait)
         self._budget = WriteBudget(config.daily_write_bytes, clock)
         self._pass = threading.Lock()  # held for a whole pass; only passes take it
@@ -340,6 +347,10 @@ class Repacker:
         """One read or write in its turn and at its pace. Raises _Stopped, MediumError."""
         if not self._pace.go(n_bytes):
             raise _Stopped
+        give_up_s = self._clock() + PATIENCE_S
+        while self._busy() and self._clock() < give_up_s:
+            if self._stop.wait(NAP_S):
+                raise _Stopped
         self._do(task)
 
     def _do(self, task: Task) -> None:

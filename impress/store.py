@@ -136,7 +136,8 @@ class PrefixStore:
             self._metrics, self.metrics_port = serve_metrics(self.stats, config.metrics_port)
         self._repacker: Repacker | None = None
         if self.writable:  # last: it starts to work
-            self._repacker = Repacker(home, self._pool, geometry, config, self.counters)
+            busy = partial(bool, self._leases)  # a request is between its lease and its first token
+            self._repacker = Repacker(home, self._pool, geometry, config, self.counters, busy)
 
     def _forget(self, span: int) -> None:
         self._copies.drop_span(span)
