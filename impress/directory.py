@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import Any, Final
 from impress.errors import BadInput, FormatError, StoreFailed, StoreLocked, StoreMismatch
 from impress.format import VERSION
 from impress.types import Geometry
+
+log = logging.getLogger("impress")
 
 IDENTITY: Final = "impress.json"
 
@@ -35,23 +38,39 @@ class Identity:
 
 def read_identity(path: Path) -> Identity:
     """Raises FormatError where there is no store, or one this version cannot read."""
+    version, raw = _read_raw(path)
+    if version > VERSION:
+        raise FormatError(
+            f"{path}: format {version}, this version reads up to {VERSION}; upgrade impress-kv"
+        )
+    if version < VERSION:
+        raise FormatError(
+            f"{path}: format {version} is older than this version reads ({VERSION}); opened for "
+            "writing it is set aside and an empty store begins"
+        )
+    try:
+        geometry = Geometry(**raw["geometry"])
+        return Identity(version, bytes.fromhex(raw["uuid"]), geometry, raw["window"])
+    except (ValueError, KeyError, TypeError, BadInput) as err:
+        raise FormatError(f"{path / IDENTITY}: not a store's identity ({err})") from None
+
+
+def _read_raw(path: Path) -> tuple[int, dict[str, Any]]:
+    """(format, everything) of the identity file, whatever the format."""
     file = path / IDENTITY
     try:
         raw: dict[str, Any] = json.loads(file.read_text())
-        if raw["format"] > VERSION:
-            raise FormatError(
-                f"{path}: format {raw['format']}, this version reads up to {VERSION}; "
-                "upgrade impress-kv"
-            )
-        geometry = Geometry(**raw["geometry"])
-        return Identity(raw["format"], bytes.fromhex(raw["uuid"]), geometry, raw["window"])
+        version = raw["format"]
+        if type(version) is not int or version < 1:
+            raise TypeError(f"format {version!r}")
+        return version, raw
     except FileNotFoundError:
         raise FormatError(f"{path}: no store here (no {IDENTITY})") from None
     except NotADirectoryError:
         raise FormatError(f"{path}: not a directory") from None
     except PermissionError as err:
         raise StoreFailed(f"{file}: {err.strerror}") from None
-    except (ValueError, KeyError, TypeError, BadInput) as err:
+    except (ValueError, KeyError, TypeError, RecursionError) as err:
         raise FormatError(f"{file}: not a store's identity ({err})") from None
 
 
@@ -104,6 +123,8 @@ def matching_identity(path: Path, geometry: Geometry, window: int, *, create: bo
         if path.exists() and not path.is_dir():
             raise FormatError(f"{path}: not a directory")
         return make_identity(path, geometry, window)
+    if create and (old := _read_raw(path)[0]) < VERSION:
+        return _set_aside(path, old, geometry, window)
     identity = read_identity(path)
     if identity.geometry.dtype != geometry.dtype:
         raise StoreMismatch(
@@ -120,6 +141,32 @@ def matching_identity(path: Path, geometry: Geometry, window: int, *, create: bo
             f"{path}: the store's window is {identity.window} tokens, asked for {window}; "
             f"set Config(window={identity.window}) or use another directory"
         )
+    return identity
+
+
+def _set_aside(path: Path, old: int, geometry: Geometry, window: int) -> Identity:
+    """Move what an older format wrote out of the way, and begin an empty store in its place.
+
+    Raises StoreLocked while somebody still writes it. A crash on the way is made good by the next
+    open: the identity says the older format until all the rest is done.
+    """
+    identity = Identity(VERSION, secrets.token_bytes(16), geometry, window)
+    shard = Shard(path)
+    try:
+        if shard.path.parent.is_dir():
+            shard.lock()
+            names = [f"set-aside-format-{old}", *(f"set-aside-format-{old}-{n}" for n in range(99))]
+            aside = next(path / name for name in names if not (path / name).exists())
+            shard.path.parent.rename(aside)
+            log.warning(
+                "%s: format %d is no longer read: set aside in %s, delete it when you like; an "
+                "empty store begins", path, old, aside.name,
+            )  # fmt: skip
+        restore_identity(path, identity)
+    except OSError as err:
+        raise StoreFailed(f"{path}: {err.strerror}") from None
+    finally:
+        shard.unlock()
     return identity
 
 
