@@ -41,6 +41,7 @@ class Home:
         self._path = path
         self._counters = counters
         self._forget = forget
+        self.before_evict: Callable[[], None] = lambda: None  # makes more of it evictable
         self._erase: set[int] = set()  # purged, repacked: their bytes go before their space does
         shard = Shard(path)
         if not write and not shard.index.is_dir():
@@ -108,6 +109,7 @@ class Home:
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
+        self.before_evict()
         spans = self.catalog.evict(n_bytes)
         freed = sum(r.data_bytes + r.meta.length for r in self.catalog.retired_records(spans))
         self._counters.add("evicted_spans", len(spans))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from impress.chunks import ChunkCache, Ids
 from impress.config import Config
 from impress.copies import Copies
 from impress.errors import PrefixLost
+from impress.flights import Flight, Flights, take
 from impress.history import History
 from impress.layout import K, PlaneLayout, SpanLayout, V
 from impress.params import Params
@@ -67,6 +68,7 @@ class Reading:
     history: History
     save_history: Callable[[], None]  # asks the committer; nothing where none writes
     params: Params  # of fitted probe codecs
+    flights: Flights = field(default_factory=Flights)
 
 
 class Load:
@@ -112,6 +114,7 @@ class Load:
         self.rows_by_tier = rows_by_tier(self.parts, self.entries, caches)
         media: dict[str, Tier] = {cache.tier.name: cache.tier for cache in caches}
         media["ssd"] = reading.ssd
+        self._followed = self._follow()
         self.tickets = {
             medium: self._submit(media[medium], by_part)
             for medium, by_part in self._plan.reads.items()
@@ -167,11 +170,32 @@ class Load:
             for part, reads in by_part
             for some in slices(reads, size)
         ]
-        return self.reading.pool.submit(Lane.DEMAND, tasks)
+        if not tasks or tier is not self.reading.ssd:
+            return self.reading.pool.submit(Lane.DEMAND, tasks)
+        if self._followed is not None:
+            return self.reading.pool.submit(Lane.DEMAND, tasks, after=self._followed.ended)
+        ticket = self.reading.pool.submit(Lane.DEMAND, tasks)
+        if self.positions is None:
+            self.reading.flights.begin(self._key(), Flight(self._dests, ticket))
+        return ticket
+
+    def _follow(self) -> Flight | None:
+        """The same planes of the same windows on their way for somebody else, or None."""
+        return self.reading.flights.under_way(self._key()) if self.positions is None else None
+
+    def _key(self) -> tuple[object, ...]:
+        """What a whole load brings from home. Equal keys: equal bytes at equal places."""
+        cached = tuple(by_part.tobytes() for by_cache in self.entries for by_part in by_cache)
+        spans = tuple((part.span, part.first, part.count) for part in self.parts)
+        return self.layer, self.planes, spans, cached
 
     def _read(self, tier: Tier, reads: list[Read], span: int) -> None:
         try:
-            tier.read(reads)
+            if self._followed is not None and tier is self.reading.ssd:
+                n_bytes = take(tier, reads, self._dests, self._followed)
+                self.reading.counters.add("shared_bytes", n_bytes)
+            else:
+                tier.read(reads)
         except MediumError:
             self._bad_span[tier.name] = span
             raise

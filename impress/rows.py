@@ -43,7 +43,7 @@ def check_rows(rows: Any, geometry: Geometry, head_dim: int, what: str) -> int:
     name = str(rows.dtype).removeprefix("torch.")
     if name != geometry.dtype:
         raise BadInput(f"{what}: the store holds {geometry.dtype}, got {name}")
-    loaded: Any = sys.modules.get("torch")
+    loaded = _loaded_torch()
     if not isinstance(rows, np.ndarray) and (loaded is None or not isinstance(rows, loaded.Tensor)):
         raise BadInput(f"{what}: want a torch tensor or NumPy array, got {type(rows).__name__}")
     return int(shape[1])
@@ -66,7 +66,7 @@ def check_layers(
 def host_words(rows: Any, geometry: Geometry) -> Words:
     """Checked rows [n_kv_heads, m, head_dim] as raw words on the host; no copy of host memory."""
     size = DTYPES[geometry.dtype]
-    loaded: Any = sys.modules.get("torch")
+    loaded = _loaded_torch()
     if loaded is not None and isinstance(rows, loaded.Tensor):
         if rows.device.type != "cpu":
             rows = rows.transpose(0, 1).contiguous().cpu().transpose(0, 1)
@@ -138,6 +138,12 @@ def all_finite(data: Bytes, dtype: str) -> bool:
     words = data.view(_WORD[DTYPES[dtype]])
     signed = words.view(np.int16 if words.itemsize == 2 else np.int32)
     return bool(int(words.max()) < negative and int(signed.max()) < positive)
+
+
+def _loaded_torch() -> Any:
+    """torch if it is there, else None; also None while another thread is still importing it."""
+    loaded = sys.modules.get("torch")
+    return loaded if hasattr(loaded, "Tensor") else None
 
 
 def torch_module() -> Any:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from impress.catalog import Held
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.layout import K, V
+from impress.leases import Clock, now
 from impress.load import Load, Reading, ended
 from impress.plan import Source
 from impress.policy import Exact, Policy
@@ -53,12 +54,15 @@ class Lease:
     def __init__(
         self, sources: Sequence[Source], window: int, miss_reason: str, reading: Reading,
         make_session: Callable[[Lease, Policy], Session], release: Callable[[Lease], None],
+        clock: Clock = now,
     ) -> None:  # fmt: skip
         self.sources = tuple(sources)
         self.n_tokens = sum(source.held.count for source in sources) * window
         self.miss_reason = miss_reason
-        self.started_s = monotonic()
+        self.started_s = clock()
         self.active = True
+        self._clock = clock
+        self._taken = False  # by the store: nobody released it in time
         self._reading = reading
         self._make_session = make_session
         self._release = release
@@ -76,20 +80,33 @@ class Lease:
 
     def check_active(self) -> None:
         """Raises PrefixLost when expired, ImpressError when released."""
+        self.check_age()
         if not self.active:
             raise ImpressError("session: its lease has ended before every layer was retrieved")
-        if monotonic() - self.started_s > self._reading.config.lease_timeout_s:
-            raise PrefixLost(
-                "expired", f"the lease is older than {self._reading.config.lease_timeout_s:g} s"
-            )
+
+    def check_age(self) -> None:
+        """Raises PrefixLost when expired."""
+        limit_s = self._reading.config.lease_timeout_s
+        if self._taken or self._clock() - self.started_s > limit_s:
+            self._reading.counters.add("lost/expired")
+            raise PrefixLost("expired", f"the lease is older than {limit_s:g} s")
+
+    def expire(self) -> bool:
+        """Release what its holder did not: reads of it are lost from now on. False: it had."""
+        self._taken = True
+        return self._end()
 
     def release(self) -> None:
         """Unpin. Idempotent."""
+        self._end()
+
+    def _end(self) -> bool:
         with self._lock:
             if not self.active:
-                return
+                return False
             self.active = False
         self._release(self)
+        return True
 
     def __enter__(self) -> Lease:
         return self
@@ -159,6 +176,7 @@ class Session:
             )
         if self._closed:
             raise ImpressError("session: closed")
+        self._lease.check_age()
         if self.needs_suffix_lse and suffix_lse is None:
             raise ImpressError(f"retrieve: policy {self.policy.name} needs suffix_lse")
         k, v, positions = self._bring(layer, query, scaling, suffix_lse, out)

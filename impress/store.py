@@ -7,11 +7,9 @@ K, V ─writer→ slots → segments ─commit→ READY → tree   (writer.py, c
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from impress.admission import Admission
@@ -26,6 +24,7 @@ from impress.fitting import Fitter
 from impress.history import History
 from impress.home import COMMIT_TIMEOUT_S, Home
 from impress.index import Index
+from impress.leases import Leases
 from impress.load import Reading, source_of
 from impress.params import Params
 from impress.placement import Placed, placed
@@ -64,8 +63,7 @@ class PrefixStore:
         self.writable = write
         self.counters = Counters()
         self._identity = identity
-        self._leases: set[Lease] = set()
-        self._leases_lock = threading.Lock()
+        self._leases = Leases(config.lease_timeout_s, config.read_timeout_s)
         self._closed = False
         self._pid = os.getpid()
         self._secret = tenant_secret(config)
@@ -108,6 +106,7 @@ class PrefixStore:
         self._home = home = Home(
             self.path, self._identity, config, self.counters, self._forget, write=self.writable
         )
+        home.before_evict = self._reap
         self._pool = IoPool(config.io_threads)
         codecs = [codec_of(name) for name in config.probes]
         self._copies = Copies(config, geometry, self.window, codecs)
@@ -163,6 +162,7 @@ class PrefixStore:
         every I/O thread is stuck in a read ("tier off") all leases are misses.
         """
         root, labels, _ = self._names_of(token_ids, extra, tenant)
+        self._reap()
         off = self._pool.n_stuck(self.config.read_timeout_s) == self._pool.n_threads
         held = [] if off else self._home.catalog.hold(root, labels, count=True)
         tables = (
@@ -184,9 +184,9 @@ class PrefixStore:
         self.counters.add("hits" if sources else f"misses/{reason.replace(' ', '_')}")
         self.counters.add("hit_tokens", at * self.window)
         make = partial(session_of, self._reading)
-        lease = Lease(sources, self.window, reason, self._reading, make, self._release)
-        with self._leases_lock:
-            self._leases.add(lease)
+        clock = self._leases.clock
+        lease = Lease(sources, self.window, reason, self._reading, make, self._release, clock)
+        self._leases.add(lease)
         return lease
 
     def _miss(self, *, off: bool, lost: bool, short: bool) -> str:
@@ -194,9 +194,12 @@ class PrefixStore:
             return "tier off"  # every I/O thread is stuck in a read: computing is faster
         return "lost" if lost else "too short" if short else "not stored"
 
+    def _reap(self) -> None:
+        """Leases out for too long hold nothing any more."""
+        self.counters.add("expired_leases", self._leases.reap())
+
     def _release(self, lease: Lease) -> None:
-        with self._leases_lock:
-            self._leases.discard(lease)
+        self._leases.discard(lease)
         self._home.release(lease.held)
 
     # ---- storing ---------------------------------------------------------------------------
@@ -322,8 +325,7 @@ class PrefixStore:
 
     def stats(self) -> dict[str, Any]:
         """Counters since open, occupancy now. Plain numbers, ready for JSON."""
-        with self._leases_lock:
-            started = [lease.started_s for lease in self._leases]
+        n_leases, oldest_s = self._leases.ages()
         counts = self._home.catalog.counts()
         usage = {**self._copies.usage(), "ssd": self._home.ssd.usage()}
         important = {**self._copies.important_share(), "ssd": self.history.important_share()}
@@ -338,8 +340,8 @@ class PrefixStore:
             "chunks": {**self._copies.held(), "ssd": counts["windows"] * self.geometry.n_layers},
             "tables_bytes": self._tables.used_bytes,
             "stuck_threads": self._pool.n_stuck(self.config.read_timeout_s),
-            "leases": len(started),
-            "oldest_lease_s": monotonic() - min(started) if started else 0.0,
+            "leases": n_leases,
+            "oldest_lease_s": oldest_s,
             **self.counters.snapshot(),
             "evictions": self._copies.evictions(),
             "direct_io": self._home.ssd.direct,

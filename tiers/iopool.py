@@ -101,18 +101,27 @@ class IoPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, lane: Lane, tasks: Sequence[Task]) -> Ticket:
-        """Queue tasks, first in first out within their lane. After close they are cancelled."""
+    def submit(self, lane: Lane, tasks: Sequence[Task], after: Ticket | None = None) -> Ticket:
+        """Queue tasks, first in first out within their lane. After close they are cancelled.
+
+        `after`: not before that one is done, however it ends; they hold no thread until then.
+        """
         ticket = Ticket(len(tasks))
+        if after is None:
+            self._queue(lane, tasks, ticket)
+        else:
+            after.then(lambda: self._queue(lane, tasks, ticket))
+        return ticket
+
+    def _queue(self, lane: Lane, tasks: Sequence[Task], ticket: Ticket) -> None:
         with self._wake:
             if self._open:
                 self._lanes[lane].extend((ticket, task) for task in tasks)
                 self._wake.notify(len(tasks))
-                return ticket
+                return
         ticket.cancel()
         for task in tasks:
             ticket.run(task)
-        return ticket
 
     def depth(self) -> list[int]:
         """Queued tasks by lane."""

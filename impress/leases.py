@@ -1,0 +1,68 @@
+"""Leases that are out. None pins for ever: what its holder never released, the store takes back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Final, Protocol
+
+log = logging.getLogger("impress")
+
+Clock = Callable[[], float]
+
+
+class Held(Protocol):
+    """What a registry needs of a lease."""
+
+    started_s: float
+
+    def expire(self) -> bool:
+        """Unpin for the holder; False when it has done so itself."""
+
+
+def now() -> float:
+    """Seconds of the clock that leases age by."""
+    return monotonic()
+
+
+class Leases:
+    """Thread-safe. A lease is taken back `grace_s` after it expired at `timeout_s`.
+
+    Reads begin before a lease expires only, and take at most `grace_s`: none is under way on space
+    that is reclaimed then. (One that is stuck for longer meets bytes of another checksum: a miss.)
+    """
+
+    def __init__(self, timeout_s: float, grace_s: float, clock: Clock = now) -> None:
+        self.clock: Final = clock
+        self._limit_s = timeout_s + grace_s
+        self._lock = threading.Lock()
+        self._out: dict[Held, None] = {}  # oldest first
+
+    def add(self, lease: Held) -> None:
+        with self._lock:
+            self._out[lease] = None
+
+    def discard(self, lease: Held) -> None:
+        with self._lock:
+            self._out.pop(lease, None)
+
+    def reap(self) -> int:
+        """Take back what has been out too long; how many. Costs nothing when there is none."""
+        late: list[Held] = []
+        with self._lock:
+            for lease in self._out:
+                if self.clock() - lease.started_s <= self._limit_s:
+                    break
+                late.append(lease)
+        n = sum(lease.expire() for lease in late)
+        if n:
+            log.warning("%d leases were never released; taken back after their time limit", n)
+        return n
+
+    def ages(self) -> tuple[int, float]:
+        """(leases out, seconds the oldest has been)."""
+        with self._lock:
+            oldest = next(iter(self._out), None)
+            return len(self._out), self.clock() - oldest.started_s if oldest else 0.0

@@ -1,0 +1,313 @@
+"""Many users at once: answers compared, reads shared, leases that nobody gives back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import assert_serves, kv_of, prompt, put_prompt
+
+import impress
+from impress.flights import Flight, take
+from tiers.base import Read, sums_of
+from tiers.iopool import Ticket
+from tiers.slots import aligned
+
+Open = Callable[..., impress.PrefixStore]
+N_PROMPTS = 8
+
+
+@pytest.fixture
+def small() -> impress.Geometry:
+    return impress.Geometry(2, 2, 2, 32, "float32")
+
+
+def in_threads(tasks: Sequence[Callable[[], None]]) -> None:
+    """Run all at once; raises the first one's error."""
+    errors: list[BaseException] = []
+
+    def run(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as err:
+            errors.append(err)
+
+    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def prompts() -> list[np.ndarray]:
+    """Every second one begins like the one before it."""
+    made: list[np.ndarray] = []
+    for seed in range(N_PROMPTS):
+        tokens = prompt(128 + 64 * (seed % 3), seed)
+        if seed % 2:
+            tokens[:64] = made[-1][:64]
+        made.append(tokens)
+    return made
+
+
+def read_and_compare(store: impress.PrefixStore, tokens: np.ndarray) -> None:
+    """Whatever of the prompt is there is right."""
+    keys, values = kv_of(tokens, store.geometry)
+    with store.lease(tokens) as lease:
+        n = lease.n_tokens
+        if not n:
+            return
+        with lease.session() as session:
+            session.prefetch()
+            for layer in range(store.geometry.n_layers):
+                k, v, _ = session.retrieve(layer, None)
+                assert np.array_equal(k.numpy(), keys[layer][:, :n])
+                assert np.array_equal(v.numpy(), values[layer][:, :n])
+
+
+def assert_nothing_is_left(store: impress.PrefixStore) -> None:
+    """No lease, pin or buffer outlives its user."""
+    store.flush()
+    stats = store.stats()
+    assert (stats["leases"], stats["pinned_spans"]) == (0, 0)
+    store.close()
+    assert store.buffers.used_bytes == 0
+
+
+@pytest.mark.parametrize("dram_bytes", [0, 1 << 20])
+def test_many_threads_store_read_evict_and_repack(
+    open_store: Open, small: impress.Geometry, dram_bytes: int
+) -> None:
+    store = open_store(small, dram_bytes=dram_bytes, disk_bytes=3 << 20, io_threads=4)
+    made = prompts()
+
+    def client(number: int) -> Callable[[], None]:
+        rng = np.random.default_rng(number)
+
+        def work() -> None:
+            for _ in range(30):
+                tokens = made[int(rng.integers(N_PROMPTS))]
+                what = rng.random()
+                if what < 0.3:
+                    importance = None
+                    if rng.random() < 0.5:
+                        importance = rng.random((2, len(tokens)), dtype=np.float32)
+                    put_prompt(store, tokens, importance=importance, wait_s=30)
+                elif what < 0.35:
+                    store.evict(1 << 18)
+                elif what < 0.4:
+                    store.drop_caches()
+                elif what < 0.5:
+                    assert store.lookup(tokens) <= len(tokens)
+                else:
+                    read_and_compare(store, tokens)
+
+        return work
+
+    def repacker() -> None:
+        for _ in range(4):
+            store.repack()
+
+    in_threads([*(client(i) for i in range(6)), repacker])
+    store.flush()
+    for tokens in made:
+        put_prompt(store, tokens, wait_s=30).wait(60)
+        read_and_compare(store, tokens)
+    store.flush()
+    store.check()
+    assert_nothing_is_left(store)
+
+
+# ---- one read for many ---------------------------------------------------------------------------
+
+
+class Gate:
+    """Reads from home wait here; `n_bytes` counts those let through."""
+
+    def __init__(self, store: impress.PrefixStore) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        self.n_bytes = 0
+        self._lock = threading.Lock()
+        read = store.ssd.read
+
+        def waiting(reads: Sequence[Read]) -> None:
+            self.reached.set()
+            assert self.opened.wait(60)
+            with self._lock:
+                self.n_bytes += sum(len(r.dest) for r in reads)
+            read(reads)
+
+        store.ssd.read = waiting  # type: ignore[method-assign]
+
+
+@contextmanager
+def cold_sessions(
+    store: impress.PrefixStore, tokens: np.ndarray, n: int
+) -> Iterator[list[impress.session.Session]]:
+    """n sessions on one prefix, whose sums are read already."""
+    leases = [store.lease(tokens) for _ in range(n)]
+    sessions = [lease.session() for lease in leases]
+    yield sessions
+    for session, lease in zip(sessions, leases, strict=True):
+        session.close()
+        lease.release()
+
+
+def assert_right(session: impress.session.Session, tokens: np.ndarray, geometry: Any) -> None:
+    keys, values = kv_of(tokens, geometry)
+    for layer in range(geometry.n_layers):
+        k, v, _ = session.retrieve(layer, None)
+        assert np.array_equal(k.numpy(), keys[layer]) and np.array_equal(v.numpy(), values[layer])
+
+
+def filled(open_store: Open, geometry: impress.Geometry, **config: Any) -> impress.PrefixStore:
+    store = open_store(geometry, dram_bytes=0, io_threads=2, **config)
+    put_prompt(store, prompt(256)).wait(60)
+    return store
+
+
+def test_what_is_on_its_way_is_read_once(open_store: Open, small: impress.Geometry) -> None:
+    store = filled(open_store, small)
+    with cold_sessions(store, prompt(256), 3) as sessions:
+        gate = Gate(store)
+        for session in sessions:
+            session.prefetch()
+        gate.opened.set()
+        for session in sessions:
+            assert_right(session, prompt(256), small)
+        whole = 256 * small.token_bytes
+        assert gate.n_bytes == whole
+        assert store.stats()["shared_bytes"] == 2 * whole
+    assert_nothing_is_left(store)
+
+
+@pytest.mark.parametrize("importance", [False, True])
+def test_who_follows_one_that_gave_up_reads_for_itself(
+    open_store: Open, small: impress.Geometry, importance: bool
+) -> None:
+    store = open_store(small, dram_bytes=0, io_threads=1)
+    scores = np.random.default_rng(1).random((2, 256), dtype=np.float32) if importance else None
+    put_prompt(store, prompt(256), importance=scores).wait(60)
+    with cold_sessions(store, prompt(256), 2) as (first, second):
+        gate = Gate(store)
+        first.prefetch()
+        assert gate.reached.wait(60)  # its first read is under way, the others wait
+        second.prefetch()
+        closing = threading.Thread(target=first.close)
+        closing.start()
+        while not first._closed:  # the reads it has queued are cancelled
+            pass
+        gate.opened.set()
+        closing.join(60)
+        assert_right(second, prompt(256), small)
+    assert_nothing_is_left(store)
+
+
+def test_memory_of_another_is_verified_like_any_medium() -> None:
+    """Its owner may have written to it meanwhile: then the bytes come from home."""
+    right = np.random.default_rng(0).integers(0, 256, 16384, dtype=np.uint8)
+    theirs, mine = right.copy(), aligned(16384)
+    theirs[9000] ^= 1
+    sums = sums_of(right, 4096)
+    slot: Any = type("Slot", (), {"parts": [type("Part", (), {"segment": 0})]})
+    reads = [Read(slot, at, mine[at : at + 8192], sums[at // 4096 :][:2], 4096) for at in (0, 8192)]
+    asked: list[Read] = []
+
+    class Home:
+        def read(self, reads: Sequence[Read]) -> None:
+            asked.extend(reads)
+            for read in reads:
+                read.dest[:] = right[read.off : read.off + len(read.dest)]
+
+    home: Any = Home()
+    assert take(home, reads, [mine], Flight([theirs], Ticket(0))) == 8192
+    assert asked == reads[1:] and np.array_equal(mine, right)
+
+
+# ---- leases that nobody gives back ---------------------------------------------------------------
+
+
+class Clock:
+    """Stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.s = 1000.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+def with_clock(store: impress.PrefixStore) -> Clock:
+    clock = Clock()
+    store._leases.clock = clock  # type: ignore[misc]
+    return clock
+
+
+def test_an_expired_lease_loses_its_next_read_and_pins_until_released(
+    open_store: Open, small: impress.Geometry
+) -> None:
+    store = filled(open_store, small, lease_timeout_s=60.0, read_timeout_s=5.0)
+    clock = with_clock(store)
+    with store.lease(prompt(256)) as lease, lease.session() as session:
+        session.prefetch()
+        session.retrieve(0, None)
+        clock.s += 60.0
+        session.retrieve(1, None)  # at its limit, not over it
+        clock.s += 1.0
+        with pytest.raises(impress.PrefixLost) as lost:
+            session.retrieve(1, None)
+        assert lost.value.reason == "expired"
+        assert store.evict(1 << 30) == 0, "reads begun in time may still be under way"
+    assert store.evict(1 << 30) > 0
+    assert_nothing_is_left(store)
+
+
+@pytest.mark.parametrize("by", ["evict", "lease", "store"])
+def test_a_holder_that_vanished_does_not_pin_for_ever(
+    open_store: Open, small: impress.Geometry, by: str
+) -> None:
+    limits = {"lease_timeout_s": 60.0, "read_timeout_s": 5.0}
+    store = open_store(small, dram_bytes=0, disk_bytes=1 << 20, **limits)
+    put_prompt(store, prompt(640)).wait(60)
+    clock = with_clock(store)
+    vanished = store.lease(prompt(640))
+    session = vanished.session()
+    assert store.stats()["oldest_lease_s"] == 0.0
+    clock.s += 65.1
+    assert store.stats()["oldest_lease_s"] > 65
+    if by == "evict":
+        assert store.evict(1 << 30) > 0
+        assert store.lookup(prompt(640)) == 0
+    elif by == "lease":
+        store.lease(prompt(64, 9)).release()
+    else:  # the only way to find room
+        assert put_prompt(store, prompt(640, 1), wait_s=30).wait(60)
+    assert store.stats()["leases"] == 0 and store.stats()["pinned_spans"] == 0
+    assert store.stats()["expired_leases"] == 1
+    with pytest.raises(impress.PrefixLost) as lost:
+        session.retrieve(0, None)
+    assert lost.value.reason == "expired"
+    session.close()
+    vanished.release()  # it comes back after all: nothing is unpinned twice
+    assert_nothing_is_left(store)
+
+
+def test_a_lease_in_time_is_left_alone(open_store: Open, small: impress.Geometry) -> None:
+    store = filled(open_store, small, lease_timeout_s=60.0, read_timeout_s=5.0)
+    clock = with_clock(store)
+    old = store.lease(prompt(256))
+    clock.s += 30.0
+    with store.lease(prompt(256)) as young:
+        clock.s += 36.0
+        assert store.evict(1 << 30) == 0 and not old.active and young.active
+        with young.session() as session:
+            assert_right(session, prompt(256), small)
+    assert_serves(store, prompt(256), 256)
+    assert_nothing_is_left(store)
