@@ -226,7 +226,9 @@ class Catalog:
                     "impress rebuild makes it again from the segments"
                 )
             try:
-                self._kept[span], own = split_index(value)
+                if span >> 62:
+                    raise FormatError(f"index: span {span} is beyond all that are given out")
+                self._kept[span], own = split_index(value, self._window)
                 labels.append(own)
             except FormatError:
                 damaged.append(span)

@@ -188,6 +188,10 @@ def _decode_header(raw: bytes, meta: Extent) -> SpanHeader:
         ProbeRecord(codec.rstrip(b"\0").decode(errors="replace"), group, group_bytes, params)
         for codec, group, group_bytes, params in _PROBE.iter_unpack(found.get(PROBES, b""))
     )
+    if not (window and n_windows) or not all(
+        probe.group and probe.group_bytes and window % probe.group == 0 for probe in probes
+    ):
+        raise FormatError("span header: a window or a probe group of no size, or that do not fit")
     sums = np.frombuffer(found[SUMS], dtype="<u8").reshape(-1, 2)[:, 0].copy()
     record = SpanRecord(
         span_id, namespace, root, before, after, first, n_windows, window, meta, parts,
@@ -227,8 +231,11 @@ def encode_index(record: SpanRecord) -> bytes:
     return body + xxhash.xxh3_64_digest(body)
 
 
-def split_index(raw: bytes) -> tuple[bytes, bytes]:
-    """An index value as (what stays in memory, labels). Verifies the checksum and the version."""
+def split_index(raw: bytes, window: int | None = None) -> tuple[bytes, bytes]:
+    """An index value as (what stays in memory, labels). Verifies the checksum and the version.
+
+    `window`: the store's, where the value comes from outside; then all its sizes must agree too.
+    """
     if len(raw) < _INDEX.size + 8 or xxhash.xxh3_64_digest(raw[:-8]) != raw[-8:]:
         raise FormatError("index value: bad checksum")
     fields = _INDEX.unpack_from(raw)
@@ -237,6 +244,10 @@ def split_index(raw: bytes) -> tuple[bytes, bytes]:
             f"index value: format {fields[0]}, codec {fields[1]}, order {fields[2]}: not known"
         )
     cut = _INDEX.size + fields[7] * _PART.size
+    if window is not None:
+        n_windows, labels = fields[5], len(raw) - 8 - cut
+        if fields[6] != window or not n_windows or labels != 4 * window * n_windows:
+            raise FormatError(f"index value: {n_windows} windows of {fields[6]}, {labels} bytes")
     return raw[:cut], raw[cut:-8]
 
 

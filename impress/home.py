@@ -94,7 +94,7 @@ class Home:
         if damaged:
             log.warning("%s: %d damaged index values passed over", self._path, len(damaged))
             self._counters.add("damaged_spans", len(damaged))
-        return superfluous + damaged, max([last, *damaged])
+        return superfluous + damaged, max([last, *(span for span in damaged if not span >> 62)])
 
     def _delete(self, spans: list[int]) -> None:
         assert self.committer is not None
