@@ -17,7 +17,6 @@ class Events:
         self._enabled = enabled
         self._block_size = block_size
         self._expected: dict[str, tuple[Any, list[Any], list[int]]] = {}
-        self._told: dict[str, int] = {}  # blocks of a request that were told
         self._ready: list[Any] = []
 
     def expect(self, request: Any, n_tokens: int) -> None:
@@ -32,9 +31,7 @@ class Events:
             tokens,
         )
         while len(self._expected) > _MOST_EXPECTED:
-            forgotten = next(iter(self._expected))
-            del self._expected[forgotten]
-            self._told.pop(forgotten, None)
+            del self._expected[next(iter(self._expected))]
 
     def stored(self, request_id: str, n_tokens: int) -> None:
         """They are READY."""
@@ -45,16 +42,14 @@ class Events:
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
         lora, hashes, tokens = found
-        first = self._told.pop(request_id, 0)
-        end = min(n_tokens // self._block_size, len(hashes))
-        if end <= first:
+        n = min(n_tokens // self._block_size, len(hashes))
+        if not n:
             return
-        known = [maybe_convert_block_hash(block) for block in hashes[:end]]
         self._ready.append(
             BlockStored(
-                block_hashes=known[first:],
-                parent_block_hash=known[first - 1] if first else None,
-                token_ids=tokens[first * self._block_size : end * self._block_size],
+                block_hashes=[maybe_convert_block_hash(block) for block in hashes[:n]],
+                parent_block_hash=None,
+                token_ids=tokens[: n * self._block_size],
                 block_size=self._block_size,
                 lora_id=None,
                 medium=MEDIUM_STORAGE,

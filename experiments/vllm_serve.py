@@ -1,0 +1,223 @@
+"""Questions about long documents to vLLM's OpenAI server: plain, exact, sparse twice.
+
+    .venv-vllm/bin/python -m experiments.vllm_serve      (make test-vllm makes that environment)
+
+Each way has a store and documents of its own kind: every document is asked about once, which stores
+it; the server is started again, so that vLLM's own cache is empty; then other questions come, one
+after the other, and after another start eight at a time. Each document is asked about once a start:
+what is a hit comes from the store. The model is the trained lookup model, so answers can be right.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from experiments.common import Options, Row, Unable, print_rows, run
+from impress.demo.lookup import tasks
+from impress.demo.lookup.tasks import Question
+
+N_TOKENS: Final = 1024  # of a document: eight of vLLM's blocks on the CPU
+DTYPE: Final = "float32"
+CHECKPOINT: Final = "agreeing"
+TASKS: Final = ("rte", "copa")
+CONCURRENCIES: Final = (1, 8)
+EXACT: Final = {"name": "exact"}
+KEEP_ALL: Final = {"name": "keep_all"}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt, and which answer is right."""
+
+    prompt: list[int]
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    token: int
+    ttft_ms: float
+
+
+def experiment(options: Options) -> tuple[dict[str, float], list[Row]]:
+    try:
+        import openai  # noqa: F401
+        from vllm.version import __version__
+    except ImportError:
+        raise Unable(
+            "needs vLLM's environment: make test-vllm, then "
+            ".venv-vllm/bin/python -m experiments.vllm_serve"
+        ) from None
+    from experiments.vllm_serve_server import Way, make_model
+
+    model = make_model(options.folder / "model", CHECKPOINT)
+    n = 6 if options.quick else 24
+    ways = (
+        Way("plain", None),
+        Way("exact", EXACT, floor=KEEP_ALL),
+        Way("sparse paper", {"name": "paper", "keep": 0.25}),
+        Way("sparse quality", {"name": "quality", "max_missing_mass": 0.1}),
+    )
+    rows: list[Row] = []
+    for way in ways:
+        rows += _measure(model, way, options, n)
+    _compare(rows)
+    shown = [{key: row[key] for key in row if key != "answers"} for row in rows]
+    print_rows(f"vLLM {__version__}, {n} documents of {N_TOKENS} tokens, {CHECKPOINT}", shown)
+    return _figures(rows), shown
+
+
+def _documents(options: Options, n: int) -> list[tuple[Asked, Asked]]:
+    """Two questions about each of n documents: one to store it by, one to measure."""
+    found = []
+    for i in range(n):
+        document = tasks.document("test", 1000 * options.seed + i, N_TOKENS)
+        first, second = tasks.questions(document, TASKS[i % len(TASKS)], 2)
+        found.append(
+            (
+                Asked([*document.tokens, *first.tokens], first),
+                Asked([*document.tokens, *second.tokens], second),
+            )
+        )
+    return found
+
+
+def _measure(model: Path, way: Any, options: Options, n: int) -> list[Row]:
+    """One way: store, start again, ask."""
+    from experiments.vllm_serve_server import Server, bench, since
+
+    documents = _documents(options, n)
+    store = options.folder / f"store {way.name}"
+    log = options.folder / f"{way.name}.log"
+    rows: list[Row] = []
+    with Server(model, way, store, log, DTYPE) as server:
+        _ask(server, [first for first, _ in documents], 1)
+        server.settled()
+    policies = {way.name: None, **({"all rows kept": KEEP_ALL} if way.floor else {})}
+    for concurrency in CONCURRENCIES:
+        for name, policy in policies.items():
+            with Server(model, way, store, log, DTYPE) as server:
+                _ask(server, [_warm_up()], 1)
+                with since(server) as grown:
+                    answers = _ask(server, [second for _, second in documents], concurrency, policy)
+                rows.append(_row(name, concurrency, documents, answers, grown))
+                leases = server.settled().get("impress_leases", 0.0)
+                rows[-1]["leases"] = int(leases)
+                if concurrency == CONCURRENCIES[-1] and policy is None:
+                    rows[-1]["bench"] = _said(bench(server, model, 8 if options.quick else 32))
+                else:
+                    rows[-1]["bench"] = ""
+    return rows
+
+
+def _warm_up() -> Asked:
+    """A prompt of nobody's: the first request of a process pays for what is made then."""
+    document = tasks.document("calibration", 0, N_TOKENS)
+    (question,) = tasks.questions(document, "rte", 1)
+    return Asked([*document.tokens, *question.tokens], question)
+
+
+def _ask(
+    server: Any, asked: Sequence[Asked], concurrency: int, policy: dict[str, Any] | None = None
+) -> list[Answered]:
+    """Ask through the OpenAI client, so many at a time."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
+    body: dict[str, Any] = {"return_token_ids": True}
+    if policy is not None:
+        body["kv_transfer_params"] = {"impress": {"policy": policy}}
+
+    def one(item: Asked) -> Answered:
+        begin = time.perf_counter()
+        stream = client.completions.create(
+            model="lookup", prompt=item.prompt, max_tokens=1, temperature=0, stream=True,
+            extra_body=body,
+        )  # fmt: skip
+        first_ms, token = 0.0, -1
+        for chunk in stream:
+            ids = getattr(chunk.choices[0], "token_ids", None) if chunk.choices else None
+            if ids and token < 0:
+                first_ms, token = (time.perf_counter() - begin) * 1e3, int(ids[0])
+        return Answered(token, first_ms)
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(one, asked))
+
+
+def _row(
+    name: str, concurrency: int, documents: Sequence[tuple[Asked, Asked]],
+    answers: Sequence[Answered], grown: dict[str, float],
+) -> Row:  # fmt: skip
+    ttft = [answer.ttft_ms for answer in answers]
+    right = [
+        a.token == second.question.answer for (_, second), a in zip(documents, answers, strict=True)
+    ]
+    bytes_read = sum(n for key, n in grown.items() if key.startswith("vllm:impress_read_bytes"))
+    rows_read = sum(n for key, n in grown.items() if key.startswith("vllm:impress_read_rows"))
+    return {
+        "way": name,
+        "at once": concurrency,
+        "ttft p50 ms": float(np.percentile(ttft, 50)),
+        "ttft p95 ms": float(np.percentile(ttft, 95)),
+        "hit tokens": int(grown.get("vllm:external_prefix_cache_hits_total", 0)),
+        "rows read": int(rows_read),
+        "MB read": bytes_read / 1e6,
+        "right": float(np.mean(right)),
+        "answers": [answer.token for answer in answers],
+    }
+
+
+def _said(found: dict[str, Any]) -> str:
+    """What vLLM's own benchmark said, on one line."""
+    if "error" in found:
+        return f"failed: {found['error'][:60]}"
+    return f"{found['completed']} done, ttft p50 {found['median_ttft_ms']:.1f} ms"
+
+
+def _compare(rows: Sequence[Row]) -> None:
+    """Adds each row's agreement with plain's answers at the same concurrency."""
+    plain = {row["at once"]: row["answers"] for row in rows if row["way"] == "plain"}
+    for row in rows:
+        same = [a == b for a, b in zip(row["answers"], plain[row["at once"]], strict=True)]
+        row["as plain"] = float(np.mean(same))
+
+
+def _figures(rows: Sequence[Row]) -> dict[str, float]:
+    of = {(row["way"], row["at once"]): row for row in rows}
+    plain, exact = of["plain", 1], of["exact", 1]
+    paper, quality = of["sparse paper", 1], of["sparse quality", 1]
+    every = [row for row in rows if row["way"] == "exact"]
+    kept = [row for row in rows if row["way"] == "all rows kept"]
+    share = {row["way"]: row["rows read"] / exact["rows read"] for row in (paper, quality)}
+    return {
+        "exact_identical": float(all(row["as plain"] == 1.0 for row in every)),
+        "sparse_full_identical": float(
+            all(row["answers"] == of["exact", row["at once"]]["answers"] for row in kept)
+        ),
+        "exact_ttft_ratio": plain["ttft p50 ms"] / exact["ttft p50 ms"],
+        "sparse_ttft_ratio": plain["ttft p50 ms"]
+        / min(row["ttft p50 ms"] for row in (paper, quality)),
+        "sparse_rows_share": share["sparse quality"],
+        "sparse_rows_share.paper": share["sparse paper"],
+        "leaked_leases": float(sum(row["leases"] for row in rows)),
+        "accuracy.plain": plain["right"],
+        "accuracy.paper": paper["right"],
+        "accuracy.quality": quality["right"],
+    }
+
+
+def _estimate(quick: bool) -> str:
+    return "5 min" if quick else "10 min"
+
+
+if __name__ == "__main__":
+    sys.exit(run(__doc__.splitlines()[0], experiment, _estimate, dtype=DTYPE, model=CHECKPOINT))
