@@ -102,18 +102,26 @@ class Server:
     def __enter__(self) -> Server:
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "2", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
+            "OMP_NUM_THREADS": "2", "VLLM_SERVER_DEV_MODE": "1", **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
         }  # fmt: skip
         self._process = subprocess.Popen(
             self.command, env=environment, stdout=self._log, stderr=self._log
         )
+        try:
+            self._wait(self._process)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + _READY_S
         while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.__exit__(None, None, None)
-                raise Unable(f"vLLM's server did not start: see {self._log.name}")
+            if process.poll() is not None or time.monotonic() > deadline:
+                last = Path(self._log.name).read_text(errors="replace").strip().splitlines()[-1:]
+                raise Unable(f"vLLM's server did not start: {' '.join(last)[:300]}")
             time.sleep(0.5)
-        return self
 
     def _answers(self) -> bool:
         try:
@@ -145,6 +153,17 @@ class Server:
                     if match:
                         found[match[1]] = found.get(match[1], 0.0) + float(match[2])
         return found
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache (an endpoint of its development mode)."""
+        self.settled()
+        request = urllib.request.Request(f"{self.base}/reset_prefix_cache", method="POST")
+        for _ in range(60):  # blocks of the last answers may still be on their way into the store
+            with urllib.request.urlopen(request, timeout=30) as reply:
+                if json.loads(reply.read())["success"]:
+                    return
+            time.sleep(0.5)
+        raise Unable("vLLM did not empty its prefix cache within 30 s")
 
     def settled(self) -> dict[str, float]:
         """The counts once storing has come to rest: the same twice, a second apart."""
