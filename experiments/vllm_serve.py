@@ -70,8 +70,11 @@ def experiment(options: Options) -> tuple[dict[str, float], list[Row]]:
     for way in ways:
         rows += _measure(model, way, options, n)
     _compare(rows)
-    shown = [{key: row[key] for key in row if key != "answers"} for row in rows]
+    shown = [{key: row[key] for key in row if key not in ("answers", "bench")} for row in rows]
     print_rows(f"vLLM {__version__}, {n} documents of {N_TOKENS} tokens, {CHECKPOINT}", shown)
+    said = [{"way": row["way"], "says": row["bench"]} for row in rows if row["bench"]]
+    print_rows("vllm bench serve --dataset-name prefix_repetition", said)
+    shown += said
     return _figures(rows), shown
 
 

@@ -192,11 +192,21 @@ def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
+#: `vllm bench serve` where the distribution is not called vllm, which its command line asks for.
+_BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
 def bench(server: Server, model: Path, n_prompts: int) -> dict[str, Any]:
     """`vllm bench serve --dataset-name prefix_repetition`, unmodified, against a server."""
     result = model.parent / f"bench-{server.way.name}.json"
     command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve",
+        sys.executable, "-c", _BENCH,
         "--base-url", server.base, "--model", "lookup", "--tokenizer", str(model),
         "--dataset-name", "prefix_repetition", "--num-prompts", str(n_prompts),
         "--prefix-repetition-prefix-len", "1024", "--prefix-repetition-suffix-len", "32",
