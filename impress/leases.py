@@ -34,8 +34,12 @@ class Leases:
     that is reclaimed then. (One that is stuck for longer meets bytes of another checksum: a miss.)
     """
 
-    def __init__(self, timeout_s: float, grace_s: float, clock: Clock = now) -> None:
+    def __init__(
+        self, timeout_s: float, grace_s: float, count: Callable[[int], None], clock: Clock = now
+    ) -> None:
+        """`count` is told how many were taken back."""
         self.clock: Final = clock
+        self._count = count
         self._limit_s = timeout_s + grace_s
         self._lock = threading.Lock()
         self._out: dict[Held, None] = {}  # oldest first
@@ -48,8 +52,12 @@ class Leases:
         with self._lock:
             self._out.pop(lease, None)
 
-    def reap(self) -> int:
-        """Take back what has been out too long; how many. Costs nothing when there is none."""
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._out)
+
+    def reap(self) -> None:
+        """Take back what has been out too long. Costs nothing when there is none."""
         late: list[Held] = []
         with self._lock:
             for lease in self._out:
@@ -59,7 +67,7 @@ class Leases:
         n = sum(lease.expire() for lease in late)
         if n:
             log.warning("%d leases were never released; taken back after their time limit", n)
-        return n
+            self._count(n)
 
     def ages(self) -> tuple[int, float]:
         """(leases out, seconds the oldest has been)."""

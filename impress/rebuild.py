@@ -128,6 +128,8 @@ def _scan(folder: Path, found: Rebuilt, say: Progress) -> Iterator[SpanHeader]:
 def _header_at(fd: int, segment: int, off: int) -> SpanHeader | None:
     try:
         length = header_page_length(os.pread(fd, PAGE, off))
+        if length > os.fstat(fd).st_size - off:
+            return None
         return decode_header(os.pread(fd, length, off), Extent(segment, off, length))
     except FormatError:
         return None

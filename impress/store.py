@@ -63,7 +63,8 @@ class PrefixStore:
         self.writable = write
         self.counters = Counters()
         self._identity = identity
-        self._leases = Leases(config.lease_timeout_s, config.read_timeout_s)
+        count = partial(self.counters.add, "expired_leases")
+        self._leases = Leases(config.lease_timeout_s, config.read_timeout_s, count)
         self._closed = False
         self._pid = os.getpid()
         self._secret = tenant_secret(config)
@@ -106,7 +107,7 @@ class PrefixStore:
         self._home = home = Home(
             self.path, self._identity, config, self.counters, self._forget, write=self.writable
         )
-        home.before_evict = self._reap
+        home.before_evict = self._leases.reap
         self._pool = IoPool(config.io_threads)
         codecs = [codec_of(name) for name in config.probes]
         self._copies = Copies(config, geometry, self.window, codecs)
@@ -162,7 +163,7 @@ class PrefixStore:
         every I/O thread is stuck in a read ("tier off") all leases are misses.
         """
         root, labels, _ = self._names_of(token_ids, extra, tenant)
-        self._reap()
+        self._leases.reap()
         off = self._pool.n_stuck(self.config.read_timeout_s) == self._pool.n_threads
         held = [] if off else self._home.catalog.hold(root, labels, count=True)
         tables = (
@@ -193,10 +194,6 @@ class PrefixStore:
         if off:
             return "tier off"  # every I/O thread is stuck in a read: computing is faster
         return "lost" if lost else "too short" if short else "not stored"
-
-    def _reap(self) -> None:
-        """Leases out for too long hold nothing any more."""
-        self.counters.add("expired_leases", self._leases.reap())
 
     def _release(self, lease: Lease) -> None:
         self._leases.discard(lease)
