@@ -22,6 +22,7 @@ from impress.errors import ImpressError, StoreFailed
 from impress.format import ORDER_PACKED, SpanHeader, SpanRecord, encode_header, encode_index
 from impress.history import History
 from impress.index import Index
+from impress.ledgers import Ledgers
 from impress.stats import Counters
 from impress.types import Geometry
 from tiers.base import PAGE, Extent, Slot
@@ -91,7 +92,7 @@ class Committer:
     def __init__(
         self, index: Index, ssd: SsdTier, catalog: Catalog, counters: Counters,
         geometry: Geometry, uuid: bytes, reclaim: Callable[[Iterable[SpanRecord]], None],
-        history: History, *, durable: bool,
+        history: History, ledgers: Ledgers, *, durable: bool,
     ) -> None:  # fmt: skip
         self._index = index
         self._ssd = ssd
@@ -101,6 +102,7 @@ class Committer:
         self._uuid = uuid
         self._reclaim = reclaim
         self._history = history
+        self._ledgers = ledgers
         self._durable = durable
         self._names: dict[bytes, str] = index.names()
         self._jobs: deque[_Job] = deque()
@@ -204,9 +206,9 @@ class Committer:
 
     def _save_history(self) -> None:
         tick = self._history.tick
-        values = self._history.dump()
-        if values:
-            self._index.save_history(values, tick)
+        values, ledgers = self._history.dump(), self._ledgers.dump()
+        if values or ledgers:
+            self._index.save_history(values, tick, ledgers)
 
     def _deal_with(self, batch: _Batch) -> None:
         self._commit(batch)

@@ -69,6 +69,16 @@ class Config(BaseModel):
     mode: Literal["auto", "sparse", "exact", "recompute"] = "auto"
     """What an engine does on a hit. auto: the cheapest its policy allows, by the rates measured so
     far. The others force one; "sparse" is exact under a policy that does not choose rows."""
+    guard: Literal["auto", "off"] = "auto"
+    """auto: where an engine chooses the mode, its policy chooses rows only once it has earned it,
+    and is watched from then on (docs/SELECTION.md, "The guard"). A call that names its policy, or a
+    forced `mode`, is not guarded."""
+    guard_shadows: int = Field(default=300, ge=1)
+    """Requests in a row, answered exactly, whose selection must have missed little enough."""
+    guard_share: float = Field(default=0.01, ge=0, le=1)
+    """Of the sparse requests after that, the share that is weighed again after the answer."""
+    guard_missing_mass: float = Field(default=0.1, ge=0, le=1)
+    """What a policy that has no bound of its own may miss of a request's attention."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Serve Prometheus metrics on 127.0.0.1 at this port; 0 picks a free one."""
 

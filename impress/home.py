@@ -20,6 +20,7 @@ from impress.errors import FormatError, ImpressError, StoreFailed
 from impress.format import SpanRecord
 from impress.history import History, budget_of
 from impress.index import Index
+from impress.ledgers import Ledgers
 from impress.stats import Counters
 from tiers.base import Slot
 from tiers.errors import MediumError
@@ -60,13 +61,14 @@ class Home:
             identity.geometry.n_layers, identity.window, budget_of(config.dram_bytes),
             self.index.history, self.index.history_tick(),
         )  # fmt: skip
+        self.ledgers = Ledgers(self.index.ledger, self.save_history)
         self._superfluous, last_span = self._load()
         self.span_ids = itertools.count(last_span + 1)  # next() of it is atomic
         self.committer: Committer | None = None
         if write:
             self.committer = Committer(
                 self.index, self.ssd, self.catalog, counters, identity.geometry, identity.uuid,
-                self.reclaim, self.history, durable=config.durable,
+                self.reclaim, self.history, self.ledgers, durable=config.durable,
             )  # fmt: skip
 
     def tidy(self) -> None:

@@ -23,7 +23,8 @@ from impress.errors import FormatError, StoreFailed
 MAP_BYTES: Final = 64 << 30
 
 _HEAT = struct.Struct("<QQ")
-_NAMES: Final = ("spans", "heat", "names", "history")
+_NAMES: Final = ("spans", "heat", "names", "history", "guard")
+_LATER: Final = ("history", "guard")  # stores written before these existed lack them
 _TICK: Final = b"tick"  # in `history`: requests noted; every other key there is a span id
 _envs: dict[Path, tuple[Any, int]] = {}
 _envs_lock = threading.Lock()
@@ -105,15 +106,32 @@ class Index:
         with self._read() as txn:
             return int.from_bytes(txn.get(_TICK, b"", db=self._dbs["history"]), "little")
 
+    def ledger(self, key: bytes) -> bytes | None:
+        """A guard's ledger (impress.ledgers), as last committed."""
+        if self._dbs["guard"] is None:
+            return None
+        with self._read() as txn:
+            value: bytes | None = txn.get(key, db=self._dbs["guard"])
+            return value
+
+    def ledgers(self) -> list[tuple[bytes, bytes]]:
+        """Every guard's ledger, by key."""
+        if self._dbs["guard"] is None:
+            return []
+        with self._read() as txn, txn.cursor(self._dbs["guard"]) as cursor:
+            return [(bytes(key), bytes(value)) for key, value in cursor]
+
     def names(self) -> dict[bytes, str]:
         """Root key -> what its namespace is called."""
         with self._read() as txn, txn.cursor(self._dbs["names"]) as cursor:
             return {bytes(key): value.decode(errors="replace") for key, value in cursor}
 
-    def save_history(self, values: Mapping[int, bytes], tick: int) -> None:
-        """What requests have shown, of spans that are still indexed. Only the committer calls.
+    def save_history(
+        self, values: Mapping[int, bytes], tick: int, ledgers: Mapping[bytes, bytes]
+    ) -> None:
+        """What requests have shown, of spans that are still indexed, and of policies.
 
-        One transaction. Raises StoreFailed.
+        One transaction. Only the committer calls. Raises StoreFailed.
         """
         spans, history = self._dbs["spans"], self._dbs["history"]
         try:
@@ -122,6 +140,8 @@ class Index:
                     if txn.get(_id(span), db=spans) is not None:
                         txn.put(_id(span), value, db=history)
                 txn.put(_TICK, tick.to_bytes(8, "little"), db=history)
+                for key, ledger in ledgers.items():
+                    txn.put(key, ledger, db=self._dbs["guard"])
         except (lmdb.Error, OSError) as err:
             raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
 
@@ -160,7 +180,7 @@ class Index:
         try:
             return self._env.open_db(name.encode(), create=create)
         except lmdb.NotFoundError:
-            if name == "history":
+            if name in _LATER:
                 return None
             raise
 

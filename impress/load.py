@@ -86,8 +86,11 @@ class Load:
         planes: Sequence[int],
         positions: Positions | None = None,
         outs: Sequence[torch.Tensor] | None = None,
+        lane: Lane = Lane.DEMAND,
     ) -> None:
+        """Under another lane than DEMAND it is no request's read, and not counted as one."""
         self.layer = layer
+        self._lane = lane
         self.planes = tuple(planes)
         self.positions = positions  # None: every row
         self.outs = outs  # the caller's tensors, one a plane, or None
@@ -171,11 +174,11 @@ class Load:
             for some in slices(reads, size)
         ]
         if not tasks or tier is not self.reading.ssd:
-            return self.reading.pool.submit(Lane.DEMAND, tasks)
+            return self.reading.pool.submit(self._lane, tasks)
         if self._followed is not None:
-            return self.reading.pool.submit(Lane.DEMAND, tasks, after=self._followed.ended)
-        ticket = self.reading.pool.submit(Lane.DEMAND, tasks)
-        if self.positions is None:
+            return self.reading.pool.submit(self._lane, tasks, after=self._followed.ended)
+        ticket = self.reading.pool.submit(self._lane, tasks)
+        if self.positions is None and self._lane is Lane.DEMAND:  # no request waits for others
             self.reading.flights.begin(self._key(), Flight(self._dests, ticket))
         return ticket
 
@@ -210,6 +213,8 @@ class Load:
             self.reading.counters.add(f"lost/{lost.reason}")
             raise lost
         self._unpin()
+        if self._lane is not Lane.DEMAND:
+            return
         self.reading.counters.load_ms((monotonic() - self.started_s) * 1e3)
         for tier, n in self.bytes_by_tier.items():
             self.reading.counters.add(f"read_bytes/{tier}", n)

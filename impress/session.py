@@ -63,7 +63,7 @@ class Lease:
         self.active = True
         self._clock = clock
         self._taken = False  # by the store: nobody released it in time
-        self._reading = reading
+        self.reading = reading
         self._make_session = make_session
         self._release = release
         self._lock = threading.Lock()
@@ -86,9 +86,9 @@ class Lease:
 
     def check_age(self) -> None:
         """Raises PrefixLost when expired."""
-        limit_s = self._reading.config.lease_timeout_s
+        limit_s = self.reading.config.lease_timeout_s
         if self._taken or self._clock() - self.started_s > limit_s:
-            self._reading.counters.add("lost/expired")
+            self.reading.counters.add("lost/expired")
             raise PrefixLost("expired", f"the lease is older than {limit_s:g} s")
 
     def expire(self) -> bool:

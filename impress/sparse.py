@@ -30,6 +30,7 @@ from impress.session import Lease, Session
 from impress.tables import read_header
 from tiers.base import Bytes
 from tiers.errors import ReadFailed
+from tiers.iopool import Lane
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -41,12 +42,15 @@ if TYPE_CHECKING:
 class SparseSession(Session):
     """A session under a policy with an identifier (`impress.identify`)."""
 
+    _lane = Lane.DEMAND  # of what is read to choose by
+
     def __init__(self, lease: Lease, policy: Policy, reading: Reading) -> None:
         super().__init__(lease, policy, reading)
         self._codec, self._plane, self._params = self._sketch()
         self._probes: dict[int, Load] = {}  # records on their way, by layer
         self._importance: npt.NDArray[np.float32] | None = None  # [n_layers, n_tokens]
-        self._chosen: dict[int, Selection] = {}  # by layer
+        self.chosen: dict[int, Selection] = {}
+        """What was chosen in each layer so far."""
 
     def _sketch(self) -> tuple[ProbeCodec | None, int | None, Layers | None]:
         """The codec to score with, the plane of its records, and its parameters by layer.
@@ -91,7 +95,8 @@ class SparseSession(Session):
         size = self._sources[0].layout.planes[plane].chunk_bytes
         # A prefix stored with other codecs than this store's now has no cache of its records.
         cache = self._r.copies.probes.get((plane, size))
-        return Load(self._r, self._sources, layer, [cache] if cache else [], (plane,))
+        caches = [cache] if cache else []
+        return Load(self._r, self._sources, layer, caches, (plane,), lane=self._lane)
 
     def _bring(
         self,
@@ -149,9 +154,7 @@ class SparseSession(Session):
 
         def all_keys() -> torch.Tensor:
             if not found:
-                load = self._read(Load(self._r, self._sources, layer, self._r.copies.chunks, (K,)))
-                used.append(load)
-                found.append(load.tensor())
+                found.append(self._all_keys(layer, used))
             return found[0]
 
         asked = Asked(
@@ -167,10 +170,17 @@ class SparseSession(Session):
             None if self._params is None else self._params[layer],
             all_keys,
             lambda: self._given_importance(layer),
-            self._chosen,
+            self.chosen,
         )
-        selection = self._chosen[layer] = select(self.policy, asked)
+        selection = self.chosen[layer] = select(self.policy, asked)
         return selection, found[0] if found else None
+
+    def _all_keys(self, layer: int, used: list[Load]) -> torch.Tensor:
+        """Keys [n_kv_heads, n_tokens, head_dim] of the whole prefix."""
+        chunks = self._r.copies.chunks
+        load = Load(self._r, self._sources, layer, chunks, (K,), lane=self._lane)
+        used.append(self._read(load))
+        return load.tensor()
 
     def _records(self, layer: int, all_keys: Any, used: list[Load]) -> Bytes:
         """The layer's probe records, contiguous [groups, probe_bytes]."""

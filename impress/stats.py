@@ -121,6 +121,7 @@ class _Collector:
             for tag, n in values.items():
                 gauge.add_metric([tag], n)
             yield gauge
+        yield from _guards(stats["guard"])
         for key in ("spans", "nodes", "windows", "leases", "oldest_lease_s"):
             yield GaugeMetricFamily(f"impress_{key}", key.replace("_", " "), value=stats[key])
         load = stats["load_latency"]
@@ -143,6 +144,34 @@ def _by_tier(stats: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]
     yield "impress_tier_chunks", "chunks in the tier", stats["chunks"]
     emulated = {tier: float(tier in stats["emulated"]) for tier in stats["tiers"]}
     yield "impress_tier_emulated", "1 where the tier is emulated in host memory", emulated
+
+
+def _guards(ledgers: list[dict[str, Any]]) -> Iterator[Any]:
+    """Of each ledger of the guard: its counts, and whether its policy is trusted."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    labels = ["namespace", "policy"]
+    for family, name, help_text, key in (
+        (GaugeMetricFamily, "trusted", "1 where the policy chooses rows, 0 where hits are exact",
+         "trusted"),
+        (CounterMetricFamily, "shadows", "requests weighed against all keys", "shadows"),
+        (CounterMetricFamily, "exceeded", "shadows that missed too much", "exceeded"),
+        (CounterMetricFamily, "understated", "shadows over their estimate", "understated"),
+        (CounterMetricFamily, "dropped", "shadows that came to nothing", "dropped"),
+        (CounterMetricFamily, "sent_back", "times a trusted policy was sent back to exact",
+         "sent_back"),
+        (GaugeMetricFamily, "bound", "upper limit of the share of requests that miss too much",
+         "bound"),
+        (GaugeMetricFamily, "worst_missing_mass", "the most a shadow missed",
+         "worst_missing_mass"),
+        (CounterMetricFamily, "reruns", "sparse requests run again exactly", "reruns"),
+        (CounterMetricFamily, "flips", "tokens of those that exact would not give", "flips"),
+    ):  # fmt: skip
+        made = family(f"impress_guard_{name}", help_text, labels=labels)
+        for ledger in ledgers:
+            value = float(ledger["state"] == "trusted") if key == "trusted" else ledger[key]
+            made.add_metric([ledger["namespace"][:16], ledger["policy"]], value)
+        yield made
 
 
 _COUNTERS = (

@@ -112,6 +112,7 @@ class PrefixStore:
         codecs = [codec_of(name) for name in config.probes]
         self._copies = Copies(config, geometry, self.window, codecs)
         self._tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
+        self.ledgers = home.ledgers  # what the guard knows of policies
         params = Params(self._shard.params, write=self.writable)
         self.buffers = BufferPool(None)
         """Page-aligned buffers for whoever reads: sessions and engines."""
@@ -340,6 +341,7 @@ class PrefixStore:
             "leases": n_leases,
             "oldest_lease_s": oldest_s,
             **self.counters.snapshot(),
+            "guard": self.ledgers.snapshot(),
             "evictions": self._copies.evictions(),
             "direct_io": self._home.ssd.direct,
         }

@@ -135,7 +135,7 @@ def test_rates_of_a_mode_long_passed_over_are_measured_again():
 
 
 def attach_in(mode, model, path, **options):
-    config = CONFIG.model_copy(update={"mode": mode})
+    config = CONFIG.model_copy(update={"mode": mode, "guard": "off"})
     return hf.attach(model, path, config=config, **options)
 
 
@@ -161,12 +161,14 @@ def test_auto_takes_the_policys_own_mode_first_and_then_the_cheapest(tmp_path, p
         engine.generate(ids, max_new_tokens=2)
         own = "exact" if policy == Exact() else "sparse"
         assert engine.last_request.mode == own
-        engine._rates.note_prefill(100_000, 1e6)  # as if computing had become slow, then reading
+        engine._modes.rates.note_prefill(
+            100_000, 1e6
+        )  # as if computing had become slow, then reading
         engine.generate(ids, max_new_tokens=2)
         assert engine.last_request.mode != "recompute"
         for _ in range(60):
-            engine._rates.note_prefill(10_000, 1e-9)
-        engine._rates.note_read(own, 3, 1000, 1000, 1e6)
+            engine._modes.rates.note_prefill(10_000, 1e-9)
+        engine._modes.rates.note_read(own, 3, 1000, 1000, 1e6)
         out = engine.generate(ids, max_new_tokens=2, do_sample=False)
         request = engine.last_request
         assert (request.mode, request.hit_tokens, request.lost) == ("recompute", 0, "")

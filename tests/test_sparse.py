@@ -87,7 +87,7 @@ def fill(store: impress.PrefixStore) -> None:
 
 def retrieve_all(lease: Lease, policy: Policy, *, ahead: bool = False) -> tuple[list, list[dict]]:
     """(k, v, pos) of every layer, and the report's lines."""
-    geometry = lease._reading.geometry
+    geometry = lease.reading.geometry
     with lease.session(policy) as session:
         if ahead:
             session.prefetch()

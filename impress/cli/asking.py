@@ -44,7 +44,9 @@ def ask(
         hf.attach(model, store, policy, store_new=False) as engine,
         err.status("asking"),
     ):
-        engine.generate(torch.tensor([ids], dtype=torch.int64), max_new_tokens=1, do_sample=False)
+        prompt_ids = torch.tensor([ids], dtype=torch.int64)
+        # The policy is named, so not guarded: its choice is what is asked for.
+        engine.generate(prompt_ids, max_new_tokens=1, do_sample=False, policy=policy)
         request = engine.last_request
     assert request is not None, "a request has just returned"
     found = asdict(request)

@@ -63,6 +63,7 @@ def _print_root(row: dict[str, Any], found: dict[str, Any]) -> None:
         f"under {called(row)}{whose}"
     )
     _print_stop(row["stop"], found["window"])
+    _print_guard(row["guard"])
     if not row["held"]:
         return
     show(_nodes(row["held"]))
@@ -92,6 +93,26 @@ def _print_stop(stop: dict[str, Any], window: int) -> None:
         say(
             f"nearest: a stored prompt of {near['tokens']:,} tokens in span {near['span']}, "
             f"{near['leases']:,} leases{ways}"
+        )
+
+
+def _print_guard(ledgers: list[dict[str, Any]]) -> None:
+    """A line a policy that was ever guarded in the namespace."""
+    if not ledgers:
+        say("guard: –")
+    for ledger in ledgers:
+        reruns = ledger["reruns"]
+        again = (
+            f"; of {reruns:,} run again exactly, {ledger['flips']:,} of {ledger['compared']:,} "
+            f"tokens would be others, first token's KL at most {ledger['worst_kl']:.2g} nats"
+            if reruns
+            else ""
+        )
+        say(
+            f"guard: {escape(ledger['policy'])} is {escape(ledger['said'])}; of "
+            f"{ledger['shadows']:,} shadows {ledger['exceeded']:,} missed more than "
+            f"{ledger['most_mass']:.2g}, the worst {ledger['worst_missing_mass']:.2g}; sent back "
+            f"{ledger['sent_back']:,} times{again}"
         )
 
 

@@ -17,6 +17,7 @@ from impress.cli.survey import known_of
 from impress.config import Config
 from impress.format import SpanHeader
 from impress.layout import K, SpanLayout, V
+from impress.ledgers import decoded
 from impress.load import LEAST_SLICE, MOST_SLICE
 from impress.plan import Source, parts_of, plan_reads, whole
 from impress.store import PrefixStore
@@ -94,9 +95,16 @@ def _row(store: PrefixStore, root: Root, name: str, labels: bytes, n_tokens: int
             _held(store, source, step.hits, trace.tick - step.used if step.hits else None)
             for source, step in zip(sources, trace.steps, strict=False)  # lost ones are left out
         ],
+        "guard": _ledgers(store, root),
         "chunks": n_windows * store.geometry.n_layers,
         "cost": _cost(store, sources),
     }
+
+
+def _ledgers(store: PrefixStore, root: Root) -> list[dict[str, Any]]:
+    """What the guard of a namespace knows, by policy, as last saved by whoever serves it."""
+    found = decoded(store.index.ledgers())
+    return [ledger for ledger in found if ledger["namespace"] == root.namespace.hex()]
 
 
 # ---- where it stops ----------------------------------------------------------------------------

@@ -95,8 +95,9 @@ def _answer(
     check_length(model.config, len(ids), n_new)
     with hf.attach(model, where, policy) as engine, err.status("answering"):
         sequences = engine.generate(
-            torch.tensor([ids], dtype=torch.int64), max_new_tokens=n_new, do_sample=False
-        )
+            torch.tensor([ids], dtype=torch.int64), max_new_tokens=n_new, do_sample=False,
+            policy=policy,  # named, so not guarded
+        )  # fmt: skip
         engine.flush()
         request = engine.last_request
     assert request is not None, "a request has just returned"

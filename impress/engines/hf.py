@@ -14,21 +14,20 @@ of it is stored.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import LogitsProcessorList
 
 from impress.blockhash import namespace_digest
 from impress.config import Config
 from impress.engines import hf_models
-from impress.engines.choice import Choice, Rates, decide, forced
+from impress.engines.choice import Choice
+from impress.engines.hf_audit import Auditor, Shared, Turn, Watch, watch_of
 from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_chosen import (
     ChosenCache,
@@ -37,19 +36,20 @@ from impress.engines.hf_chosen import (
     check_policy,
     chooses,
 )
+from impress.engines.hf_mode import EXACT, Modes
 from impress.engines.hf_models import Prompt
-from impress.engines.hf_observed import Observed, observing
+from impress.engines.hf_observed import OBSERVED_ROWS, Observed, observing
 from impress.engines.hf_output import FirstLogits, PromptOnce
-from impress.engines.hf_prefix import StoredPrefix, find_prefix
+from impress.engines.hf_prefix import StoredPrefix, end_reads, find_prefix
 from impress.engines.hf_request import Request, totals
-from impress.engines.hf_storing import Job, Outcome, StoreQueue
+from impress.engines.hf_storing import Job, Outcome, StoreQueue, whole_windows
 from impress.errors import BadInput, ImpressError, PrefixLost, StoreMismatch
 from impress.namespace import namespace_of
-from impress.policy import Exact, Policy
+from impress.policy import Policy
+from impress.shadow import SHADOW_ROWS
 from impress.store import PrefixStore
 from tiers.slots import BufferPool
 
-EXACT = Exact()
 _STORE_WAIT_S = 30.0  # for write buffers, of one put
 _MAX_WAITING = 4  # requests whose caches may be held back for storing
 
@@ -119,7 +119,9 @@ class Engine:
         self._store_new = store_new and store.writable
         self._weights = hf_models.weights_state(model)
         self._storing = StoreQueue(store, limit=_MAX_WAITING, wait_s=_STORE_WAIT_S)
-        self._rates = Rates()
+        self._modes = Modes(model, store, policy)
+        self._turn = Turn()
+        self._auditor = Auditor(model, store, self._turn)
         self._last: tuple[Request, Outcome] | None = None
         self._closed = False
 
@@ -156,46 +158,60 @@ class Engine:
         """
         started = perf_counter()
         self._check_usable()
-        policy = self._policy_of(policy)
+        asked, policy = policy, self._modes.policy_of(policy)
         prompt = hf_models.check_request(self.model, input_ids, max_new_tokens, options)
         if chooses(policy):
             check_choosing(self.model, prompt, policy)
         once = PromptOnce(streamer) if streamer is not None else None
-        first = FirstLogits(started)
+        with self._turn.request():
+            return self._answer(prompt, asked, once, FirstLogits(started))
+
+    def _answer(
+        self, prompt: Prompt, asked: Policy | None, once: PromptOnce | None, first: FirstLogits
+    ) -> Any:
         lost = ""
-        prefix = None
+        prefix = watch = None
+        way = self._modes.way(prompt, None, asked)
         try:
             prefix = find_prefix(self.store, prompt.rows)
-            choice = self._choose(prompt, prefix, policy)
-            if prefix is not None and choice.mode == "recompute":
+            way = self._modes.way(prompt, prefix, asked)
+            if prefix is not None and way.choice.mode == "recompute":
                 prefix.close()
                 prefix = None
-            result, cache = self._run(prompt, prefix, _within(policy, choice), once, first)
+            watch = watch_of(way, prefix, prompt)
+            result, cache = self._run(prompt, prefix, way.reads_by, once, first, watch)
         except PrefixLost as err:
-            lost, prefix = err.reason, None
-            choice = Choice("recompute", f"recompute: the prefix was lost ({lost})")
-            result, cache = self._run(prompt, None, EXACT, once, first)
+            lost, prefix, watch = err.reason, None, None
+            way = replace(
+                way, choice=Choice("recompute", f"recompute: the prefix was lost ({lost})")
+            )
+            result, cache = self._run(prompt, None, EXACT, once, first, None)
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         hit = prefix.n_tokens if prefix is not None else 0
         request = Request(
             n_tokens=prompt.n_tokens,
             hit_tokens=hit,
             n_new=int(sequences.shape[1]) - prompt.n_tokens,
-            mode=choice.mode,
+            mode=way.choice.mode,
             ttft_ms=first.ttft_ms,
             lost=lost,
-            policy=policy.name,
-            why=choice.why,
+            policy=way.policy.name,
+            why=way.choice.why,
+            guard=way.guard,
             **totals(prefix.reports() if prefix is not None else [], self.store.geometry),
         )
         if not lost:  # one that was lost ran twice
-            self._learn(request, len(prompt.rows))
-        self._last = request, self._store(prompt, sequences, cache, hit)
+            self._modes.learn(request, len(prompt.rows))
+        self._last = request, self._store(prompt, sequences, cache, hit, watch)
         return result
 
     def flush(self) -> None:
-        """Wait until everything generated so far is stored and durable. Raises what failed."""
+        """Wait until everything generated so far is stored and durable. Raises what failed.
+
+        What the guard has to look at afterwards has been looked at too.
+        """
         self._storing.drain()
+        self._auditor.drain()
         self.store.flush()
 
     def close(self) -> None:
@@ -206,6 +222,7 @@ class Engine:
         try:
             self._storing.close()
         finally:
+            self._auditor.close()
             if self._owns_store:
                 self.store.close()
 
@@ -226,44 +243,6 @@ class Engine:
         if hf_models.weights_state(self.model) != self._weights:
             raise StoreMismatch("the model's weights changed since attach(): attach it again")
 
-    def _policy_of(self, asked: Policy | None) -> Policy:
-        if asked is None:
-            return self._policy
-        check_policy(asked, self.store.geometry, self.store.window)
-        return asked
-
-    def _choose(self, prompt: Prompt, prefix: StoredPrefix | None, policy: Policy) -> Choice:
-        """How to go about a request, and why."""
-        if prefix is None:
-            return Choice("recompute", "recompute: nothing of the prompt is stored")
-        own = "sparse" if chooses(policy) else "exact"
-        if self.store.config.mode != "auto":
-            return forced(self.store.config.mode, own)
-        seconds = self._rates.estimate(
-            len(prompt.rows) * prompt.n_tokens,
-            len(prompt.rows) * prefix.n_tokens,
-            len(prompt.rows) * self.store.geometry.n_layers,
-            len(prompt.rows) * prefix.n_tokens * self.store.geometry.token_bytes,
-        )
-        choice = decide(own, {own, "exact", "recompute"}, seconds)
-        self._rates.count(choice.mode)
-        return choice
-
-    def _learn(self, request: Request, batch: int) -> None:
-        """What the request says of this machine. A sparse forward's rate is not a dense one's."""
-        wait_s = sum(line["wait_ms"] for line in request.per_layer) / 1e3
-        if request.mode != "sparse":
-            n_computed = batch * (request.n_tokens - request.hit_tokens)
-            self._rates.note_prefill(n_computed, max(request.ttft_ms / 1e3 - wait_s, 0.0))
-        if request.hit_tokens:
-            self._rates.note_read(
-                request.mode,
-                len(request.per_layer),
-                sum(request.bytes_by_tier.values()),
-                batch * request.hit_tokens * self.store.geometry.token_bytes,
-                wait_s,
-            )
-
     def _run(
         self,
         prompt: Prompt,
@@ -271,20 +250,29 @@ class Engine:
         policy: Policy,
         once: PromptOnce | None,
         first: FirstLogits,
+        watch: Watch | None,
     ) -> tuple[Any, RowsCache | None]:
         """One pass of model.generate(), and the rows it made unless they are never to be stored.
 
-        On any error the prefix and the memory are given back.
+        On any error the prefix, the memory and what `watch` holds are given back.
         """
         if once is not None:
             once.begin()
-        with ExitStack() as pins:
+        made: tuple[Any, RowsCache | None]
+        with ExitStack() as undo, ExitStack() as pins:
+            if watch is not None:
+                undo.callback(watch.drop)
             if prefix is not None:
                 pins.callback(prefix.close)
                 prefix.open(policy)
-                if chooses(policy):
-                    return self._run_sparse(prompt, prefix, once, first), None
-            return self._run_dense(prompt, prefix, once, first)
+            if prefix is not None and chooses(policy):
+                raw = watch.raw if watch is not None else None
+                with nullcontext() if raw is None else raw.heard(self.model):
+                    made = self._run_sparse(prompt, prefix, once, first), None
+            else:
+                made = self._run_dense(prompt, prefix, once, first, watched=watch is not None)
+            undo.pop_all()
+        return made
 
     def _run_dense(
         self,
@@ -292,6 +280,8 @@ class Engine:
         prefix: StoredPrefix | None,
         once: PromptOnce | None,
         first: FirstLogits,
+        *,
+        watched: bool,
     ) -> tuple[Any, RowsCache]:
         """Every row of the prefix, if there is one, in the model's own attention."""
         # A caller who gets past_key_values keeps the memory: it must not be rented again.
@@ -307,15 +297,16 @@ class Engine:
         try:
             if prefix is not None:
                 cache.load(prefix)
-            if self._store_new and chooses(self._policy):
-                cache.observed = Observed(prompt.n_tokens)
+            if watched or (self._store_new and chooses(self._policy)):
+                n_rows = SHADOW_ROWS if watched else OBSERVED_ROWS
+                cache.observed = Observed(prompt.n_tokens, n_rows)
             with observing(self.model, cache.observed):
                 result = self._decode(prompt, cache, once, first)
         except BaseException:
-            _end_reads(prefix, cache)
+            end_reads(prefix, cache)
             cache.release()
             raise
-        _end_reads(prefix, cache)
+        end_reads(prefix, cache)
         if prompt.returns_cache:
             result.past_key_values = cache.as_dynamic()
         return result, cache
@@ -359,41 +350,30 @@ class Engine:
         )
 
     def _store(
-        self, prompt: Prompt, sequences: torch.Tensor, cache: RowsCache | None, hit: int
-    ) -> Outcome:
-        """Hand the whole windows that are new to the storing thread, which frees the cache."""
-        if cache is None:
+        self, prompt: Prompt, sequences: torch.Tensor, cache: RowsCache | None, hit: int,
+        watch: Watch | None,
+    ) -> Outcome:  # fmt: skip
+        """Hand the whole windows that are new to the storing thread, the request to the auditor.
+
+        The cache is freed when both have done with it.
+        """
+        release = cache.release if cache is not None else None
+        if watch is not None:
+            if cache is not None:
+                watch.cache = cache
+                watch.release = release = Shared(2, cache.release)
+            watch.sequences = sequences
+            self._auditor.offer(watch)
+        if cache is None or release is None:
             return Outcome(refused="rows computed on a part of the prefix are never stored")
         n_held = cache.length
         outcome = Outcome()
-        rows = self._rows_to_store(prompt, sequences[:, :n_held])
+        ends = hf_models.setting(self.model, prompt.options, "eos_token_id")
+        rows = whole_windows(sequences[:, :n_held], prompt.n_tokens, self.store.window, ends)
         if n_held != sequences.shape[1] - 1:  # virtual tokens of a prompt-tuned model, say
             outcome.refused = f"the cache holds {n_held} rows for {sequences.shape[1]} tokens"
         if outcome.refused or not self._store_new or all(len(row) <= hit for row in rows):
-            cache.release()
+            release()
             return outcome
-        self._storing.offer(Job(cache, rows, cache.release, outcome))
+        self._storing.offer(Job(cache, rows, release, outcome))
         return outcome
-
-    def _rows_to_store(
-        self, prompt: Prompt, sequences: torch.Tensor
-    ) -> tuple[npt.NDArray[np.int32], ...]:
-        """Of each batch row the whole windows up to its end token, without what pads it."""
-        ends = hf_models.setting(self.model, prompt.options, "eos_token_id")
-        rows = []
-        for row in sequences.cpu().numpy().astype(np.int32):
-            answer = row[prompt.n_tokens :]
-            stops = np.flatnonzero(np.isin(answer, ends)) if ends is not None else np.empty(0)
-            end = prompt.n_tokens + int(stops[0]) + 1 if len(stops) else len(row)
-            rows.append(np.ascontiguousarray(row[: end // self.store.window * self.store.window]))
-        return tuple(rows)
-
-
-def _end_reads(prefix: StoredPrefix | None, cache: RowsCache) -> None:
-    if prefix is not None and not prefix.close():
-        cache.forsake()
-
-
-def _within(policy: Policy, choice: Choice) -> Policy:
-    """The policy of a request in a mode: a choosing one only where it is to choose."""
-    return policy if choice.mode == "sparse" else EXACT

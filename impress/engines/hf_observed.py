@@ -35,15 +35,24 @@ _observing: ContextVar[Observed] = ContextVar("impress_observed")
 class Observed:
     """The last query rows of one prompt, layer by layer, as attention got them."""
 
-    def __init__(self, n_prompt: int) -> None:
+    def __init__(self, n_prompt: int, n_rows: int = OBSERVED_ROWS) -> None:
+        """Keeps n_rows, at least those that importance is made of."""
         self.n_prompt = n_prompt
+        self._n_rows = max(n_rows, OBSERVED_ROWS)
         self._rows: dict[int, tuple[torch.Tensor, float]] = {}  # by layer, with the scaling
 
     def note(self, layer: int, query: torch.Tensor, n_keys: int, scaling: float | None) -> None:
         """Keep the last rows of query [batch, n_heads, q, head_dim], of the prompt's last pass."""
         if n_keys <= self.n_prompt:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            self._rows[layer] = query[:, :, -OBSERVED_ROWS:].clone(), scale
+            self._rows[layer] = query[:, :, -self._n_rows :].clone(), scale
+
+    def rows(self, layer: int, batch_row: int) -> tuple[torch.Tensor, float] | None:
+        """The rows [n_heads, r, head_dim] and their scaling; None where the layer was not seen."""
+        if layer not in self._rows:
+            return None
+        rows, scaling = self._rows[layer]
+        return rows[batch_row], scaling
 
     @torch.no_grad()
     def importance(
@@ -57,7 +66,7 @@ class Observed:
         if layer not in self._rows:
             return None
         rows, scaling = self._rows[layer]
-        query = rows[batch_row].to(keys.device)
+        query = rows[batch_row, :, -OBSERVED_ROWS:].to(keys.device)
         n_asked, n = query.shape[1], keys.shape[1]
         future = torch.ones(n_asked, n, dtype=torch.bool, device=keys.device).triu_(n - n_asked + 1)
         total = torch.zeros(n, device=keys.device)

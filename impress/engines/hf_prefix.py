@@ -9,9 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from impress.engines.hf_cache import RowsCache
 from impress.policy import Policy
 from impress.scores import suffix_lse_of
 from impress.session import AccessReport, Lease, Session
+from impress.shadow import SHADOW_ROWS, Seen
+from impress.sparse import SparseSession
 from impress.store import PrefixStore
 
 
@@ -24,7 +27,10 @@ class StoredPrefix:
     def __init__(self, leases: Sequence[Lease]) -> None:
         self.n_tokens = leases[0].n_tokens
         self._leases = leases
+        self._is_lent = False
         self._sessions: list[Session] = []
+        self.seen: dict[int, Seen] | None = None
+        """A dict here is given what each layer's `choose` was asked, to be weighed later."""
 
     def open(self, policy: Policy) -> None:
         """Begin the sessions. Raises what `Lease.session` does; close() is due all the same."""
@@ -53,9 +59,23 @@ class StoredPrefix:
         PrefixLost.
         """
         (session,) = self._sessions
-        suffix_lse = suffix_lse_of(query, new_keys, scaling) if session.needs_suffix_lse else None
-        k, v, _ = session.retrieve(layer, query, scaling, suffix_lse)
+        lse = None
+        if session.needs_suffix_lse or self.seen is not None:
+            lse = suffix_lse_of(query, new_keys, scaling)
+        k, v, _ = session.retrieve(layer, query, scaling, lse)
+        if self.seen is not None and lse is not None and isinstance(session, SparseSession):
+            all_kept = query.shape[1] <= SHADOW_ROWS
+            self.seen[layer] = Seen(
+                query[:, -SHADOW_ROWS:].clone(), scaling, lse[:, -SHADOW_ROWS:].clone(),
+                session.chosen[layer] if all_kept else None,
+            )  # fmt: skip
         return k, v
+
+    def lend(self) -> Lease:
+        """The lease of a prompt that was asked alone: the caller's to release from now on."""
+        (lease,) = self._leases
+        self._is_lent = True
+        return lease
 
     def reports(self) -> list[AccessReport]:
         return [session.report() for session in self._sessions]
@@ -67,9 +87,15 @@ class StoredPrefix:
         memory must never be used again. Idempotent.
         """
         ended = [session.close() for session in self._sessions]
-        for lease in self._leases:
+        for lease in () if self._is_lent else self._leases:
             lease.release()
         return all(ended)
+
+
+def end_reads(prefix: StoredPrefix | None, cache: RowsCache) -> None:
+    """Close a prefix; memory that a stuck read may still write into is never rented again."""
+    if prefix is not None and not prefix.close():
+        cache.forsake()
 
 
 def find_prefix(store: PrefixStore, rows: Sequence[npt.NDArray[np.int32]]) -> StoredPrefix | None:

@@ -10,9 +10,11 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from impress.engines.hf_cache import RowsCache
 from impress.store import PrefixStore
@@ -103,6 +105,19 @@ class StoreQueue:
                 job.outcome.refused = writer.stored.refused
             else:
                 job.outcome.n_new += writer.stored.n_new
+
+
+def whole_windows(
+    sequences: torch.Tensor, n_prompt: int, window: int, ends: Any
+) -> tuple[npt.NDArray[np.int32], ...]:
+    """Of each batch row the whole windows up to its end token (`ends`), without what pads it."""
+    rows = []
+    for row in sequences.cpu().numpy().astype(np.int32):
+        answer = row[n_prompt:]
+        stops = np.flatnonzero(np.isin(answer, ends)) if ends is not None else np.empty(0)
+        end = n_prompt + int(stops[0]) + 1 if len(stops) else len(row)
+        rows.append(np.ascontiguousarray(row[: end // window * window]))
+    return tuple(rows)
 
 
 def _importance(

@@ -1,0 +1,301 @@
+"""What the guard does after an answer: shadows are weighed, and a few requests run again exactly.
+
+generate() ── offer ──> | watch | watch | ──> thread: each layer's missing mass ─> the ledger
+              full: dropped                           model again, whole ─> first token's KL, flips
+
+One thread, which makes way: it waits a little for a request under way before each layer, and a
+forward of its own ends at the next layer once a request has come.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from impress.engines.hf_cache import RowsCache
+from impress.engines.hf_mode import Way
+from impress.engines.hf_models import Prompt
+from impress.engines.hf_prefix import StoredPrefix, end_reads
+from impress.errors import ImpressError, PrefixLost
+from impress.guard import Rerun, Weighed
+from impress.policy import Exact, Policy
+from impress.scores import suffix_lse_of
+from impress.session import Lease
+from impress.shadow import Seen, ShadowSession
+from impress.store import PrefixStore
+
+log = logging.getLogger("impress")
+
+#: Tokens of an answer that are compared with the exact one's.
+MOST_COMPARED: Final = 64
+_MOST_WAITING: Final = 2  # watches that may wait, each with a cache or a lease held back
+_PATIENCE_S: Final = 0.5  # for a request under way, before each layer; then it goes on beside it
+
+
+class Turn:
+    """Whose turn it is at the model. Requests wait for nothing but the rest of a layer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._idle = threading.Event()
+        self._idle.set()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        self._idle.clear()
+        with self._lock:
+            self._idle.clear()
+            try:
+                yield
+            finally:
+                self._idle.set()
+
+    @contextmanager
+    def audit(self) -> Iterator[None]:
+        """The model, if nobody wants it; else raises Interrupted."""
+        if not self._lock.acquire(blocking=False):
+            raise Interrupted
+        try:
+            self.check()
+            yield
+        finally:
+            self._lock.release()
+
+    def check(self) -> None:
+        """Raises Interrupted when a request has come."""
+        if not self._idle.is_set():
+            raise Interrupted
+
+    def wait(self) -> None:
+        """Let a request under way end, within reason."""
+        self._idle.wait(_PATIENCE_S)
+
+
+class Interrupted(Exception):
+    """A request came: the audit makes way."""
+
+
+class RawLogits:
+    """The model's logits at a request's last position, pass by pass, before any processor."""
+
+    def __init__(self) -> None:
+        self.first: torch.Tensor | None = None  # float32 [vocab]
+        self.tops: list[int] = []
+
+    @contextmanager
+    def heard(self, model: Any) -> Iterator[None]:
+        hook = model.register_forward_hook(self._note)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _note(self, module: Any, args: Any, output: Any) -> None:
+        last = output.logits[0, -1]
+        if self.first is None:
+            self.first = last.float().clone()
+        if len(self.tops) < MOST_COMPARED:
+            self.tops.append(int(last.argmax()))
+
+
+@dataclass(slots=True)
+class Watch:
+    """A request that is weighed after its answer. Owns the lease until `drop`."""
+
+    ledger: bytes
+    policy: Policy
+    lease: Lease
+    n_prompt: int
+    seen: dict[int, Seen] | None = None  # of a sparse request
+    raw: RawLogits | None = None  # of one that is run again
+    cache: RowsCache | None = None  # of an exact one: its rows, observed
+    sequences: torch.Tensor | None = None
+    release: Callable[[], None] | None = None  # the cache has served
+
+    def drop(self) -> None:
+        """Nothing of it is needed any more. Idempotent."""
+        self.lease.release()
+        release, self.release, self.cache = self.release, None, None
+        if release is not None:
+            release()
+
+    def layer(self, layer: int) -> tuple[Seen | None, torch.Tensor | None]:
+        """What a layer was asked, and its keys of the prefix where they are at hand."""
+        if self.cache is None:
+            return (self.seen or {}).get(layer), None
+        found = self.cache.observed.rows(layer, 0) if self.cache.observed is not None else None
+        if found is None:
+            return None, None
+        query, scaling = found
+        n_prefix = self.lease.n_tokens
+        keys, _ = self.cache.layers[layer].rows(0, 0, self.n_prompt)
+        query = query.to(keys.device)
+        suffix_lse = suffix_lse_of(query, keys[:, n_prefix:], scaling)
+        return Seen(query, scaling, suffix_lse), keys[:, :n_prefix]
+
+
+def watch_of(way: Way, prefix: StoredPrefix | None, prompt: Prompt) -> Watch | None:
+    """What a request that is to be weighed after its answer leaves behind; it fills as it runs."""
+    if way.watched is None or prefix is None:
+        return None
+    watch = Watch(way.ledger, way.policy, prefix.lend(), prompt.n_tokens)
+    if way.watched.mode == "sparse":
+        watch.seen = prefix.seen = {}
+        watch.raw = RawLogits() if way.watched.rerun else None
+    return watch
+
+
+class Auditor:
+    """Weighs watches in the order offered, in one thread started by the first of them."""
+
+    def __init__(self, model: Any, store: PrefixStore, turn: Turn) -> None:
+        self._model = model
+        self._store = store
+        self._turn = turn
+        self._watches: queue.Queue[Watch | None] = queue.Queue(_MOST_WAITING)
+        self._thread: threading.Thread | None = None
+
+    def offer(self, watch: Watch) -> None:
+        """Take a watch, or drop it at once when the line is full. Never waits."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="impress-guard", daemon=True)
+            self._thread.start()
+        try:
+            self._watches.put_nowait(watch)
+        except queue.Full:
+            self._store.ledgers.dropped(watch.ledger)
+            watch.drop()
+
+    def drain(self) -> None:
+        """Wait until every watch offered has been weighed or dropped."""
+        self._watches.join()
+
+    def close(self) -> None:
+        """Weigh what is waiting and end the thread. Idempotent."""
+        if self._thread is not None:
+            self._watches.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (watch := self._watches.get()) is not None:
+            try:
+                self._audit(watch)
+            except Exception:  # nobody waits for it: a shadow less
+                log.exception("guard: a shadow failed")
+                self._store.ledgers.dropped(watch.ledger)
+            finally:
+                watch.drop()
+                self._watches.task_done()
+        self._watches.task_done()
+
+    def _audit(self, watch: Watch) -> None:
+        try:
+            weighed = weigh(watch, self._store.geometry.n_layers, self._turn.wait)
+        except ImpressError as err:
+            if not isinstance(err, PrefixLost):  # what a policy cannot do, say
+                log.warning("guard: no shadow under %s: %s", watch.policy.name, err)
+            weighed = None
+        if weighed is None:
+            self._store.ledgers.dropped(watch.ledger)
+            return
+        self._store.ledgers.note(watch.ledger, weighed)
+        if watch.raw is None:
+            return
+        try:
+            with self._turn.audit():
+                again = rerun(self._model, self._store, watch, self._turn.check)
+        except (Interrupted, PrefixLost):
+            return
+        self._store.ledgers.note_rerun(watch.ledger, again)
+
+
+@torch.no_grad()
+def weigh(watch: Watch, n_layers: int, pause: Callable[[], None]) -> Weighed | None:
+    """The worst layer's true mass and the largest estimate; None where a layer was not seen.
+
+    Raises PrefixLost, and what the policy's identifier raises.
+    """
+    masses = []
+    session = ShadowSession(watch.lease, watch.policy)
+    with session:
+        for layer in range(n_layers):
+            pause()
+            seen, keys = watch.layer(layer)
+            if seen is None:
+                return None
+            masses.append(session.weigh(layer, seen, keys))
+    true, estimates = torch.tensor(masses, dtype=torch.float64).unbind(1)
+    return Weighed(float(true.amax()), float(estimates.amax()))  # nan where one is
+
+
+@torch.no_grad()
+def rerun(model: Any, store: PrefixStore, watch: Watch, check: Callable[[], None]) -> Rerun:
+    """A sparse request's answer beside what the model says to it over every row of the prefix.
+
+    One forward over the tokens that were generated, up to MOST_COMPARED: a flip is one where the
+    likeliest token is another. `check` is called at each layer and may raise. Raises PrefixLost.
+    """
+    raw, sequences = watch.raw, watch.sequences
+    assert raw is not None and raw.first is not None and sequences is not None
+    n = min(len(raw.tops), sequences.shape[1] - watch.n_prompt)
+    ids = sequences[:, : watch.n_prompt + n - 1]
+    prefix = StoredPrefix([watch.lease])
+    contiguous = model.config._attn_implementation == "eager"
+    cache = RowsCache(
+        store.geometry, 1, ids.shape[1], store.buffers, n_prefix=prefix.n_tokens,
+        contiguous=contiguous,
+    )  # fmt: skip
+    try:
+        prefix.open(Exact())
+        cache.load(_MakingWay(prefix, check))
+        made = model(
+            ids[:, prefix.n_tokens :], attention_mask=torch.ones_like(ids), past_key_values=cache,
+            logits_to_keep=n,
+        )  # fmt: skip
+        logits = made.logits[0]
+    finally:
+        end_reads(prefix, cache)
+        cache.release()
+    exact, sparse = (row.double().log_softmax(-1) for row in (logits[0], raw.first))
+    kl = float((exact.exp() * (exact - sparse)).nansum())
+    flips = sum(a != b for a, b in zip(logits.argmax(-1).tolist(), raw.tops[:n], strict=True))
+    return Rerun(max(kl, 0.0), flips, n)
+
+
+class _MakingWay:
+    """A prefix on its way into a cache, given up between two layers when `check` raises."""
+
+    def __init__(self, prefix: StoredPrefix, check: Callable[[], None]) -> None:
+        self._prefix = prefix
+        self._check = check
+
+    def start(self, outs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> None:
+        self._prefix.start(outs)
+
+    def wait(self, layer: int) -> None:
+        self._check()
+        self._prefix.wait(layer)
+
+
+class Shared:
+    """Calls `last` when it has been called n times: the last of n users gives something back."""
+
+    def __init__(self, n: int, last: Callable[[], None]) -> None:
+        self._left = n
+        self._last = last
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            left = self._left
+        if left == 0:
+            self._last()

@@ -1,0 +1,119 @@
+"""How a request is gone about: which policy, which mode, and what the guard says of it.
+
+Config.mode forced ─> that mode
+auto: a policy not yet trusted counts as exact (guard); then the cheapest by the rates (choice)
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from impress.engines.choice import Choice, Rates, decide, forced
+from impress.engines.hf_chosen import check_policy, chooses
+from impress.engines.hf_models import Prompt
+from impress.engines.hf_prefix import StoredPrefix
+from impress.engines.hf_request import Request
+from impress.guard import Decision
+from impress.policy import Exact, KeepAll, Policy
+from impress.store import PrefixStore
+
+log = logging.getLogger("impress")
+
+EXACT = Exact()
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What was decided for a request. `policy`: the one asked for."""
+
+    policy: Policy
+    choice: Choice
+    guard: str = "off"
+    watched: Decision | None = None
+    """Where it is to be weighed after its answer."""
+    ledger: bytes = b""
+
+    @property
+    def reads_by(self) -> Policy:
+        """A policy that chooses only where the mode lets it."""
+        return self.policy if self.choice.mode == "sparse" else EXACT
+
+
+class Modes:
+    """Of one engine, for one thread. `rates`: what its requests have cost."""
+
+    def __init__(self, model: Any, store: PrefixStore, policy: Policy) -> None:
+        self.rates = Rates()
+        self._store = store
+        self._own = policy
+        self.ledger: bytes | None = None
+        """Key of the own policy's ledger; None where nothing is guarded."""
+        config = store.config
+        unguarded = isinstance(policy, Exact | KeepAll) or config.guard == "off"
+        if unguarded or config.mode != "auto":
+            return
+        self.ledger = store.ledgers.open(store.namespace, policy, config)
+        attention = model.config._attn_implementation
+        if attention != "sdpa":
+            log.warning(
+                "guard: %s attention cannot be observed, so %s earns no trust and hits stay exact: "
+                'use sdpa, or Config.guard = "off"', attention, policy.name,
+            )  # fmt: skip
+
+    def policy_of(self, asked: Policy | None) -> Policy:
+        """A call's policy, or the engine's. Raises what `check_policy` does."""
+        if asked is None:
+            return self._own
+        check_policy(asked, self._store.geometry, self._store.window)
+        return asked
+
+    def way(self, prompt: Prompt, prefix: StoredPrefix | None, asked: Policy | None) -> Way:
+        """How to go about a request that has this prefix stored, and why."""
+        policy = self._own if asked is None else asked
+        ledger = self.ledger if asked is None else None
+        if prefix is None:
+            said = "off" if ledger is None else self._store.ledgers.said(ledger)
+            return Way(
+                policy, Choice("recompute", "recompute: nothing of the prompt is stored"), said
+            )
+        if ledger is None:
+            own = "sparse" if chooses(policy) else "exact"
+            return Way(policy, self._choose(prompt, prefix, own))
+        share = self._store.config.guard_share
+        decision, said = self._store.ledgers.decide(ledger, share)
+        choice = self._choose(prompt, prefix, decision.mode)
+        watched = decision if decision.shadow and choice.mode == decision.mode else None
+        return Way(
+            policy, Choice(choice.mode, f"{choice.why}; guard: {said}"), said, watched, ledger
+        )
+
+    def _choose(self, prompt: Prompt, prefix: StoredPrefix, own: str) -> Choice:
+        if self._store.config.mode != "auto":
+            return forced(self._store.config.mode, own)
+        geometry, batch = self._store.geometry, len(prompt.rows)
+        seconds = self.rates.estimate(
+            batch * prompt.n_tokens,
+            batch * prefix.n_tokens,
+            batch * geometry.n_layers,
+            batch * prefix.n_tokens * geometry.token_bytes,
+        )
+        choice = decide(own, {own, "exact", "recompute"}, seconds)
+        self.rates.count(choice.mode)
+        return choice
+
+    def learn(self, request: Request, batch: int) -> None:
+        """What the request says of this machine. A sparse forward's rate is not a dense one's."""
+        wait_s = sum(line["wait_ms"] for line in request.per_layer) / 1e3
+        if request.mode != "sparse":
+            n_computed = batch * (request.n_tokens - request.hit_tokens)
+            self.rates.note_prefill(n_computed, max(request.ttft_ms / 1e3 - wait_s, 0.0))
+        if request.hit_tokens:
+            self.rates.note_read(
+                request.mode,
+                len(request.per_layer),
+                sum(request.bytes_by_tier.values()),
+                batch * request.hit_tokens * self._store.geometry.token_bytes,
+                wait_s,
+            )

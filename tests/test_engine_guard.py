@@ -1,0 +1,386 @@
+"""The guard in the engine: trust is earned by exact answers, watched, lost, and kept on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from masked_reference import HIT, LOGITS, Watched, model_of, request_ids
+from test_engine_hf import CONFIG, assert_same_bits, damage, last_layer_keys, prompts
+
+from impress import guard
+from impress.choices import Selection
+from impress.cli.explain import explain
+from impress.demo.lookup import tasks
+from impress.demo.lookup.tasks import TASKS, document, questions
+from impress.engines import hf, hf_audit
+from impress.engines.choice import Rates
+from impress.engines.hf_audit import Interrupted, Turn
+from impress.errors import PrefixLost
+from impress.identify import Asked, select
+from impress.policy import AllHeads, Exact, Quality, StaticH2O
+
+N = 5  # shadows that earn trust here
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small spend their time in handing work to threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class NoRates(Rates):
+    """Nothing is known of costs: the mode is the policy's own, or what the guard makes of it."""
+
+    def estimate(self, *_):
+        return {}
+
+
+def guarded(model, path, policy, **options):
+    changes = {"mode": "auto", "guard_shadows": N, "guard_share": 1.0, **options}
+    engine = hf.attach(model, path, policy, config=CONFIG.model_copy(update=changes))
+    engine._modes.rates = NoRates()
+    return engine
+
+
+def filled(model, path, policy, **options):
+    engine = guarded(model, path, policy, **options)
+    engine.generate(prompts(200), max_new_tokens=1, policy=Exact())
+    engine.flush()
+    return engine
+
+
+def ask(engine, seed=2, n_new=1, **options):
+    """A hit of HIT tokens, weighed when this returns; its result and the request."""
+    ids = torch.cat([prompts(200)[:, :HIT], prompts(20, seed=seed)], 1)
+    out = engine.generate(ids, max_new_tokens=n_new, do_sample=False, **options)
+    engine.flush()
+    return out, engine.last_request
+
+
+def ledger_of(engine):
+    (ledger,) = engine.store.stats()["guard"]
+    return ledger
+
+
+@dataclass(frozen=True)
+class Liar:
+    """Every row but one while it is honest; one row, and the same estimate, when it lies."""
+
+    lies: list[bool] = field(default_factory=list, repr=False)
+    name: str = field(default="liar", repr=False)
+    needs_suffix_lse: bool = field(default=False, repr=False)
+    probe: str | None = field(default=None, repr=False)
+
+
+@select.register
+def _(policy: Liar, asked: Asked) -> Selection:
+    rows = np.arange(1 if policy.lies else asked.n_tokens - 1)
+    return Selection(rows, 0.05, 0.05, False, "given")
+
+
+# --- earning --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lookup():
+    import transformers
+
+    where = Path(tasks.__file__).parent / "agreeing"
+    return transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
+
+
+def test_a_selector_earns_trust_by_exact_answers_and_goes_sparse(tmp_path, lookup, caplog):
+    doc = document("test", 0, 512)
+    asked = [q for task in TASKS for q in questions(doc, task, 3)]
+    ids = [torch.tensor([[*doc.tokens, *q.tokens]]) for q in asked]
+    with guarded(lookup, tmp_path, Quality(0.1), guard_share=0.0) as engine:
+        engine.generate(torch.tensor([doc.tokens]), max_new_tokens=1)
+        assert engine.last_request.guard == f"earning: 0 of {N} clean shadows"
+        engine.flush()
+        for n, prompt in enumerate(ids[:N]):
+            mine = engine.generate(prompt, max_new_tokens=4, **LOGITS)
+            engine.flush()
+            assert engine.last_request.mode == "exact"
+            assert engine.last_request.guard == f"earning: {n} of {N} clean shadows"
+            exact = engine.generate(prompt, max_new_tokens=4, policy=Exact(), **LOGITS)
+            assert_same_bits(mine, exact)
+        with caplog.at_level(logging.INFO, "impress"):
+            engine.generate(ids[N], max_new_tokens=4)
+        request = engine.last_request
+        assert (request.mode, request.guard) == ("sparse", "trusted")
+        assert request.chosen_rows_share < 0.5
+        ledger = ledger_of(engine)
+        assert (ledger["state"], ledger["shadows"], ledger["exceeded"]) == ("trusted", N, 0)
+        assert 0.02 < ledger["worst_missing_mass"] < 0.15  # it does choose, and is weighed
+        assert engine.store.stats()["leases"] == 0
+        assert engine.store.buffers.used_bytes == 0
+
+
+def left_out(model, ids, chosen):
+    """The softmax weight of the request's rows on prefix rows not chosen, by layer: [heads]."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(ids, output_attentions=True).attentions
+    model.set_attn_implementation("sdpa")
+    masses = []
+    for weights, rows in zip(attentions, chosen, strict=True):
+        hidden = torch.ones(HIT, dtype=torch.bool)
+        hidden[slice(None) if rows is None else torch.from_numpy(np.array(rows))] = False
+        masses.append(weights[0, :, HIT:, :HIT][..., hidden].sum(-1).mean(-1))
+    return masses
+
+
+@pytest.mark.parametrize("per", ["mean", "head"])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_shadow_of_an_exact_request_weighs_what_would_have_been_left_out(tmp_path, family, per):
+    @dataclass(frozen=True)
+    class Bound(Watched):
+        per: str = "mean"
+
+    select.register(Bound, select.dispatch(Watched))
+    model = model_of(family)
+    policy = Bound(AllHeads(0.3), per=per)
+    with filled(model, tmp_path, policy) as engine:
+        weighed = []
+        engine.store.ledgers.note = lambda key, found: weighed.append(found)
+        _, request = ask(engine)
+        assert request.mode == "exact"
+        chosen = policy.rows
+    ids = torch.cat([prompts(200)[:, :HIT], prompts(20, seed=2)], 1)
+    masses = left_out(model, ids, chosen)
+    assert [len(rows) for rows in chosen] == [39] * 3
+    ((true, estimate),) = weighed
+    fold = torch.Tensor.amax if per == "head" else torch.Tensor.mean
+    assert true == pytest.approx(max(float(fold(mass)) for mass in masses), rel=1e-3)
+    assert estimate == pytest.approx(true, rel=1e-3)  # by the same keys
+
+
+def test_a_request_longer_than_what_is_kept_is_judged_by_its_last_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("impress.engines.hf_prefix.SHADOW_ROWS", 16)
+    monkeypatch.setattr("impress.engines.hf.SHADOW_ROWS", 16)
+    with filled(model_of("llama"), tmp_path, Liar()) as engine:
+        for n in range(N + 3):
+            engine.generate(request_ids(80), max_new_tokens=1)
+            engine.flush()
+            assert engine.last_request.mode == ("exact" if n < N else "sparse")
+        assert ledger_of(engine)["shadows"] == N + 3
+
+
+# --- watching -------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_begins_to_lie_is_sent_back_and_earns_its_way_again(tmp_path, caplog):
+    policy = Liar()
+    with filled(model_of("llama"), tmp_path, policy) as engine:
+        for seed in range(N):
+            assert ask(engine, seed)[1].mode == "exact"
+        assert ask(engine)[1].mode == "sparse"
+        policy.lies.append(True)
+        n_sparse = 0
+        while ask(engine)[1].mode == "sparse":
+            n_sparse += 1
+            assert n_sparse < 10
+        assert n_sparse == 3  # of the last 5: with 3 over, the bound is above twice that of none
+        (warned,) = [r.message for r in caplog.records if "back to exact" in r.message]
+        assert "Liar()" in warned and "3 of the last 5" in warned
+        ledger = ledger_of(engine)
+        assert (ledger["state"], ledger["exceeded"], ledger["sent_back"]) == ("exact", 4, 1)
+        assert ledger["understated"] == 4 and ledger["worst_missing_mass"] > 0.3
+        policy.lies.clear()
+        for seed in range(N):
+            assert ask(engine, seed)[1].mode == "exact"
+        assert ask(engine)[1].mode == "sparse"
+
+
+def test_a_sparse_shadow_weighs_the_answers_own_selection(tmp_path):
+    policy = Liar()
+    with filled(model_of("llama"), tmp_path, policy, guard_shadows=1) as engine:
+        ask(engine)
+        policy.lies.append(True)
+        ids = torch.cat([prompts(200)[:, :HIT], prompts(20, seed=2)], 1)
+        engine._auditor.offer = lambda watch: (policy.lies.clear(), offer(watch))
+        offer = type(engine._auditor).offer.__get__(engine._auditor)
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        assert engine.last_request.mode == "sparse"
+        assert ledger_of(engine)["worst_missing_mass"] > 0.3  # not that of a selection made anew
+
+
+def test_some_shadows_are_run_again_exactly(tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "RERUN_EVERY", 1)
+    model, policy = model_of("llama"), Liar()
+    with filled(model, tmp_path, policy, guard_shadows=1) as engine:
+        ask(engine)
+        policy.lies.append(True)
+        sparse, request = ask(engine, n_new=12, **LOGITS)
+        assert request.mode == "sparse"
+        ledger = ledger_of(engine)
+        exact, _ = ask(engine, policy=Exact(), **LOGITS)
+        assert engine.store.buffers.used_bytes == 0 and engine.store.stats()["leases"] == 0
+    p, q = (out.logits[0][0].double().log_softmax(-1) for out in (exact, sparse))
+    assert ledger["worst_kl"] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-3)
+    with torch.no_grad():  # of each token that came, whether the full model would have given it
+        logits = model(sparse.sequences[:, :-1]).logits[0, -12:]
+    flips = int((logits.argmax(-1) != sparse.sequences[0, -12:]).sum())
+    assert (ledger["reruns"], ledger["compared"], ledger["flips"]) == (1, 12, flips)
+    assert flips > 0
+
+
+def test_what_is_run_again_makes_way_for_a_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "RERUN_EVERY", 1)
+    with filled(model_of("llama"), tmp_path, Liar(), guard_shadows=1) as engine:
+        ask(engine)
+        seen = []
+
+        def come(self):
+            seen.append(1)
+            if len(seen) == 3:  # at the model's second layer
+                raise Interrupted
+
+        monkeypatch.setattr(Turn, "check", come)
+        assert ask(engine)[1].mode == "sparse"
+        ledger = ledger_of(engine)
+        assert (ledger["shadows"], ledger["reruns"], len(seen)) == (2, 0, 3)
+        assert engine.store.buffers.used_bytes == 0 and engine.store.stats()["leases"] == 0
+
+
+def test_an_audit_never_begins_beside_a_request():
+    turn = Turn()
+    with turn.audit():
+        turn.check()
+    entered = []
+    with turn.request():
+        with pytest.raises(Interrupted):
+            turn.check()
+        with pytest.raises(Interrupted), turn.audit():
+            entered.append(1)
+    assert not entered
+    with turn.audit():
+        turn.check()
+
+
+def test_watches_that_find_no_room_or_no_rows_are_dropped_and_leave_nothing(tmp_path, monkeypatch):
+    def lost(*_):
+        raise PrefixLost("late", "told to be")
+
+    with filled(model_of("llama"), tmp_path, Liar()) as engine:
+        ask(engine)
+        with monkeypatch.context() as patched:
+            patched.setattr(hf_audit, "weigh", lost)
+            ask(engine)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._auditor._watches, "maxsize", 1)
+            patched.setattr(engine._auditor._watches, "_qsize", lambda: 1)
+            engine.generate(request_ids(), max_new_tokens=1)
+        engine.flush()
+        ledger = ledger_of(engine)
+        assert (ledger["shadows"], ledger["dropped"]) == (1, 2)
+        assert engine.store.buffers.used_bytes == 0 and engine.store.stats()["leases"] == 0
+
+
+def test_a_prefix_lost_under_watch_is_computed_and_leaves_nothing(tmp_path):
+    model = model_of("llama")
+    with filled(model, tmp_path, Liar(), dram_bytes=0) as engine:
+        damage(tmp_path, last_layer_keys(model, prompts(200), HIT - 1))
+        _, request = ask(engine)
+        assert (request.mode, request.hit_tokens) == ("recompute", 0) and request.lost
+        assert ledger_of(engine)["shadows"] == 0
+        assert engine.store.buffers.used_bytes == 0 and engine.store.stats()["leases"] == 0
+
+
+# --- where it is on -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "call"),
+    [({"guard": "off"}, {}), ({"mode": "sparse"}, {}), ({}, {"policy": Liar()})],
+)
+def test_it_is_off_where_the_mode_or_the_policy_is_named(tmp_path, config, call):
+    with filled(model_of("llama"), tmp_path, Liar(), **config) as engine:
+        _, request = ask(engine, **call)
+        assert (request.mode, request.guard) == ("sparse", "off")
+        assert all(not ledger["requests"] for ledger in engine.store.stats()["guard"])
+
+
+def test_a_policy_of_every_row_needs_no_trust(tmp_path):
+    with filled(model_of("llama"), tmp_path, Exact()) as engine:
+        assert ask(engine)[1].guard == "off" and engine.store.stats()["guard"] == []
+
+
+def test_attention_that_cannot_be_observed_stays_exact_and_says_so(tmp_path, caplog):
+    model = model_of("llama")
+    model.set_attn_implementation("eager")
+    with filled(model, tmp_path, Liar(), guard_shadows=1) as engine:
+        assert "eager attention cannot be observed" in caplog.text
+        for _ in range(3):
+            assert ask(engine)[1].mode == "exact"
+        ledger = ledger_of(engine)
+        assert (ledger["shadows"], ledger["dropped"]) == (0, 3)
+
+
+def test_what_a_policy_cannot_do_is_no_shadow(tmp_path, caplog):
+    model = model_of("llama")
+    with guarded(model, tmp_path, Exact()) as engine:  # stores no importance
+        engine.generate(prompts(200), max_new_tokens=1)
+    with guarded(model, tmp_path, StaticH2O(), guard_shadows=1) as engine:
+        assert ask(engine)[1].mode == ask(engine)[1].mode == "exact"
+        assert ledger_of(engine)["dropped"] == 2
+    assert "stored without importance" in caplog.text
+
+
+# --- keeping and showing --------------------------------------------------------------------------
+
+
+def test_a_restart_keeps_the_ledger_and_a_damaged_one_begins_again(tmp_path):
+    model = model_of("llama")
+    with filled(model, tmp_path, Liar()) as engine:
+        for seed in range(N - 1):
+            ask(engine, seed)
+    with guarded(model, tmp_path, Liar()) as engine:
+        assert ask(engine)[1].guard == f"earning: {N - 1} of {N} clean shadows"
+        kept = ledger_of(engine)
+    with guarded(model, tmp_path, Liar()) as engine:
+        assert ledger_of(engine) == kept and kept["state"] == "trusted"
+        assert ask(engine)[1].mode == "sparse"
+    with guarded(model, tmp_path, Liar(), guard_missing_mass=0.2) as engine:
+        assert ask(engine)[1].guard.startswith("earning: 0 of")  # trust under another target
+    with guarded(model, tmp_path, Exact()) as engine:
+        ((key, _),) = engine.store.index.ledgers()
+        engine.store.index.save_history({}, 0, {key: b"damaged"})
+    with guarded(model, tmp_path, Liar()) as engine:
+        assert ask(engine)[1].guard.startswith("earning: 0 of")
+
+
+def test_metrics_and_explain_show_the_ledger(tmp_path, capsys):
+    import urllib.request
+
+    model, ids = model_of("llama"), tmp_path / "ids.json"
+    ids.write_text(json.dumps(prompts(200)[0].tolist()))
+
+    def told():
+        explain(prefix=ids, store=tmp_path / "store", json_file=tmp_path / "told.json")
+        return json.loads((tmp_path / "told.json").read_text())["found"][0]["guard"]
+
+    with filled(model, tmp_path / "store", Exact()):
+        pass
+    assert told() == [] and "guard: –" in capsys.readouterr().out
+    with guarded(model, tmp_path / "store", Liar(), metrics_port=0) as engine:
+        ask(engine)
+        with urllib.request.urlopen(f"http://127.0.0.1:{engine.store.metrics_port}") as answer:
+            lines = answer.read().decode().splitlines()
+        label = f'{{namespace="{engine.store.namespace.hex()[:16]}",policy="Liar()"}}'
+        assert f"impress_guard_shadows_total{label} 1.0" in lines
+        assert f"impress_guard_trusted{label} 0.0" in lines
+        shown = engine.store.stats()["guard"]
+    assert told() == shown
+    said = capsys.readouterr().out
+    assert f"guard: Liar() is earning: 1 of {N} clean shadows; of 1 shadows 0 missed" in said

@@ -1,0 +1,212 @@
+"""The guard's ledger: a bound against brute force, states against a plain list, values to disk."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import impress
+from impress.guard import STATES, Ledger, Rerun, Weighed, upper_limit
+from impress.ledgers import Entry, Ledgers, decode, decoded, encode, name_of
+from impress.policy import Paper, Quality, Recency
+
+NAMESPACE = bytes(range(32))
+CLEAN, OVER = Weighed(0.05, 0.05), Weighed(0.4, 0.05)
+
+
+def at_most(k: int, n: int, p: Fraction) -> Fraction:
+    """P(X ≤ k), summed in whole numbers."""
+    return sum((math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k + 1)), Fraction(0))
+
+
+# --- the bound ------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_the_limit_is_where_so_few_would_be_seen_in_one_case_of_twenty(seen):
+    k, n = seen
+    limit = upper_limit(k, n)
+    if k == n:
+        assert limit == 1
+        return
+    assert k / n < limit < 1
+    step = Fraction(1, 10**9)
+    assert at_most(k, n, Fraction(limit) - step) > Fraction(1, 20)
+    assert at_most(k, n, Fraction(limit) + step) < Fraction(1, 20)
+
+
+@pytest.mark.parametrize("n", [1, 5, 300, 5000])
+def test_without_an_exceedance_it_is_the_rule_of_three(n):
+    assert upper_limit(0, n) == pytest.approx(1 - 0.05 ** (1 / n), rel=1e-9)
+    assert upper_limit(0, 0) == 1
+
+
+def test_it_covers_as_often_as_it_says():
+    """Of every share a ledger could have, at least 95 % of what it sees leads to a limit above."""
+    n = 30
+    limits = [upper_limit(k, n) for k in range(n + 1)]
+    for p in (Fraction(i, 50) for i in range(1, 50)):
+        chances = [at_most(k, n, p) - (at_most(k - 1, n, p) if k else 0) for k in range(n + 1)]
+        covered = sum(
+            (c for c, limit in zip(chances, limits, strict=True) if limit >= p), Fraction()
+        )
+        assert covered >= Fraction(95, 100)
+
+
+def test_300_clean_ones_rule_out_one_in_a_hundred_and_the_second_over_ends_trust():
+    ledger = Ledger(0.1, 300)
+    for _ in range(300):
+        assert ledger.state == "earning"
+        ledger.note(CLEAN)
+    assert ledger.state == "trusted" and ledger.bound < 0.01
+    assert ledger.note(OVER) == "" and ledger.state == "trusted"
+    assert "back to exact: 2 of the last 300" in ledger.note(OVER)
+
+
+# --- the states -----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 6), st.lists(st.booleans(), max_size=80))
+def test_states_follow_a_plain_list(n_wanted, shadows):
+    ledger = Ledger(0.1, n_wanted)
+    state, recent, sent_back = "earning", [], 0
+    for over in shadows:
+        line = ledger.note(OVER if over else CLEAN)
+        recent = [*recent, over][-n_wanted:]
+        before = state
+        if state != "trusted":
+            if len(recent) == n_wanted and not any(recent):
+                state = "trusted"
+        elif upper_limit(sum(recent), len(recent)) > 2 * upper_limit(0, n_wanted):
+            state, recent, sent_back = "exact", [], sent_back + 1
+        assert (ledger.state, list(ledger.recent), ledger.n_sent_back) == (state, recent, sent_back)
+        assert bool(line) == (state != before)
+    assert ledger.n_shadows == len(shadows) and ledger.n_exceeded == sum(shadows)
+
+
+@pytest.mark.parametrize(
+    ("target", "most"), [(0.1, 0.15), (0.05, 0.075), (0.0, 0.01), (0.01, 0.02)]
+)
+def test_what_is_clean_has_a_tolerance(target, most):
+    ledger = Ledger(target, 5)
+    assert ledger.most_mass == pytest.approx(most)
+    ledger.note(Weighed(most - 1e-6, most))
+    assert ledger.n_exceeded == 0
+    ledger.note(Weighed(most + 1e-6, most + 1e-6))
+    assert (ledger.n_exceeded, ledger.n_clean, ledger.n_understated) == (1, 0, 0)
+
+
+def test_what_is_not_known_is_not_clean_and_no_estimate_is_no_lie():
+    ledger = Ledger(0.1, 5)
+    ledger.note(Weighed(math.nan, 0.0))
+    assert (ledger.n_exceeded, ledger.worst_mass, ledger.n_understated) == (1, 1.0, 1)
+    ledger.note(Weighed(0.05, math.nan))
+    ledger.note(Weighed(0.05, 0.01))
+    assert (ledger.n_clean, ledger.n_understated) == (2, 2)
+
+
+def trusted(n_wanted: int = 1) -> Ledger:
+    ledger = Ledger(0.1, n_wanted)
+    for _ in range(n_wanted):
+        ledger.note(CLEAN)
+    assert ledger.state == "trusted"
+    return ledger
+
+
+def test_earning_is_exact_and_every_request_a_shadow():
+    ledger = Ledger(0.1, 3)
+    assert {ledger.decide(0.01) for _ in range(20)} == {("exact", True, False)}
+    assert ledger.said() == "earning: 0 of 3 clean shadows"
+
+
+@given(st.binary(max_size=80))
+def test_a_share_of_trusted_requests_is_watched_the_same_every_time(salt):
+    first, second = trusted(), trusted()
+    ways = [first.decide(0.1, salt) for _ in range(500)]
+    assert ways == [second.decide(0.1, salt) for _ in range(500)]
+    assert {way.mode for way in ways} == {"sparse"}
+    assert 20 <= sum(way.shadow for way in ways) <= 90  # 50 expected, 6 standard deviations
+    assert all(way.shadow for way in ways if way.rerun)
+
+
+def test_shares_of_none_and_all_and_one_rerun_in_twenty():
+    assert not any(trusted().decide(0.0).shadow for _ in range(100))
+    ledger = trusted()
+    ways = [ledger.decide(1.0) for _ in range(2000)]
+    assert all(way.shadow for way in ways)
+    assert 50 <= sum(way.rerun for way in ways) <= 160  # 100 expected
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+COUNTS = st.integers(0, 1 << 60)
+LEDGERS = st.builds(
+    Ledger, st.floats(0, 1), st.integers(1, 1 << 31), st.sampled_from(STATES),
+    COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, st.floats(0, 1), COUNTS, st.floats(0, 1e9),
+    COUNTS, COUNTS, st.lists(st.booleans(), max_size=70).map(deque),
+)  # fmt: skip
+
+
+@settings(max_examples=30)
+@given(LEDGERS, st.text(st.characters(exclude_categories=["Cs"]), max_size=50))
+def test_a_value_gives_the_ledger_back_and_a_damaged_one_nothing(ledger, name):
+    raw = encode(Entry(name, ledger))
+    assert decode(raw) == Entry(name, ledger)
+    for at in range(0, len(raw), 7):
+        assert decode(raw[:at]) is None
+        assert decode(raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1 :]) is None
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_are_mistaken_for_a_ledger(raw):
+    assert decode(raw) is None and decode(None) is None
+
+
+def test_ledgers_are_kept_by_policy_and_settings_and_begin_again_under_others():
+    saved, asked = {}, []
+    ledgers = Ledgers(saved.get, lambda: asked.append(1))
+    config = impress.Config(guard_shadows=2)
+    keys = [ledgers.open(NAMESPACE, p, config) for p in (Quality(0.1), Quality(0.2), Paper())]
+    assert len(set(keys)) == 3 and all(key.startswith(NAMESPACE) for key in keys)
+    for _ in range(2):
+        ledgers.note(keys[0], CLEAN)
+    ledgers.note_rerun(keys[0], Rerun(0.5, 3, 8))
+    ledgers.dropped(keys[0])
+    assert asked == [1]  # trust is worth a save at once
+    saved.update(ledgers.dump())
+    assert list(saved) == [keys[0]] and ledgers.dump() == {}
+    again = Ledgers(saved.get)
+    assert again.open(NAMESPACE, Quality(0.1), config) == keys[0]
+    (shown,) = again.snapshot()
+    assert shown == ledgers.snapshot()[0] == decoded(saved.items())[0]
+    assert (shown["state"], shown["reruns"], shown["flips"], shown["dropped"]) == (
+        "trusted",
+        1,
+        3,
+        1,
+    )
+    for other in (impress.Config(guard_shadows=3), impress.Config()):
+        fresh = Ledgers(saved.get)
+        assert fresh.said(fresh.open(NAMESPACE, Quality(0.1), other)).startswith("earning: 0 of")
+    damaged = Ledgers({keys[0]: b"junk"}.get)
+    assert damaged.said(damaged.open(NAMESPACE, Quality(0.1), config)).startswith("earning")
+
+
+def test_a_policy_without_a_bound_has_the_operators():
+    ledgers, config = Ledgers(), impress.Config(guard_missing_mass=0.3)
+    for policy in (Quality(0.07), Paper(), Recency()):
+        ledgers.open(NAMESPACE, policy, config)
+    assert [shown["target"] for shown in ledgers.snapshot()] == [0.07, 0.3, 0.3]
+
+
+def test_a_name_is_the_same_in_every_process():
+    class Plain:
+        name = "plain"
+
+    assert " at 0x" not in name_of(Plain()) and name_of(Plain()).endswith("Plain plain")
+    assert name_of(Paper(keep=0.5)).startswith("Paper(keep=0.5")
