@@ -6,9 +6,9 @@
     A hit that costs more to load than to compute is taken as a miss (choice).
 
 An exact hit's logits are bit-identical to the same model continuing from the KV that was stored,
-cut to the hit (same dtype, shapes and threads). Under a policy that chooses rows a hit is a sparse
-request (hf_chosen): its logits are those of a full cache with the other rows masked, and nothing
-of it is stored.
+cut to the hit (same dtype, shapes and threads). Under a policy that chooses rows, once the guard
+trusts it (hf_mode, hf_audit), a hit is a sparse request (hf_chosen): its logits are those of a full
+cache with the other rows masked, and nothing of it is stored.
 """
 
 from __future__ import annotations
@@ -152,9 +152,10 @@ class Engine:
         input_ids [batch, n_tokens] of equal lengths, every token of them prompt. 32 new tokens
         unless the call says otherwise. Effects: stores whole windows of prompt and answer in the
         background. `policy` is this call's instead of the engine's; where it chooses rows, a hit
-        takes one prompt, stores nothing and returns no past_key_values. A prefix that cannot be
-        read is computed instead, before any token is out. Raises BadInput or Unsupported, naming
-        the argument, before anything is read.
+        takes one prompt, stores nothing and returns no past_key_values. The engine's own has to
+        earn that first: until then hits are exact (impress.guard). A prefix that cannot be read is
+        computed instead, before any token is out. Raises BadInput or Unsupported, naming the
+        argument, before anything is read.
         """
         started = perf_counter()
         self._check_usable()
