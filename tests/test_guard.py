@@ -27,6 +27,7 @@ def at_most(k: int, n: int, p: Fraction) -> Fraction:
 # --- the bound ------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_the_limit_is_where_so_few_would_be_seen_in_one_case_of_twenty(seen):
     k, n = seen
@@ -71,6 +72,7 @@ def test_300_clean_ones_rule_out_one_in_a_hundred_and_the_second_over_ends_trust
 # --- the states -----------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.lists(st.booleans(), max_size=80))
 def test_states_follow_a_plain_list(n_wanted, shadows):
     ledger = Ledger(0.1, n_wanted)
@@ -124,13 +126,14 @@ def test_earning_is_exact_and_every_request_a_shadow():
     assert ledger.said() == "earning: 0 of 3 clean shadows"
 
 
+@settings(max_examples=20, deadline=None)
 @given(st.binary(max_size=80))
 def test_a_share_of_trusted_requests_is_watched_the_same_every_time(salt):
     first, second = trusted(), trusted()
     ways = [first.decide(0.1, salt) for _ in range(500)]
     assert ways == [second.decide(0.1, salt) for _ in range(500)]
     assert {way.mode for way in ways} == {"sparse"}
-    assert 20 <= sum(way.shadow for way in ways) <= 90  # 50 expected, 6 standard deviations
+    assert 10 <= sum(way.shadow for way in ways) <= 90  # 50 expected, 6 standard deviations
     assert all(way.shadow for way in ways if way.rerun)
 
 
@@ -139,7 +142,7 @@ def test_shares_of_none_and_all_and_one_rerun_in_twenty():
     ledger = trusted()
     ways = [ledger.decide(1.0) for _ in range(2000)]
     assert all(way.shadow for way in ways)
-    assert 50 <= sum(way.rerun for way in ways) <= 160  # 100 expected
+    assert 40 <= sum(way.rerun for way in ways) <= 160  # 100 expected, 6 standard deviations
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -152,7 +155,7 @@ LEDGERS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(LEDGERS, st.text(st.characters(exclude_categories=["Cs"]), max_size=50))
 def test_a_value_gives_the_ledger_back_and_a_damaged_one_nothing(ledger, name):
     raw = encode(Entry(name, ledger))
