@@ -40,7 +40,7 @@ from tiers.base import PAGE, Bytes, Read, Slot, Tier
 from tiers.coalesce import slices
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool, Lane, Ticket
-from tiers.slots import Buffer, BufferPool
+from tiers.slots import Allowance, Buffer, BufferPool
 from tiers.ssd import SsdTier
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 #: A slice of reads for one thread: at least this, so that small layers do not drown in hand-offs.
 LEAST_SLICE = 256 << 10
 MOST_SLICE = 2 << 20
+#: Bytes of read buffers that promotions may keep from being reused.
+MOST_WAITING = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class Reading:
     save_history: Callable[[], None]  # asks the committer; nothing where none writes
     params: Params  # of fitted probe codecs
     flights: Flights = field(default_factory=Flights)
+    #: Buffers that wait to be copied up: requests come first, and these would pile up behind them.
+    waiting: Allowance = field(default_factory=lambda: Allowance(MOST_WAITING))
 
 
 class Load:

@@ -63,7 +63,9 @@ def climb(load: Load) -> Ticket | None:
     levels = _levels(load)
     if not levels or all((by_part >= 0).all() for by_part in load.entries[0]):
         return None
-    if load.reading.pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS:
+    n_bytes = sum(len(buffer.array) for buffer in load.buffers)
+    full = load.reading.pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS
+    if full or not load.reading.waiting.take(n_bytes):
         load.reading.counters.add("promotions_skipped")
         return None
     for buffer in load.buffers:
@@ -71,6 +73,7 @@ def climb(load: Load) -> Ticket | None:
     ticket = load.reading.pool.submit(Lane.PROMOTE, [partial(_climb, load, levels)])
     for buffer in load.buffers:
         ticket.then(buffer.release)
+    ticket.then(partial(load.reading.waiting.give, n_bytes))
     return ticket
 
 

@@ -12,9 +12,10 @@ import pytest
 from conftest import assert_serves, kv_of, prompt, put_prompt
 
 import impress
+import impress.load
 from impress.flights import Flight, take
 from tiers.base import Read, sums_of
-from tiers.iopool import Ticket
+from tiers.iopool import Lane, Ticket
 from tiers.slots import aligned
 
 Open = Callable[..., impress.PrefixStore]
@@ -229,6 +230,36 @@ def test_memory_of_another_is_verified_like_any_medium() -> None:
     home: Any = Home()
     assert take(home, reads, [mine], Flight([theirs], Ticket(0))) == 8192
     assert asked == reads[1:] and np.array_equal(mine, right)
+
+
+def test_promotions_that_pile_up_behind_requests_hold_little_memory(
+    open_store: Open, small: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run last: under load their buffers once added up to all that was read."""
+    layer = 64 * small.token_bytes // small.n_layers
+    monkeypatch.setattr(impress.load, "MOST_WAITING", 3 * layer)
+    store = open_store(small, io_threads=1)
+    for seed in range(4):
+        put_prompt(store, prompt(64, seed))
+    store.flush()
+    leases = [store.lease(prompt(64, seed)) for seed in range(4)]
+    sessions = [lease.session() for lease in leases]
+    for session in sessions:
+        session.prefetch()
+    store._pool.submit(Lane.DEMAND, [lambda: None]).wait(60)  # all of it is read
+    busy, begun = threading.Event(), threading.Event()
+    hog = store._pool.submit(Lane.DEMAND, [lambda: begun.set() or (busy.wait(60) and None)])
+    assert begun.wait(60)  # the only thread: nothing is copied up any more
+    for seed, session in enumerate(sessions):
+        assert_right(session, prompt(64, seed), small)
+        session.close()
+        leases[seed].release()
+    assert store.buffers.used_bytes == 3 * layer, "of 8 that were read"
+    assert store.stats()["promotions_skipped"] == 5
+    busy.set()
+    hog.wait(60)
+    store._pool.submit(Lane.REPACK, [lambda: None]).wait(60)  # behind all promotions
+    assert_nothing_is_left(store)
 
 
 # ---- leases that nobody gives back ---------------------------------------------------------------

@@ -51,6 +51,27 @@ class Buffer:
                 self._pool.take_back(self._memory)
 
 
+class Allowance:
+    """Bytes that may be held back at once, for something that can do without. Thread-safe."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self._most = n_bytes
+        self._held = 0
+        self._lock = threading.Lock()
+
+    def take(self, n_bytes: int) -> bool:
+        """False when that would be too much; one alone never is."""
+        with self._lock:
+            if self._held and self._held + n_bytes > self._most:
+                return False
+            self._held += n_bytes
+            return True
+
+    def give(self, n_bytes: int) -> None:
+        with self._lock:
+            self._held -= n_bytes
+
+
 class BufferPool:
     """Buffers under a budget. Freed ones are kept for reuse up to `keep_bytes`.
 

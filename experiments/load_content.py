@@ -1,0 +1,187 @@
+"""Prompts for `experiments.load`, users who ask for them at random, and what they were given.
+
+`python -m experiments.load_content DIR SECONDS THREADS SEED PROMPTS` is one reading process: it
+opens the store with mode "r" and prints what it saw as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+import impress
+from impress.config import MIB
+from impress.errors import ImpressError
+
+#: OPT-6.7B's rows (pieces of 8 KiB) in four layers: 16 MiB a prompt.
+GEOMETRY: Final = impress.Geometry(4, 32, 32, 128, "float16")
+N_TOKENS: Final = 256
+PROMPT_BYTES: Final = N_TOKENS * GEOMETRY.token_bytes
+NAMESPACE: Final = "load"
+#: One answer in so many is compared, a layer of it.
+SAMPLE: Final = 8
+_BASE: Final = np.random.default_rng(7).integers(0, 1 << 14, (32, N_TOKENS, 128), dtype=np.uint16)
+
+
+def prompt(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1 << 20, N_TOKENS, dtype=np.int32)
+
+
+def plane(seed: int, layer: int, which: int) -> np.ndarray:
+    """K or V of a layer, float16 [32, 256, 128]: finite, other in every prompt and layer."""
+    mark = np.uint16((seed * 2654435761 + layer * 977 + which * 131) % (1 << 14))
+    return (_BASE ^ mark).view(np.float16)
+
+
+def put(store: impress.PrefixStore, seed: int, tenant: str = "") -> None:
+    """Store a prompt. Raises ImpressError when it is refused."""
+    layers = range(GEOMETRY.n_layers)
+    keys, values = ([plane(seed, layer, which) for layer in layers] for which in (0, 1))
+    stored = store.store(prompt(seed), keys, values, wait_s=60, tenant=tenant)
+    if stored.refused:
+        raise ImpressError(f"refused: {stored.refused}")
+
+
+def config(dram_bytes: int, engine: str = "auto") -> impress.Config:
+    return impress.Config(
+        dram_bytes=dram_bytes, io_engine=engine, repack_every_s=0, write_buffer_bytes=64 * MIB
+    )
+
+
+@dataclass(slots=True)
+class Seen:
+    """What users were given. `ms`: of each request, from lease to last layer."""
+
+    ms: list[float] = field(default_factory=list)
+    compared: int = 0
+    wrong: int = 0
+    lost: int = 0
+    missed: int = 0
+    rss_mb: list[float] = field(default_factory=list)
+    oldest_lease_s: float = 0.0
+
+
+def rss_mb() -> float:
+    """Resident memory of this process."""
+    with Path("/proc/self/statm").open() as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def ask(store: impress.PrefixStore, seed: int, seen: Seen, *, compare: bool) -> None:
+    """One request: everything stored of a prompt, in layer order."""
+    begin_s = time.perf_counter()
+    try:
+        with store.lease(prompt(seed)) as lease:
+            if lease.n_tokens < N_TOKENS:
+                seen.missed += 1
+                return
+            with lease.session() as session:
+                session.prefetch()
+                for layer in range(GEOMETRY.n_layers):
+                    k, v, _ = session.retrieve(layer, None)
+                seen.ms.append((time.perf_counter() - begin_s) * 1e3)
+                if compare:
+                    seen.compared += 1
+                    pairs = ((k, plane(seed, layer, 0)), (v, plane(seed, layer, 1)))
+                    seen.wrong += any(
+                        not np.array_equal(got.numpy().view(np.uint16), want.view(np.uint16))
+                        for got, want in pairs
+                    )
+    except impress.PrefixLost:
+        seen.lost += 1
+
+
+def users(
+    store: impress.PrefixStore, n_threads: int, seconds: float, n_prompts: int, seed: int
+) -> Seen:
+    """n_threads that ask without pause for so long; memory and leases are looked at meanwhile."""
+    seen = [Seen() for _ in range(n_threads)]
+    until = time.perf_counter() + seconds
+
+    def work(i: int) -> None:
+        rng = np.random.default_rng([seed, i])
+        asked = 0
+        while time.perf_counter() < until:
+            asked += 1
+            ask(store, int(rng.integers(n_prompts)), seen[i], compare=asked % SAMPLE == 1)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    total = Seen()
+    while time.perf_counter() < until:
+        total.rss_mb.append(rss_mb())
+        total.oldest_lease_s = max(total.oldest_lease_s, store.stats()["oldest_lease_s"])
+        time.sleep(seconds / 40)
+    for thread in threads:
+        thread.join()
+    for one in seen:
+        total.ms += one.ms
+        for name in ("compared", "wrong", "lost", "missed"):
+            setattr(total, name, getattr(total, name) + getattr(one, name))
+    return total
+
+
+def left_behind(store: impress.PrefixStore) -> int:
+    """Leases, pinned spans and bytes of buffers in use after the last request; closes the store."""
+    store.flush()
+    stats = store.stats()
+    store.close()
+    return int(stats["leases"] + stats["pinned_spans"] + store.buffers.used_bytes)
+
+
+def figures_of(seen: Seen, read_bytes: int, seconds: float, left: int) -> dict[str, Any]:
+    """A row's numbers. `read_bytes`: from the SSD."""
+    n = len(seen.rss_mb)
+    growth = float(np.median(seen.rss_mb[-(n // 4) :]) - np.median(seen.rss_mb[n // 4 : n // 2]))
+    return {
+        "requests/s": len(seen.ms) / seconds, "p50 ms": _percentile(seen.ms, 50),
+        "p99 ms": _percentile(seen.ms, 99), "GB/s": len(seen.ms) * PROMPT_BYTES / seconds / 1e9,
+        "SSD GB/s": read_bytes / seconds / 1e9, "RSS growth MB": growth,
+        "oldest lease s": seen.oldest_lease_s, "compared": seen.compared, "wrong": seen.wrong,
+        "lost": seen.lost, "missed": seen.missed, "left": left,
+    }  # fmt: skip
+
+
+def _percentile(ms: list[float], q: float) -> float:
+    return float(np.percentile(ms, q)) if ms else float("nan")
+
+
+def measured(
+    store: impress.PrefixStore, n_threads: int, seconds: float, n_prompts: int, seed: int
+) -> dict[str, Any]:
+    """Users on a store, which is closed at the end. What DRAM holds is dropped first."""
+    ask(store, 0, Seen(), compare=True)  # torch is imported by the first
+    store.drop_caches()
+    before = store.stats()
+    begin_s = time.perf_counter()
+    seen = users(store, n_threads, seconds, n_prompts, seed)
+    took_s, after = time.perf_counter() - begin_s, store.stats()
+    read = after["read_bytes"].get("ssd", 0) - before["read_bytes"].get("ssd", 0)
+    shared = after["shared_bytes"] - before["shared_bytes"]
+    return figures_of(seen, read - shared, took_s, left_behind(store))
+
+
+def main() -> int:
+    """A reading process."""
+    folder, seconds, n_threads, seed, n_prompts = sys.argv[1:6]
+    settings = config(0)
+    with impress.PrefixStore.open(folder, GEOMETRY, NAMESPACE, settings, "r") as store:
+        ask(store, 0, Seen(), compare=True)
+        print("open", flush=True)
+        sys.stdin.readline()
+        row = measured(store, int(n_threads), float(seconds), int(n_prompts), int(seed))
+    print(json.dumps(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
