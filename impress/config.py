@@ -47,6 +47,9 @@ class Config(BaseModel):
     """A layer's read that takes longer is late: PrefixLost."""
     read_gap_bytes: int = Field(default=16 << 10, ge=0)
     """Chosen rows closer than this are read through: a request costs as much as these bytes."""
+    prefetch_bytes: int = Field(default=0, ge=0)
+    """Most bytes of the next layer's rows read ahead, on a guess, while a layer that chose its rows
+    is computed. 0: none."""
     lease_timeout_s: float = Field(default=600.0, gt=0)
     """A lease older than this expires: its next read raises."""
     io_threads: int = Field(default=8, ge=1, le=64)

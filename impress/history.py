@@ -5,7 +5,7 @@
                             └─> index, database `history`
 
 Time is the number of requests noted, never a clock: the same requests leave the same history.
-Nothing here is asked before a request's first token.
+Before a request's first token only averages are asked for, by a session that reads ahead.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -21,20 +21,22 @@ from impress.layout import K, PlaneLayout, SpanLayout, V
 from impress.params import Params
 from impress.plan import (
     Gather,
+    Mask,
     Part,
     Positions,
     Run,
     Source,
     gather,
+    gather_whole,
+    home_read,
     parts_of,
     plan_reads,
     rows_by_tier,
-    rows_of_whole,
-    whole,
 )
 from impress.rows import as_tensor, dense_bytes, take_rows, unpack
 from impress.stats import Counters
 from impress.tables import Tables
+from impress.takes import Ahead, hit_rows, used_bytes
 from impress.types import Geometry
 from tiers.base import PAGE, Bytes, Read, Slot, Tier
 from tiers.coalesce import slices
@@ -53,6 +55,8 @@ LEAST_SLICE = 256 << 10
 MOST_SLICE = 2 << 20
 #: Bytes of read buffers that promotions may keep from being reused.
 MOST_WAITING = 256 << 20
+#: Among a load's tickets: copies of what was read ahead.
+_AHEAD: Final = "ahead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ class Load:
         planes: Sequence[int],
         positions: Positions | None = None,
         outs: Sequence[torch.Tensor] | None = None,
+        ahead: Ahead | None = None,
         lane: Lane = Lane.DEMAND,
     ) -> None:
         """Under another lane than DEMAND it is no request's read, and not counted as one."""
@@ -102,11 +107,17 @@ class Load:
         self.reading = reading
         self.caches = caches
         self.shapes = [sources[0].layout.planes[plane] for plane in planes]
+        self._ahead = ahead
         self._bad_span: dict[str, int] = {}  # medium -> span whose read failed
-        self.buffers: list[Buffer] = []  # rented
+        self._reread: list[int] = []  # bytes that a read ahead had promised
+        self.buffers: list[Buffer] = []  # rented, or held until the reads have ended
         if any(plane not in (K, V) for plane in planes):  # probe records lie in position order
             sources = [replace(source, order=None) for source in sources]
-        self.runs = self._map(sources)  # of pieces, by plane and part
+        gathers = self._map(sources)
+        self.runs = [g.runs for g in gathers]  # of pieces, by plane and part
+        self._rows = [g.rows for g in gathers]  # of dest, by plane; None: all, as they lie
+        self._n_pieces = [g.n_pieces for g in gathers]
+        self._taken = [np.zeros(g.n_pieces, dtype=bool) for g in gathers]  # of dest: not read
         self.map_ms = (monotonic() - self.started_s) * 1e3  # finding where the rows lie
         self._dests = [self._dest(i) for i in range(len(planes))]
         self.entries: list[list[Ids]] = [
@@ -115,7 +126,7 @@ class Load:
         for i in range(len(self.parts)):
             self._only_fastest(i)
         self._plan = plan_reads(
-            self.parts, layer, planes, self.runs, self.entries, caches, self._dests
+            self.parts, layer, planes, [g.read for g in gathers], self.entries, caches, self._dests
         )
         self.bytes_by_tier = self._plan.n_bytes
         self.rows_by_tier = rows_by_tier(self.parts, self.entries, caches)
@@ -126,23 +137,31 @@ class Load:
             medium: self._submit(media[medium], by_part)
             for medium, by_part in self._plan.reads.items()
         }
+        if ahead is not None:
+            self._take(ahead, [g.taken for g in gathers])
 
-    def _map(self, sources: Sequence[Source]) -> list[list[list[Run]]]:
-        """Where the wanted rows lie: runs of pieces by plane and part, and which rows of dest."""
+    def _map(self, sources: Sequence[Source]) -> list[Gather]:
+        """Where the wanted rows lie, by plane."""
         self.parts = parts = parts_of(sources, self.layer, self.positions)
+        gap, one = self.reading.config.read_gap_bytes, gather
         if self.positions is None:
-            rows, n_chunks = rows_of_whole(parts), sum(part.count for part in parts)
-            self._rows = [rows] * len(self.planes)  # of dest, by plane; None: all, as they lie
-            self._n_pieces = [n_chunks * shape.pieces for shape in self.shapes]
-            return [whole(parts, plane) for plane in self.planes]
-        gap = self.reading.config.read_gap_bytes
+            one = gather_whole
         made: dict[PlaneLayout, Gather] = {}  # planes with the same pieces share one
+        gathers = []
         for plane, shape in zip(self.planes, self.shapes, strict=True):
-            made[shape] = made.get(shape) or gather(parts, plane, gap)
-        gathers = [made[shape] for shape in self.shapes]
-        self._rows = [g.rows for g in gathers]
-        self._n_pieces = [g.n_pieces for g in gathers]
-        return [g.runs for g in gathers]
+            there = self._read_ahead(plane)
+            if there is None and shape not in made:
+                made[shape] = one(parts, plane, gap)
+            gathers.append(made[shape] if there is None else one(parts, plane, gap, there))
+        return gathers
+
+    def _read_ahead(self, plane: int) -> list[Mask] | None:
+        """For each part, the pieces of a plane that were read ahead; None: nothing was."""
+        if self._ahead is None:
+            return None
+        found = [self._ahead.pieces(i, plane, part) for i, part in enumerate(self.parts)]
+        there = [mask for mask in found if mask is not None]
+        return there if len(there) == len(found) else None
 
     def _only_fastest(self, part: int) -> None:
         """A chunk being copied up may be in two tiers for a moment: take the faster one's."""
@@ -182,7 +201,8 @@ class Load:
         if self._followed is not None:
             return self.reading.pool.submit(self._lane, tasks, after=self._followed.ended)
         ticket = self.reading.pool.submit(self._lane, tasks)
-        if self.positions is None and self._lane is Lane.DEMAND:  # no request waits for others
+        alone = self._lane is not Lane.DEMAND or self._ahead is not None  # not for others
+        if self.positions is None and not alone:
             self.reading.flights.begin(self._key(), Flight(self._dests, ticket))
         return ticket
 
@@ -207,6 +227,39 @@ class Load:
             self._bad_span[tier.name] = span
             raise
 
+    def _take(self, ahead: Ahead, runs: Sequence[Sequence[Sequence[Run]]]) -> None:
+        """Queue copies of what was read ahead, behind the reads: by then more of it is there."""
+        for buffer in ahead.buffers:
+            buffer.retain()
+            self.buffers.append(buffer)
+        tasks: list[Callable[[], None]] = []
+        for i in range(len(self.parts)):
+            takes = [(at, run) for at, by_part in enumerate(runs) for run in by_part[i]]
+            room = 0
+            for at, run in takes:
+                if room <= 0:
+                    group: list[tuple[int, Run]] = []
+                    tasks.append(partial(self._copy, ahead, i, group))
+                    room = MOST_SLICE
+                group.append((at, run))
+                room -= run.n_pieces * self.shapes[at].piece_bytes
+        self.tickets[_AHEAD] = self.reading.pool.submit(Lane.DEMAND, tasks)
+
+    def _copy(self, ahead: Ahead, i: int, takes: Sequence[tuple[int, Run]]) -> None:
+        """Runs of part i, by place of their plane. One that is not there after all is read."""
+        part, missing = self.parts[i], []
+        for at, run in takes:
+            shape, dest = self.shapes[at], self._dests[at]
+            first, end = part.first * shape.pieces + run.first, run.to + run.n_pieces
+            to = dest[run.to * shape.piece_bytes : end * shape.piece_bytes]
+            if ahead.copy(i, self.planes[at], first, to):
+                self._taken[at][run.to : end] = True
+            else:
+                missing.append(home_read(part, self.layer, self.planes[at], run, dest))
+                self._reread.append(len(to))
+        if missing:
+            self._read(self.reading.ssd, missing, part.span)
+
     # ---- taking it -------------------------------------------------------------------------
 
     def wait(self) -> None:
@@ -217,8 +270,10 @@ class Load:
             self.reading.counters.add(f"lost/{lost.reason}")
             raise lost
         self._unpin()
+        self.bytes_by_tier["ssd"] += sum(self._reread)
         if self._lane is not Lane.DEMAND:
             return
+        self.reading.counters.add("ahead_used_bytes", self.ahead_used_bytes)
         self.reading.counters.load_ms((monotonic() - self.started_s) * 1e3)
         for tier, n in self.bytes_by_tier.items():
             self.reading.counters.add(f"read_bytes/{tier}", n)
@@ -226,7 +281,8 @@ class Load:
     def _failure(self) -> PrefixLost | None:
         """None when all is in; a bad span is dropped where it is bad."""
         limit_s = self.reading.config.read_timeout_s
-        for medium, ticket in self.tickets.items():
+        for name, ticket in self.tickets.items():
+            medium = "ssd" if name == _AHEAD else name
             try:
                 if not ticket.wait(max(self.started_s + limit_s - monotonic(), 0.0)):
                     return PrefixLost("late", f"layer {self.layer} took more than {limit_s:g} s")
@@ -239,6 +295,16 @@ class Load:
                         self.reading.quarantine(span)
                 return PrefixLost(err.reason if isinstance(err, ReadFailed) else "io", str(err))
         return None
+
+    @property
+    def ahead_used_bytes(self) -> int:
+        """Bytes that were read ahead and taken; once `wait` returned."""
+        return used_bytes(self._taken, self.shapes)
+
+    @property
+    def ahead_hit_rows(self) -> int:
+        """Wanted rows of which nothing had to be read any more; once `wait` returned."""
+        return hit_rows(self._taken, self.shapes, self._rows)
 
     def pieces(self, i: int) -> Bytes:
         """Plane number i of `planes` as it was read, padding included; once `wait` returned."""

@@ -17,6 +17,7 @@ from impress.order import RowOrder
 from tiers.base import Bytes, Read, Slot, Sums
 
 Positions = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,35 +142,85 @@ def rows_of_whole(parts: Sequence[Part]) -> Positions | None:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Chosen rows of a plane: the runs that hold them, and where each row lands in dest."""
+    """Wanted rows of a plane: the runs that hold them, and where each row lands in dest."""
 
     runs: list[list[Run]]  # for each part
     n_pieces: int  # of dest
-    rows: Positions  # for each chosen position, its row in dest
+    rows: Positions | None  # for each wanted position, its row in dest; None: all, as they lie
+    read: list[list[Run]]  # of the pieces of `runs`, those to be read
+    taken: list[list[Run]]  # and those that were read ahead
 
 
-def gather(parts: Sequence[Part], plane: int, gap_bytes: int) -> Gather:
+def gather(
+    parts: Sequence[Part], plane: int, gap_bytes: int, ahead: Sequence[Mask] | None = None
+) -> Gather:
     """Runs of pieces that hold the wanted rows of these parts, in the order they lie in.
 
     Pieces closer than gap_bytes are read through: a request saved is worth that many bytes.
+    `ahead`: for each part, the pieces of its chunks that were read ahead. They are taken, but for
+    those in a gap that is read through.
     """
     shape = parts[0].source.layout.planes[plane]
     gap = gap_bytes // shape.piece_bytes
     runs: list[list[Run]] = []
+    read: list[list[Run]] = []
+    taken: list[list[Run]] = []
     places: list[Positions] = []
     n_pieces = 0
-    for part in parts:
+    for i, part in enumerate(parts):
         assert part.ordinals is not None, "gather wants chosen rows"
         pieces, rows = np.divmod(part.ordinals, shape.piece_rows)
         wanted = np.zeros(part.count * shape.pieces, dtype=bool)
         wanted[pieces] = True
-        firsts, counts, tos = _merged(np.flatnonzero(wanted), gap, n_pieces)
+        if ahead is None:
+            firsts, counts, tos = _merged(np.flatnonzero(wanted), gap, n_pieces)
+        else:
+            reads, takes = _divided(wanted, ahead[i], gap)
+            firsts, counts, tos = _merged(np.flatnonzero(reads | takes), 0, n_pieces)
         runs.append([*map(Run, firsts.tolist(), counts.tolist(), tos.tolist())])
         moves = np.zeros(len(wanted), dtype=np.int64)  # how far a piece moves, by differences
         moves[firsts] = np.diff(tos - firsts, prepend=0)
-        places.append((pieces + np.cumsum(moves)[pieces]) * shape.piece_rows + rows)
+        moves = np.cumsum(moves)
+        places.append((pieces + moves[pieces]) * shape.piece_rows + rows)
         n_pieces += int(counts.sum())
-    return Gather(runs, n_pieces, np.concatenate(places))
+        if ahead is not None:
+            read.append([Run(first, n, first + int(moves[first])) for first, n in runs_of(reads)])
+            taken.append([Run(first, n, first + int(moves[first])) for first, n in runs_of(takes)])
+    rows = np.concatenate(places)
+    if ahead is None:
+        return Gather(runs, n_pieces, rows, runs, [[] for _ in runs])
+    return Gather(runs, n_pieces, rows, read, taken)
+
+
+def gather_whole(
+    parts: Sequence[Part], plane: int, gap_bytes: int, ahead: Sequence[Mask] | None = None
+) -> Gather:
+    """Every row of these parts' chunks, or the wanted ones of them; see `gather`."""
+    shape = parts[0].source.layout.planes[plane]
+    gap = gap_bytes // shape.piece_bytes
+    runs, rows = whole(parts, plane), rows_of_whole(parts)
+    n_pieces = sum(run.n_pieces for by_part in runs for run in by_part)
+    if ahead is None:
+        return Gather(runs, n_pieces, rows, runs, [[] for _ in runs])
+    read: list[list[Run]] = []
+    taken: list[list[Run]] = []
+    for part, there in zip(parts, ahead, strict=True):
+        to = part.to * shape.pieces
+        for found, some in zip(
+            (read, taken), _divided(~np.zeros_like(there), there, gap), strict=True
+        ):
+            found.append([Run(first, n, to + first) for first, n in runs_of(some)])
+    return Gather(runs, n_pieces, rows, read, taken)
+
+
+def _divided(wanted: Mask, ahead: Mask, gap: int) -> tuple[Mask, Mask]:
+    """Pieces to be read, gaps read through, and pieces that were read ahead and need not be."""
+    read = np.zeros(len(wanted) + 1, dtype=np.int8)
+    firsts, counts, _ = _merged(np.flatnonzero(wanted & ~ahead), gap, 0)
+    read[firsts] = 1
+    read[firsts + counts] -= 1
+    reads = np.cumsum(read[:-1]).astype(bool)
+    return reads, wanted & ahead & ~reads
 
 
 def _merged(pieces: Positions, gap: int, to: int) -> tuple[Positions, Positions, Positions]:
@@ -237,6 +288,14 @@ def _split(
             off = cache.plane_off(plane) + lo % shape.pieces * shape.piece_bytes
             place = (cache.slot(int(entries[window])), off)
             yield cache.tier.name, _read(part, layer, plane, place, lo, hi, run, dest)
+
+
+def home_read(part: Part, layer: int, plane: int, run: Run, dest: Bytes) -> Read:
+    """One run of pieces from home, to where it goes in dest."""
+    source, shape = part.source, part.source.layout.planes[plane]
+    off = source.layout.chunk_off(layer, plane, part.first) + run.first * shape.piece_bytes
+    end = run.first + run.n_pieces
+    return _read(part, layer, plane, (source.slot, off), run.first, end, run, dest)
 
 
 def _read(

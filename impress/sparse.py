@@ -17,6 +17,7 @@ import numpy as np
 
 from impress.catalog import Held
 from impress.choices import Selection
+from impress.early import Foresight
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.identify import Asked, check_cap, select
 from impress.layout import K, V
@@ -51,6 +52,7 @@ class SparseSession(Session):
         self._importance: npt.NDArray[np.float32] | None = None  # [n_layers, n_tokens]
         self.chosen: dict[int, Selection] = {}
         """What was chosen in each layer so far."""
+        self._foresight = Foresight(reading, self._sources)
 
     def _sketch(self) -> tuple[ProbeCodec | None, int | None, Layers | None]:
         """The codec to score with, the plane of its records, and its parameters by layer.
@@ -115,10 +117,13 @@ class SparseSession(Session):
             selection, keys = self._choose(layer, query, scaling, suffix_lse, used)
             positions = selection.positions
             planes = (K, V) if keys is None else (V,)
-            rows = self._read(
-                Load(self._r, self._sources, layer, self._r.copies.chunks, planes, positions)
+            ahead = self._foresight.take(layer)
+            rows = Load(
+                self._r, self._sources, layer, self._r.copies.chunks, planes, positions, ahead=ahead
             )
-            used.append(rows)
+            self._foresight.plan(layer + 1, positions, planes)  # while this layer is read
+            used.append(self._read(rows))
+            self._foresight.start()
             k, v = rows.tensors() if keys is None else (_taken(keys, positions), rows.tensor())
         except BaseException:
             for load in used:
@@ -130,7 +135,8 @@ class SparseSession(Session):
             if load not in seen:
                 load.give_back()
         self._keep(layer, seen)
-        self._note(layer, selection, used, rows, begin_s)
+        ahead_bytes = 0 if ahead is None else ahead.asked_bytes
+        self._note(layer, selection, used, rows, begin_s, ahead_bytes)
         by_query = positions is not None and not math.isnan(selection.estimated_missing_mass)
         self._looked.append(Looked(positions, by_query, rows))
         return k, v, positions
@@ -216,11 +222,12 @@ class SparseSession(Session):
         return given[:, rows]
 
     def _note(
-        self, layer: int, selection: Selection, used: list[Load], rows: Load, begin_s: float
-    ) -> None:
+        self, layer: int, selection: Selection, used: list[Load], rows: Load, begin_s: float,
+        ahead_bytes: int,
+    ) -> None:  # fmt: skip
         """The layer's line in the report."""
         g = self._r.geometry
-        moved: dict[str, int] = {}
+        moved = {"ssd": ahead_bytes}  # of which some were read for nothing
         for load in used:
             for tier, n in load.bytes_by_tier.items():
                 moved[tier] = moved.get(tier, 0) + n
@@ -235,6 +242,9 @@ class SparseSession(Session):
                 "rows": {tier: n for tier, n in rows.rows_by_tier.items() if n},
                 "bytes": {tier: n for tier, n in moved.items() if n},
                 "wait_ms": (monotonic() - begin_s) * 1e3,
+                "ahead_bytes": ahead_bytes,
+                "ahead_used_bytes": rows.ahead_used_bytes,
+                "ahead_hit_rows": rows.ahead_hit_rows,
                 "map_ms": sum(load.map_ms for load in used),
                 "chosen": n_rows,
                 "probe": None if self._codec is None else self._codec.name,
@@ -251,6 +261,7 @@ class SparseSession(Session):
         for load in self._probes.values():
             load.abandon()
         self._probes.clear()
+        self._foresight.close()
         return super().close()
 
 

@@ -15,7 +15,7 @@ BUCKETS_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 1000
 _PLAIN = (
     "lookups", "hits", "hit_tokens", "stored_tokens", "stored_bytes", "evicted_spans",
     "quarantined_spans", "damaged_spans", "promotions_skipped", "promotions_failed",
-    "expired_leases", "shared_bytes",
+    "expired_leases", "shared_bytes", "ahead_bytes", "ahead_used_bytes",
 )  # fmt: skip
 _GROUPED = (
     "misses", "lost", "read_bytes", "refused", "promoted_bytes", "promotions",
@@ -183,6 +183,8 @@ _COUNTERS = (
     ("impress_read_bytes", "bytes given to requests", "read_bytes", "tier"),
     ("impress_shared_bytes", "bytes taken from reads under way for others", "shared_bytes", ""),
     ("impress_expired_leases", "leases taken back, never released", "expired_leases", ""),
+    ("impress_ahead_bytes", "bytes read ahead on a guess", "ahead_bytes", ""),
+    ("impress_ahead_used_bytes", "of these, bytes that were wanted", "ahead_used_bytes", ""),
     ("impress_stored_tokens", "tokens made READY", "stored_tokens", ""),
     ("impress_stored_bytes", "bytes made READY", "stored_bytes", ""),
     ("impress_refused", "stores refused", "refused", "reason"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.systems.catalogue import System, chosen, lacking, systems
+from experiments.systems.catalogue import System, chosen, lacking, reading_ahead, systems
 from experiments.systems.cell import Bench, Load, budgets, order_of
 from experiments.systems.clock import A100, Clock, Compute, Roofline, dilation_of
 from experiments.systems.data import Data
@@ -40,7 +40,7 @@ def data(tmp_path: Path) -> Iterator[Data]:
     made.remove()
 
 
-@pytest.mark.parametrize("system", systems(), ids=lambda s: s.name)
+@pytest.mark.parametrize("system", (*systems(), *reading_ahead()), ids=lambda s: s.name)
 def test_every_system_brings_the_rows_it_chose(system: System, data: Data) -> None:
     if system.lacks:
         pytest.skip(system.lacks)

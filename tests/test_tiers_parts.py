@@ -92,13 +92,10 @@ def test_more_than_the_budget_is_never_granted() -> None:
 def test_urgent_lanes_go_first() -> None:
     pool, gate, order = IoPool(1), threading.Event(), []
     first = pool.submit(Lane.REPACK, [lambda: gate.wait(60) and None])
-    tickets = [
-        pool.submit(lane, [lambda lane=lane: order.append(lane)])
-        for lane in (Lane.REPACK, Lane.PROMOTE, Lane.STORE, Lane.DEMAND)
-    ]
+    tickets = [pool.submit(lane, [lambda lane=lane: order.append(lane)]) for lane in reversed(Lane)]
     gate.set()
     assert first.wait(60) and all(ticket.wait(60) for ticket in tickets)
-    assert order == [Lane.DEMAND, Lane.STORE, Lane.PROMOTE, Lane.REPACK]
+    assert order == [Lane.DEMAND, Lane.AHEAD, Lane.STORE, Lane.PROMOTE, Lane.REPACK]
     assert pool.close(60)
 
 

@@ -1,4 +1,4 @@
-"""All I/O threads start here: a bounded crew that serves four lanes in order of urgency."""
+"""All I/O threads start here: a bounded crew that serves five lanes in order of urgency."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class Lane(IntEnum):
     """Urgency; a lower lane runs only when every higher one is empty."""
 
     DEMAND = 0
-    STORE = 1
-    PROMOTE = 2
-    REPACK = 3
+    AHEAD = 1
+    STORE = 2
+    PROMOTE = 3
+    REPACK = 4
 
 
 class Ticket:

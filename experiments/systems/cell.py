@@ -69,7 +69,7 @@ def config_of(system: System, data: Data, ratio: int) -> Config:
     return Config(
         window=WINDOW, dram_bytes=dram, hbm_bytes=hbm, hbm_device="cpu", durable=False,
         eviction=system.eviction, probes=data.probes(system.data, system.policy),
-        segment_bytes=128 << 20, lease_timeout_s=3600,
+        segment_bytes=128 << 20, lease_timeout_s=3600, prefetch_bytes=system.prefetch_bytes,
     )  # fmt: skip
 
 
@@ -185,6 +185,8 @@ def summary(served: Sequence[Served], dilation: float) -> Row:
         "hbm_rows": row_hit_rate(served, "hbm"),
         "mb": float(np.mean([sum(s.bytes_by_tier.values()) for s in served])) / 1e6,
         "ssd_mb": float(np.mean([s.bytes_by_tier.get("ssd", 0) for s in served])) / 1e6,
+        "ahead_mb": float(np.mean([s.ahead_bytes for s in served])) / 1e6,
+        "ahead_used_mb": float(np.mean([s.ahead_used_bytes for s in served])) / 1e6,
         "fell_back": float(np.mean([s.fell_back for s in served])),
         "recomputed": float(np.mean([s.mode == "recompute" for s in served])),
         "map_share": sum(s.map_s for s in served) / sum(s.ttft_s for s in served),

@@ -107,6 +107,7 @@ class World:
             self._flush()
             self._wait_idle()
             self.store.check()
+            assert self.store.buffers.used_bytes == 0, "a buffer was not given back"
             self.store.close()
             self.sched.crash_at = None
             assert len(self.sched.threads) == 1, [t.name for t in self.sched.threads]
@@ -122,6 +123,7 @@ class World:
             hbm_bytes=self.rng.choice((0, 1 << 16)), hbm_device="cpu",
             disk_bytes=self.rng.choice((None, 3 << 20)), repack_every_s=0,
             probes=("heads3-v1", "int4-v1"), eviction=self.rng.choice(EVICTIONS),
+            prefetch_bytes=self.rng.choice((0, 10_000, 1 << 20)),
         )  # fmt: skip
         if config.disk_bytes is not None:
             self.must_have.clear()  # spans may be evicted for room
