@@ -379,7 +379,7 @@ def source_of(held: Held, tables: Tables, geometry: Geometry, at: int) -> Source
     return Source(held, layout, slot, tables.sums, tables.probes, at, tables.order)
 
 
-def when_all(tickets: Sequence[Ticket], callback: Callable[[], None]) -> None:
+def when_all(tickets: Sequence[Ticket], callback: Callable[[], object]) -> None:
     """Call back once, when every ticket is done."""
     if tickets:
         tickets[0].then(partial(when_all, tickets[1:], callback))

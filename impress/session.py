@@ -16,7 +16,7 @@ from impress.catalog import Held
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.layout import K, V
 from impress.leases import Clock, now
-from impress.load import Load, Reading, ended
+from impress.load import Load, Reading, ended, when_all
 from impress.plan import Source
 from impress.policy import Exact, Policy
 from impress.promote import Looked, after, climb
@@ -131,6 +131,7 @@ class Session:
         self._loads: dict[int, Load] = {}  # under way
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
         self._promotions: list[Ticket] = []
+        self._climbs: list[Ticket] = []  # those and all others
         self._looked: list[Looked] = []  # by layers retrieved, for history
         self._layers: list[dict[str, Any]] = []
         self._closed = False
@@ -261,11 +262,19 @@ class Session:
             self._check_outs(outs)
         return Load(self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs)
 
+    def _climb(self, load: Load) -> Ticket | None:
+        ticket = climb(load)
+        if ticket is not None:
+            self._climbs.append(ticket)
+        return ticket
+
     def _hand_over(self) -> None:
         """The request has what it needs: what it showed is learnt behind it."""
         if self._looked:
+            # Behind its copies: they are judged as if this use were noted, and it must not be yet.
             task = partial(after, self._r, self._sources, self._looked)
-            self._r.pool.submit(Lane.PROMOTE, [task])
+            submit = self._r.pool.submit
+            when_all(self._climbs, lambda: submit(Lane.PROMOTE, [task]))
 
     def _check_outs(self, outs: Tensors) -> None:
         g = self._r.geometry
@@ -290,7 +299,7 @@ class Session:
                 "map_ms": load.map_ms,
             }
         )
-        promotion = climb(load)
+        promotion = self._climb(load)
         self._looked.append(Looked(None, decided=False, load=load))
         if promotion is not None and load.outs is not None:
             self._promotions.append(promotion)  # reads `outs`: close waits for it

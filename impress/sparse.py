@@ -25,7 +25,7 @@ from impress.load import Load, Reading
 from impress.params import NONE, Layers
 from impress.policy import Exact, KeepAll, Policy
 from impress.probes import ProbeCodec, codec_of, fitted
-from impress.promote import Looked, climb
+from impress.promote import Looked
 from impress.rows import host_words
 from impress.session import Lease, Session
 from impress.tables import read_header
@@ -143,7 +143,7 @@ class SparseSession(Session):
 
     def _read(self, load: Load) -> Load:
         load.wait()
-        climb(load)  # from buffers of its own: close need not wait for the copies
+        self._climb(load)  # from buffers of its own: close need not wait for the copies
         return load
 
     def _choose(
