@@ -8,12 +8,13 @@ from typing import Final
 
 from impress.blockhash import Tokens, key_after
 from impress.catalog import Held
-from impress.commit import Committer, StoreJob
+from impress.commit import Committer
 from impress.draft import Draft, Media, Stored
-from impress.errors import BadInput, StoreFailed
+from impress.errors import BadInput
 from impress.fitting import Fitter
 from impress.format import ProbeRecord, SpanRecord, meta_bytes
 from impress.home import Home
+from impress.jobs import StoreJob
 from impress.layout import SpanLayout
 from impress.stats import Counters
 from impress.tables import TableCache
@@ -63,9 +64,11 @@ class Admission:
         draft = None
         try:
             if n_windows > first:
-                draft = self._draft(root, labels, first, n_windows - first, self._before(held))
-                if draft is None:
-                    stored.refused = "disk full"
+                found = self._draft(root, labels, first, n_windows - first, self._before(held))
+                if isinstance(found, Draft):
+                    draft = found
+                else:
+                    stored.refused = found
         except BaseException:
             self._home.release(held)
             raise
@@ -96,17 +99,15 @@ class Admission:
 
     def _draft(
         self, root: bytes, labels: bytes, first: int, n_windows: int, probed: Sequence[ProbeRecord]
-    ) -> Draft | None:
-        """Reserve space for a span of n_windows from window `first`; None when there is none."""
+    ) -> Draft | str:
+        """Reserve space for a span of n_windows from window `first`; or why there is none."""
         sketches = self._media.sketches(probed)
         probe_bytes = [sketch.record.window_bytes(self._window) for sketch in sketches]
         layout = SpanLayout.of(self._geometry, self._window, n_windows, probe_bytes)
-        meta = self._reserve_meta(n_windows, layout)
-        slot = self._reserve(layout.data_bytes) if meta is not None else None
-        if meta is None or slot is None:
-            if meta is not None:
-                self._media.ssd.free(Slot((meta,)))
-            return None
+        reserved = self._reserve_both(n_windows, layout)
+        if isinstance(reserved, str):
+            return reserved
+        meta, slot = reserved
         cut = first * 4 * self._window
         before = key_after(root, labels[:cut], self._window)
         own = labels[cut:]
@@ -117,22 +118,35 @@ class Admission:
         )  # fmt: skip
         return Draft(record, self._geometry, layout, slot, labels, self._media, sketches)
 
-    def _reserve_meta(self, n_windows: int, layout: SpanLayout) -> Extent | None:
+    def _reserve_both(self, n_windows: int, layout: SpanLayout) -> tuple[Extent, Slot] | str:
+        """Room for a header and for rows, within the day's writes; or why there is none."""
+        home, ssd = self._home, self._media.ssd
         size = meta_bytes(64, n_windows, self._window, self._geometry.n_layers, layout.n_sums)
-        slot = self._reserve(size)
-        if slot is not None and len(slot.parts) > 1:  # a header is one extent, for scans
-            self._media.ssd.free(slot)
-            return None
-        return slot.parts[0] if slot else None
+        refused = home.health.refusal()
+        if refused:
+            return refused
+        if not home.budget.allow(size + layout.data_bytes):
+            return "daily write budget"
+        try:
+            meta = self._reserve(size)
+            if meta is not None and len(meta.parts) == 1:  # a header is one extent, for scans
+                slot = self._reserve(layout.data_bytes)
+                if slot is not None:
+                    return meta.parts[0], slot
+            if meta is not None:
+                ssd.free(meta)
+        except MediumError as err:
+            home.health.trouble(str(err))
+        home.budget.refund(size + layout.data_bytes)
+        if ssd.no_room:
+            home.health.trouble(ssd.no_room, layout.data_bytes)
+        return home.health.refusal() or "disk full"
 
     def _reserve(self, n_bytes: int) -> Slot | None:
-        """Room at home; when there is none, after making some."""
-        try:
+        """Room at home; when there is none, after making some. Raises MediumError."""
+        slot = self._media.ssd.reserve(n_bytes)
+        if slot is None and self._home.make_room(round_up(n_bytes)):
             slot = self._media.ssd.reserve(n_bytes)
-            if slot is None and self._home.make_room(round_up(n_bytes)):
-                slot = self._media.ssd.reserve(n_bytes)
-        except MediumError as err:
-            raise StoreFailed(str(err)) from None
         return slot
 
     def _finish(self, held: Sequence[Held], writer: Writer) -> None:

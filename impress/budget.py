@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import threading
 from collections.abc import Callable
 from typing import Final
 
 DAY_S: Final = 86_400.0
+_SPENT: Final = struct.Struct("<dd")  # bytes spent, seconds of the wall
 
 #: Seconds since some moment; and a wait of so many seconds, True when it is to end at once.
 Clock = Callable[[], float]
@@ -40,9 +43,30 @@ class Bucket:
             self._level -= n_bytes
             return True
 
+    def give(self, n_bytes: int) -> None:
+        """Put back what was taken."""
+        with self._lock:
+            self._fill()
+            self._level = min(self._burst_bytes, self._level + n_bytes)
+
+    def state(self) -> tuple[float, float, float]:
+        """(bytes there, bytes missing, the time now)."""
+        with self._lock:
+            self._fill()
+            return max(0.0, self._level), self._burst_bytes - self._level, self._filled_s
+
+    def resume(self, missing_bytes: float, at_s: float) -> None:
+        """Begin as a bucket that at some time missed so much."""
+        if not (math.isfinite(missing_bytes) and math.isfinite(at_s)):
+            return
+        with self._lock:
+            self._level = min(self._burst_bytes, self._burst_bytes - missing_bytes)
+            self._filled_s = at_s
+            self._fill()
+
     def _fill(self) -> None:
         now_s = self._clock()
-        more = (now_s - self._filled_s) * self._bytes_per_s
+        more = max(0.0, now_s - self._filled_s) * self._bytes_per_s  # clocks are set back too
         self._level = min(self._burst_bytes, self._level + more)
         self._filled_s = now_s
 
@@ -60,16 +84,36 @@ class Pace:
 
 
 class WriteBudget:
-    """Bytes that may be written in a day, for the sake of the disk. Counted since it was made.
+    """Bytes that may be written in a day, for the sake of the disk. Thread-safe.
 
-    A bucket that holds a day's bytes and is filled over a day; None: no limit.
+    A bucket that holds a day's bytes and is filled over a day; None: no limit. `clock`: seconds of
+    the wall, because what was spent before a restart counts: `dump` is handed in again as `saved`.
     """
 
-    def __init__(self, daily_bytes: int | None, clock: Clock) -> None:
+    def __init__(self, daily_bytes: int | None, clock: Clock, saved: bytes = b"") -> None:
+        self._clock = clock
         self._bucket = None
         if daily_bytes is not None:
             self._bucket = Bucket(daily_bytes / DAY_S, daily_bytes, clock)
+            if len(saved) == _SPENT.size:
+                self._bucket.resume(*_SPENT.unpack(saved))
 
     def allow(self, n_bytes: int) -> bool:
         """Whether n_bytes may be written today; if so they are counted."""
         return self._bucket is None or self._bucket.try_take(n_bytes)
+
+    def refund(self, n_bytes: int) -> None:
+        """They were allowed and not written."""
+        if self._bucket is not None:
+            self._bucket.give(n_bytes)
+
+    @property
+    def left_bytes(self) -> int | None:
+        """What may be written now; None: no limit."""
+        return None if self._bucket is None else int(self._bucket.state()[0])
+
+    def dump(self) -> bytes:
+        """What is spent and when that was so, to go on from after a restart."""
+        if self._bucket is None:
+            return _SPENT.pack(0.0, self._clock())
+        return _SPENT.pack(*self._bucket.state()[1:])

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from impress.errors import FormatError
+from impress.eviction import Dead, Score, least
 from impress.format import (
     SpanRecord,
     decode_index,
@@ -18,14 +18,11 @@ from impress.format import (
     place_of,
     split_index,
 )
-from impress.places import Places
+from impress.places import Places, split_all
 from impress.radix import NONE, Graft, RadixTree, View
-from impress.trace import Trace, trace
+from impress.trace import Trace, path_of, trace, walk
 from impress.types import Prefix
 from tiers.base import Extent
-
-#: Leaves looked at in one pass of an eviction.
-_EVICT_BATCH = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ class Catalog:
 
     def __init__(self, window: int) -> None:
         self.lock = threading.Lock()
-        self._window = window
+        self.window = window
         self._tree = RadixTree(4 * window)
         self._kept: dict[int, bytes] = {}  # span -> index value without labels
         self._views: dict[int, int] = {}  # span -> nodes that view it
@@ -50,10 +47,16 @@ class Catalog:
         self._heirs: dict[int, int] = {}  # replaced while pinned -> what its holders keep instead
         self._gone: set[int] = set()  # retired, its index value deleted: reclaim when unpinned
         self._retired: set[int] = set()  # no node views it; the index may still hold it
+        self._dead: dict[int, int] = {}  # span in the tree -> its windows that no node views
         self._n_spans = 0  # with a view
         self._tick = 0
 
     # ---- a request ------------------------------------------------------------------------
+
+    @property
+    def tick(self) -> int:
+        """Leases so far."""
+        return self._tick
 
     def lookup(self, root: bytes, labels: bytes) -> int:
         """Windows stored of this prefix. Pure."""
@@ -105,29 +108,32 @@ class Catalog:
             above = self._tree.root(record.root)
             graft = self._tree.graft(above, prefix, span, record.first_window)
             self._views[span] = 0
-            self._count_graft(span, graft)
-            if not graft.added:
+            self._count_graft(span, graft, record.n_windows)
+            if graft.added:
+                self._tree.used[graft.node] = self._tick  # new is not the same as never wanted
+            else:
                 self._retired.add(span)
             return graft.added
 
-    def evict(self, n_bytes: int) -> list[int]:
-        """Take least recently used leaves out until spans of n_bytes are retired; their ids."""
+    def evict(self, n_bytes: int, score: Score, spare: Iterable[int] = ()) -> list[int]:
+        """Take leaves of least score out until spans of n_bytes are retired; their ids.
+
+        Never of a span that is held or spared. The lock is let go between batches.
+        """
         retired: list[int] = []
-        with self.lock:
-            progress = True
-            while n_bytes > 0 and progress:
+        progress = True
+        while n_bytes > 0 and progress:
+            with self.lock:
                 progress = False
-                for leaf in self._tree.leaves(_EVICT_BATCH).tolist():
-                    span = self._tree.view(leaf).span
-                    if span in self._pins:
-                        continue
+                for leaf in least(self._tree, {*self._pins, *spare}, score):
                     progress = True
+                    span = self._tree.view(leaf).span
                     if self._remove(leaf):
                         retired.append(span)
                         record = self._record(span)
                         n_bytes -= record.data_bytes + record.meta.length
-                        if n_bytes <= 0:
-                            break
+                    if n_bytes <= 0:
+                        break
         return retired
 
     def quarantine(self, span: int) -> list[int]:
@@ -185,7 +191,7 @@ class Catalog:
             return max(((self._tree.hits[n], self._tree.used[n]) for n in nodes), default=None)
 
     def replace(self, old: int, record: SpanRecord) -> bool:
-        """Nodes that view `old` view this READY span of the same windows; old is retired.
+        """Nodes that view `old` view this READY span of all their windows; old is retired.
 
         Whoever holds old keeps its bytes, and the new span from eviction, to the end. False when
         old has left the tree: then the new one is retired.
@@ -193,10 +199,15 @@ class Catalog:
         new = record.span_id
         with self.lock:
             self._kept[new] = split_index(encode_index(record))[0]
-            self._views[new] = self._tree.replace(old, new)
-            if not self._views[new]:
+            first = place_of(self._kept[old])[0] if old in self._kept else 0
+            nodes = self._tree.replace(old, new, record.first_window - first)
+            self._views[new] = len(nodes)
+            if not nodes:
                 self._retired.add(new)
                 return False
+            viewed = sum(self._tree.view(node).n_windows for node in nodes)
+            self._dead.pop(old, None)
+            self._note_dead(new, record.n_windows - viewed)
             self._views[old] = 0
             self._retired.add(old)
             if old in self._pins:
@@ -218,20 +229,7 @@ class Catalog:
         grow, so a span comes after those it hangs from; one that does not waits for the end. (By
         id, not by depth: a path's nodes then lie near each other in memory.)
         """
-        labels, damaged = [], []
-        for span, value in values:
-            if span in self._kept:
-                raise FormatError(
-                    f"index: span {span} is there twice: it is damaged; "
-                    "impress rebuild makes it again from the segments"
-                )
-            try:
-                if span >> 62:
-                    raise FormatError(f"index: span {span} is beyond all that are given out")
-                self._kept[span], own = split_index(value, self._window)
-                labels.append(own)
-            except FormatError:
-                damaged.append(span)
+        self._kept, labels, damaged = split_all(values, self.window)
         early: list[tuple[int, int, bytes]] = []
         retired = []
         with self.lock:
@@ -263,22 +261,23 @@ class Catalog:
         else:
             return False
         graft = self._tree.graft(above, labels, span, 0)
-        self._count_graft(span, graft)
+        self._count_graft(span, graft, len(labels) // (4 * self.window))
         if not graft.added:
             return False
         if span in heat:
             self._warm(graft.node, heat[span])
-        places.note(graft.node, before, labels, after, self._window)
+        places.note(graft.node, before, labels, after, self.window)
         return True
 
     def _warm(self, node: int, heat: tuple[int, int]) -> None:
         self._tree.hits[node], self._tree.used[node] = heat
         self._tick = max(self._tick, heat[1])
 
-    def _count_graft(self, span: int, graft: Graft) -> None:
+    def _count_graft(self, span: int, graft: Graft, n_windows: int) -> None:
         if graft.added:
             self._views[span] = 1
             self._n_spans += 1
+            self._note_dead(span, n_windows - graft.added)
         if graft.split != NONE:
             self._views[graft.split] += 1
 
@@ -293,23 +292,20 @@ class Catalog:
     def hottest(self, n: int) -> list[Prefix]:
         """The n most leased leaves, as paths."""
         with self.lock:
-            return [self._prefix(leaf) for leaf in self._tree.hottest(n).tolist()]
+            return [
+                path_of(self._tree, leaf, 4 * self.window)
+                for leaf in self._tree.hottest(n).tolist()
+            ]
 
     def trace(self, root: bytes, labels: bytes) -> Trace:
         """How far a prefix matches, and what is stored where it stops. Pins and counts nothing."""
         with self.lock:
-            return trace(self._tree, root, labels, 4 * self._window, self._tick)
+            return trace(self._tree, root, labels, 4 * self.window, self._tick)
 
     def walk(self) -> list[tuple[int, View, Prefix]]:
         """(depth, view, path) of every node, parents before children, for printing a tree."""
         with self.lock:
-            rows = []
-            todo = [(0, c) for r in self._tree.roots.values() for c in self._tree.children(r)]
-            while todo:
-                depth, node = todo.pop()
-                rows.append((depth, self._tree.view(node), self._prefix(node)))
-                todo += [(depth + 1, child) for child in self._tree.children(node)]
-            return rows
+            return walk(self._tree, 4 * self.window)
 
     def records(self) -> list[SpanRecord]:
         """Every span in the tree."""
@@ -344,16 +340,26 @@ class Catalog:
                 "retired_spans": len(self._retired),
             }
 
+    def dead(self) -> list[Dead]:
+        """What spans in the tree own of windows that are no longer in it: kept for the others."""
+        with self.lock:
+            rows = [(span, self._kept[span], n) for span, n in self._dead.items()]
+        return [Dead.of(decode_index(span, kept), n) for span, kept, n in rows]
+
     def check(self) -> None:
         """Assert that tree, views, pins and retirements account for every span."""
         with self.lock:
             self._tree.check()
             views: dict[int, int] = {}
+            viewed: dict[int, int] = {}
             for node in self._tree.nodes().tolist():
                 view = self._tree.view(node)
                 views[view.span] = views.get(view.span, 0) + 1
+                viewed[view.span] = viewed.get(view.span, 0) + view.n_windows
                 record = self._record(view.span)
                 assert view.first >= 0 and view.first + view.n_windows <= record.n_windows
+            dead = {span: self._record(span).n_windows - n for span, n in viewed.items()}
+            assert {s: n for s, n in dead.items() if n} == self._dead, "dead windows miscounted"
             assert views == {s: n for s, n in self._views.items() if n}, "views miscounted"
             assert len(views) == self._n_spans, "spans miscounted"
             assert set(self._kept) == set(views) | self._retired, "a span is nobody's"
@@ -367,23 +373,22 @@ class Catalog:
     def _record(self, span: int) -> SpanRecord:
         return decode_index(span, self._kept[span])
 
-    def _prefix(self, node: int) -> Prefix:
-        path = self._tree.path(node)
-        labels = b"".join(self._tree.label(n) for n in path)
-        root = self._tree.label(self._tree.parent(path[0]))
-        n_windows = len(labels) // (4 * self._window)
-        return Prefix(root, n_windows, self._tree.hits[node], self._tree.used[node], labels)
-
     def _remove(self, node: int) -> bool:
         """Take a leaf out; True when that retired its span."""
-        span = self._tree.view(node).span
+        _, _, n_windows = span, *_ = self._tree.view(node)
         self._tree.remove(node)
         self._views[span] -= 1
         if self._views[span]:
+            self._note_dead(span, n_windows)
             return False
+        self._dead.pop(span, None)
         self._n_spans -= 1
         self._retired.add(span)
         return True
+
+    def _note_dead(self, span: int, n_windows: int) -> None:
+        if n_windows:
+            self._dead[span] = self._dead.get(span, 0) + n_windows
 
     def _forget(self, span: int) -> SpanRecord:
         record = self._record(span)

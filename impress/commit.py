@@ -10,18 +10,18 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from impress.catalog import Catalog
-from impress.draft import Draft, Stored
+from impress.draft import Draft
 from impress.errors import ImpressError, StoreFailed
 from impress.format import ORDER_PACKED, SpanHeader, SpanRecord, encode_header, encode_index
 from impress.history import History
 from impress.index import Index
+from impress.jobs import Batch, Duties, GiveUp, Job, StoreJob, SwapJob, Swapped, Trial
 from impress.ledgers import Ledgers
 from impress.stats import Counters
 from impress.types import Geometry
@@ -36,63 +36,13 @@ log = logging.getLogger("impress")
 WRITE_TIMEOUT_S = 120.0
 
 
-@dataclass(slots=True)
-class StoreJob:
-    """A complete draft on its way to READY; `done` gives back what its writer held."""
-
-    draft: Draft
-    stored: Stored
-    name: str
-    done: Callable[[], None]
-
-
-@dataclass(slots=True)
-class _GiveUp:
-    draft: Draft
-    done: Callable[[], None]
-
-
-@dataclass(slots=True)
-class SwapJob:
-    """A written copy of span `old`, its rows in another order, that is to take its place.
-
-    `header`: of the new span, its reserved record in it. `spoil`: told which of the two has lost,
-    before it is reclaimed. `done`: called once, with what came of it.
-    """
-
-    old: int
-    header: SpanHeader
-    spoil: Callable[[int], None]
-    done: Callable[[Swapped], None]
-
-
-class Swapped(Enum):
-    """What came of a SwapJob. But for YES the new span's space is free again, or soon will be."""
-
-    YES = "moved"
-    GONE = "the span left the tree meanwhile"
-    FAILED = "failed"
-
-
-_Job = StoreJob | _GiveUp | SwapJob | list[int] | threading.Event
-
-
-@dataclass(slots=True)
-class _Batch:
-    stores: list[StoreJob] = field(default_factory=list)
-    deletes: list[int] = field(default_factory=list)
-    given_up: list[_GiveUp] = field(default_factory=list)
-    swaps: list[SwapJob] = field(default_factory=list)
-    barriers: list[threading.Event] = field(default_factory=list)
-
-
 class Committer:
     """Queues jobs from any thread; works on its own."""
 
     def __init__(
         self, index: Index, ssd: SsdTier, catalog: Catalog, counters: Counters,
-        geometry: Geometry, uuid: bytes, reclaim: Callable[[Iterable[SpanRecord]], None],
-        history: History, ledgers: Ledgers, *, durable: bool,
+        geometry: Geometry, uuid: bytes, duties: Duties, history: History, ledgers: Ledgers,
+        *, durable: bool,
     ) -> None:  # fmt: skip
         self._index = index
         self._ssd = ssd
@@ -100,12 +50,13 @@ class Committer:
         self._counters = counters
         self._geometry = geometry
         self._uuid = uuid
-        self._reclaim = reclaim
+        self._duties = duties
+        self._reclaim = duties.reclaim
         self._history = history
         self._ledgers = ledgers
         self._durable = durable
         self._names: dict[bytes, str] = index.names()
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[Job] = deque()
         self._wake = threading.Condition()
         self._open = True
         self._save_asked = False
@@ -123,7 +74,7 @@ class Committer:
 
     def give_up(self, draft: Draft, done: Callable[[], None]) -> None:
         """A refused store: its space is free again when its last write has ended."""
-        self._put(_GiveUp(draft, done))
+        self._put(GiveUp(draft, done))
 
     def swap(self, job: SwapJob) -> None:
         """A repacked span: one transaction puts it in and takes the old one out."""
@@ -134,6 +85,15 @@ class Committer:
         with self._wake:
             self._save_asked = True
             self._wake.notify()
+
+    def try_writing(self, slot: Slot, timeout_s: float) -> None:
+        """Write to a reserved slot, sync and commit; takes the slot. Raises what is in the way."""
+        trial = Trial(slot, threading.Event())
+        self._put(trial)
+        if not trial.ended.wait(timeout_s):
+            raise StoreFailed(f"a write has not ended within {timeout_s:g} s")
+        if trial.error is not None:
+            raise trial.error
 
     def barrier(self, timeout_s: float) -> bool:
         """True when all that was queued before has been dealt with."""
@@ -163,7 +123,7 @@ class Committer:
         if not self._thread.is_alive():  # else it is stuck, and the index with it
             self._save_history()
 
-    def _put(self, job: _Job) -> None:
+    def _put(self, job: Job) -> None:
         with self._wake:
             if not self._open:
                 raise StoreFailed("the store is closed")
@@ -177,19 +137,9 @@ class Committer:
                 if not self._jobs and not self._open:
                     break
                 save, self._save_asked = self._save_asked, False
-                batch = _Batch()
+                batch = Batch()
                 while self._jobs:
-                    job = self._jobs.popleft()
-                    if isinstance(job, StoreJob):
-                        batch.stores.append(job)
-                    elif isinstance(job, list):
-                        batch.deletes += job
-                    elif isinstance(job, _GiveUp):
-                        batch.given_up.append(job)
-                    elif isinstance(job, SwapJob):
-                        batch.swaps.append(job)
-                    else:
-                        batch.barriers.append(job)
+                    batch.add(self._jobs.popleft())
             try:
                 self._deal_with(batch)
                 if save:
@@ -208,9 +158,12 @@ class Committer:
         tick = self._history.tick
         values, ledgers = self._history.dump(), self._ledgers.dump()
         if values or ledgers:
-            self._index.save_history(values, tick, ledgers)
+            try:
+                self._index.save_history(values, tick, ledgers)
+            except StoreFailed as err:  # forgotten; requests will show it again
+                self._duties.trouble(str(err))
 
-    def _deal_with(self, batch: _Batch) -> None:
+    def _deal_with(self, batch: Batch) -> None:
         self._commit(batch)
         for job in batch.given_up:
             with contextlib.suppress(StoreFailed):  # a write that failed has ended too
@@ -219,10 +172,25 @@ class Committer:
             job.done()
         for swap in batch.swaps:
             swap.done(self._swap(swap))
+        for trial in batch.trials:
+            self._try(trial)
+        surplus = self._duties.overfull([job.draft.record.span_id for job in batch.stores])
+        if surplus:
+            self._commit(Batch(deletes=surplus))
+
+    def _try(self, trial: Trial) -> None:
+        try:
+            self._ssd.write(trial.slot, 0, aligned(PAGE))
+            self._ssd.sync([trial.slot])
+            self._index.commit({}, wear=self._duties.wear())
+        except (StoreFailed, MediumError) as err:
+            trial.error = err
+        self._ssd.free(trial.slot)
+        trial.ended.set()
 
     # ---- one batch -------------------------------------------------------------------------
 
-    def _commit(self, batch: _Batch) -> None:
+    def _commit(self, batch: Batch) -> None:
         written = [job for job in batch.stores if self._write_header(job)]
         puts = {job.draft.record.span_id: encode_index(job.draft.record) for job in written}
         names = {
@@ -235,8 +203,11 @@ class Committer:
                 self._ssd.sync([_meta_slot(job.draft.record) for job in written])
                 self._ssd.sync([job.draft.slot for job in written])
             if puts or batch.deletes:
-                self._index.commit(puts, batch.deletes, names=names)
+                born = dict.fromkeys(puts, (0, self._catalog.tick))
+                wear = self._duties.wear()
+                self._index.commit(puts, batch.deletes, born, names, wear)
         except (StoreFailed, MediumError) as err:
+            self._duties.trouble(str(err))
             for job in written:
                 self._drop(job, StoreFailed(str(err)))
             if batch.deletes:
@@ -245,7 +216,7 @@ class Committer:
         self._names.update(names)
         superfluous = [job.draft.record.span_id for job in written if not self._publish(job)]
         if superfluous:
-            self._commit(_Batch(deletes=superfluous))
+            self._commit(Batch(deletes=superfluous))
         self._reclaim(self._catalog.deleted(batch.deletes))
 
     def _write_header(self, job: StoreJob) -> bool:
@@ -270,10 +241,20 @@ class Committer:
                 order,
             )
             draft.record = self._put_header(header)
+            self._check_synced(draft.sync_failures)
             return True
         except (ImpressError, MediumError) as err:
+            if isinstance(err, MediumError) or isinstance(
+                err.__cause__, MediumError | TimeoutError
+            ):
+                self._duties.trouble(str(err.__cause__ or err))
             self._drop(job, StoreFailed(str(err)))
             return False
+
+    def _check_synced(self, failures_before: int) -> None:
+        """Raises StoreFailed where a sync failed since: whose pages it lost nobody can tell."""
+        if self._ssd.sync_failures != failures_before:
+            raise StoreFailed("store: the disk lost writes while this one was under way")
 
     def _put_header(self, header: SpanHeader) -> SpanRecord:
         """Write a header record; the span's record, what it did not need given back."""
@@ -297,19 +278,22 @@ class Committer:
             return Swapped.GONE
         try:
             record = self._put_header(job.header)
+            self._check_synced(job.sync_failures)
             if self._durable:
                 self._ssd.sync([_meta_slot(record), Slot(record.parts)])
             put = {record.span_id: encode_index(record)}
-            self._index.commit(put, [job.old], heat={record.span_id: heat})
+            wear = self._duties.wear()
+            self._index.commit(put, [job.old], heat={record.span_id: heat}, wear=wear)
         except (StoreFailed, MediumError) as err:
+            self._duties.trouble(str(err))
             log.warning("span %d was not repacked: %s", job.old, err)
             job.spoil(record.span_id)
             self._reclaim([record])
             return Swapped.FAILED
-        self._history.carry(job.old, record.span_id)
+        self._history.carry(job.old, record.span_id, job.skip, record.n_windows)
         if not self._catalog.replace(job.old, record):  # it left the tree since heat_of looked
             job.spoil(record.span_id)
-            self._commit(_Batch(deletes=[record.span_id]))
+            self._commit(Batch(deletes=[record.span_id]))
             return Swapped.GONE
         job.spoil(job.old)
         self._reclaim(self._catalog.deleted([job.old]))

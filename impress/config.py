@@ -33,10 +33,14 @@ class Config(BaseModel):
     hbm_device: Literal["cuda", "cpu"] = "cuda"
     """Where it is. "cpu" emulates it in host memory, and every report says so."""
     eviction: Literal["importance", "lru", "lfu"] = "importance"
-    """Which copies go first when HBM or DRAM is full: those whose use × share of important rows is
-    least (and none goes for a newcomer that is worth less), or by last use, or by uses."""
+    """What goes first when a tier is full: that whose use × share of important rows is least, or by
+    last use, or by uses. Of copies in HBM and DRAM none goes for a newcomer that is worth less."""
     disk_bytes: int | None = Field(default=None, gt=0)
     """Most bytes of segments on disk; None: as much as the file system gives."""
+    disk_high: float = Field(default=0.95, gt=0, le=1)
+    """Share of disk_bytes above which spans are evicted in the background."""
+    disk_low: float = Field(default=0.90, gt=0, le=1)
+    """Share of disk_bytes they are evicted down to, so that a store seldom has to wait for room."""
     segment_bytes: int = Field(default=256 * MIB, ge=MIB)
     """Size of one segment file, allocated whole. A multiple of 1 MiB."""
     write_buffer_bytes: int = Field(default=64 * MIB, ge=MIB)
@@ -68,7 +72,11 @@ class Config(BaseModel):
     repack_space_bytes: int = Field(default=4096 * MIB, ge=0)
     """Most space on disk that a copy may take while its span is repacked; one is, at a time."""
     daily_write_bytes: int | None = Field(default=None, gt=0)
-    """Bytes repacking may write in a day, counted since the store was opened; None: no limit."""
+    """Bytes stores and repacking may write in a day, restarts included; a store beyond it is
+    refused. None: no limit."""
+    admit: Literal["first", "second"] = "first"
+    """When an engine stores a window: at its first use, or only once it was used before (for
+    servers: most prompts never return). What `store` and `writer` are given is always admitted."""
     mode: Literal["auto", "sparse", "exact", "recompute"] = "auto"
     """What an engine does on a hit. auto: the cheapest its policy allows, by the rates measured so
     far. The others force one; "sparse" is exact under a policy that does not choose rows."""
@@ -98,6 +106,8 @@ class Config(BaseModel):
             raise ConfigError(f"config: {key}: {first['msg']}, got {first['input']!r}") from None
         if self.window not in (16, 32, 64, 128, 256):
             raise ConfigError(f"config: window must be 16, 32, 64, 128 or 256, got {self.window}")
+        if self.disk_low > self.disk_high:
+            raise ConfigError(f"config: disk_low {self.disk_low} is above disk_high")
         if self.segment_bytes % MIB:
             raise ConfigError("config: segment_bytes must be a multiple of 1 MiB (1048576)")
 

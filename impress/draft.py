@@ -150,6 +150,7 @@ class Draft:
     ) -> None:
         self.record = record
         self.slot = slot
+        self.sync_failures = media.ssd.sync_failures  # as of its first byte
         self.prefix = prefix  # labels from the root to this span's end
         self.layout = layout
         self.sums = np.zeros(self.layout.n_sums, dtype=np.uint64)
@@ -233,6 +234,7 @@ class Draft:
         """Wait for its writes. Raises StoreFailed when one failed or is stuck."""
         with self._lock:
             if not self._lock.wait_for(lambda: self._writing == 0, timeout_s):
-                raise StoreFailed(f"store: a write did not end within {timeout_s:g} s")
+                late = TimeoutError(f"ssd: a write did not end within {timeout_s:g} s")
+                raise StoreFailed(f"store: {late}") from late
             if self._error is not None:
                 raise StoreFailed(str(self._error)) from self._error

@@ -132,8 +132,8 @@ class History:
                 _average(known, layer, first_row, count, chosen)
             self._shrink()
 
-    def carry(self, old_span: int, new_span: int) -> None:
-        """The same windows stand in a new span now, in another order of rows.
+    def carry(self, old_span: int, new_span: int, first: int = 0, count: int | None = None) -> None:
+        """Windows [first, first + count) stand in a new span now, maybe in another order of rows.
 
         Averages go with their rows. Which chunks are used has to be learnt again: each begins
         with the uses of its layer's most used one.
@@ -143,8 +143,7 @@ class History:
             known = self._spans.get(old_span)
             if known is None:
                 return
-            copy = known.copy()
-            copy.summed = None
+            copy = known.part(first, known.seen.shape[1] - first if count is None else count)
             copy.uses[:] = copy.uses.max(axis=1, keepdims=True, initial=0)
             self._put(new_span, copy)
             self._changed.add(new_span)
@@ -252,6 +251,12 @@ class History:
             found = [(one.summary()[1], int((one.seen > 0).sum())) for one in known]
         total = sum(n for _, n in found)
         return sum(share * n for share, n in found if n) / total if total else None
+
+    def known_shares(self) -> dict[int, float]:
+        """Span -> mean share of important rows, of the spans in memory where any is known."""
+        with self._lock:
+            shares = {span: known.summary()[1] for span, known in self._spans.items()}
+        return {span: share for span, share in shares.items() if not math.isnan(share)}
 
     # ---- keeping ---------------------------------------------------------------------------
 

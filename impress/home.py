@@ -11,18 +11,24 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from time import monotonic
+from time import time as wall_clock
 
+from impress.budget import WriteBudget
 from impress.catalog import Catalog, Held
 from impress.commit import Committer, bury
 from impress.config import Config
 from impress.directory import Identity, Shard
 from impress.errors import FormatError, ImpressError, StoreFailed
+from impress.eviction import Score, score_of
 from impress.format import SpanRecord
+from impress.health import Health
 from impress.history import History, budget_of
 from impress.index import Index
+from impress.jobs import Duties
 from impress.ledgers import Ledgers
 from impress.stats import Counters
-from tiers.base import Slot
+from tiers.base import PAGE, Slot
 from tiers.errors import MediumError
 from tiers.ssd import SsdTier
 
@@ -30,6 +36,8 @@ log = logging.getLogger("impress")
 
 #: Longest wait for the committer: a disk that takes longer is stuck.
 COMMIT_TIMEOUT_S = 150.0
+#: Longest wait for the write that shows whether a medium in trouble takes writes again.
+TRIAL_TIMEOUT_S = 10.0
 
 
 class Home:
@@ -40,6 +48,7 @@ class Home:
         forget: Callable[[int], None], *, write: bool,
     ) -> None:  # fmt: skip
         self._path = path
+        self._config = config
         self._counters = counters
         self._forget = forget
         self.before_evict: Callable[[], None] = lambda: None  # makes more of it evictable
@@ -56,19 +65,23 @@ class Home:
             engine=config.io_engine,
         )  # fmt: skip
         self.index = Index(shard.index, create=write)
+        self.n_layers = identity.geometry.n_layers
         self.catalog = Catalog(identity.window)
         self.history = History(
             identity.geometry.n_layers, identity.window, budget_of(config.dram_bytes),
             self.index.history, self.index.history_tick(),
         )  # fmt: skip
         self.ledgers = Ledgers(self.index.ledger, self.save_history)
+        self.budget = WriteBudget(config.daily_write_bytes, wall_clock, self.index.wear())
+        self.health = Health(path, self._try_writing, monotonic)
         self._superfluous, last_span = self._load()
         self.span_ids = itertools.count(last_span + 1)  # next() of it is atomic
         self.committer: Committer | None = None
         if write:
             self.committer = Committer(
                 self.index, self.ssd, self.catalog, counters, identity.geometry, identity.uuid,
-                self.reclaim, self.history, self.ledgers, durable=config.durable,
+                Duties(self.reclaim, self._overfull, self.health.trouble, self.budget.dump),
+                self.history, self.ledgers, durable=config.durable,
             )  # fmt: skip
 
     def tidy(self) -> None:
@@ -105,18 +118,47 @@ class Home:
             raise StoreFailed(f"{self._path}: no commit within {COMMIT_TIMEOUT_S:g} s")
 
     def evict(self, n_bytes: int) -> int:
-        """Drop least recently used spans, leaves first, never held ones; the bytes freed.
+        """Drop what is worth least (Config.eviction), leaves first, never held ones; bytes freed.
 
         Returns when they are out of the index and their space is free.
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
-        self.before_evict()
-        spans = self.catalog.evict(n_bytes)
-        freed = sum(r.data_bytes + r.meta.length for r in self.catalog.retired_records(spans))
-        self._counters.add("evicted_spans", len(spans))
+        spans, freed = self._take_out(n_bytes)
         self._delete(spans)
         return freed
+
+    def _take_out(self, n_bytes: int, spare: Iterable[int] = ()) -> tuple[list[int], int]:
+        """Spans of about n_bytes leave the tree: (they, for the committer to delete; bytes)."""
+        self.before_evict()
+        spans = self.catalog.evict(n_bytes, self._score(), spare)
+        self._counters.add("evicted_spans", len(spans))
+        return spans, sum(r.data_bytes + r.meta.length for r in self.catalog.retired_records(spans))
+
+    def _score(self) -> Score:
+        by_worth = self._config.eviction == "importance"
+        return score_of(self._config.eviction, self.history.known_shares() if by_worth else {})
+
+    def _overfull(self, new: Iterable[int]) -> list[int]:
+        """What leaves because home is filled above its high watermark, but for what is new."""
+        capacity = self.ssd.capacity_bytes
+        if capacity is None:
+            return []
+        used = self.ssd.usage().used
+        if used <= self._config.disk_high * capacity:
+            return []
+        return self._take_out(used - int(self._config.disk_low * capacity), new)[0]
+
+    def _try_writing(self, n_bytes: int) -> None:
+        """Does the medium take writes again, n_bytes of them? Raises MediumError, StoreFailed."""
+        assert self.committer is not None
+        n_bytes = max(n_bytes, PAGE)
+        slot = self.ssd.reserve(n_bytes)
+        if slot is None and self.make_room(n_bytes):
+            slot = self.ssd.reserve(n_bytes)
+        if slot is None:
+            raise MediumError(self.ssd.no_room or "ssd: no room")
+        self.committer.try_writing(slot, TRIAL_TIMEOUT_S)
 
     def purge(self, roots: Iterable[bytes]) -> tuple[int, int]:
         """Erase everything under these root keys: (spans, those of them still held).

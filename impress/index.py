@@ -25,7 +25,9 @@ MAP_BYTES: Final = 64 << 30
 _HEAT = struct.Struct("<QQ")
 _NAMES: Final = ("spans", "heat", "names", "history", "guard")
 _LATER: Final = ("history", "guard")  # stores written before these existed lack them
-_TICK: Final = b"tick"  # in `history`: requests noted; every other key there is a span id
+#: In `history`, where every other key is a span id: requests noted, and what budget.py dumps.
+_TICK: Final = b"tick"
+_WEAR: Final = b"wear"
 _envs: dict[Path, tuple[Any, int]] = {}
 _envs_lock = threading.Lock()
 
@@ -121,6 +123,13 @@ class Index:
         with self._read() as txn, txn.cursor(self._dbs["guard"]) as cursor:
             return [(bytes(key), bytes(value)) for key, value in cursor]
 
+    def wear(self) -> bytes:
+        """What the write budget said of itself (impress.budget), as last committed."""
+        if self._dbs["history"] is None:
+            return b""
+        with self._read() as txn:
+            return bytes(txn.get(_WEAR, b"", db=self._dbs["history"]))
+
     def names(self) -> dict[bytes, str]:
         """Root key -> what its namespace is called."""
         with self._read() as txn, txn.cursor(self._dbs["names"]) as cursor:
@@ -155,6 +164,7 @@ class Index:
         delete: Iterable[int] = (),
         heat: Mapping[int, tuple[int, int]] | None = None,
         names: Mapping[bytes, str] | None = None,
+        wear: bytes = b"",
     ) -> None:
         """One durable transaction: on return it survives a power cut. Only the committer calls."""
         try:
@@ -165,6 +175,8 @@ class Index:
                     txn.put(root, name.encode(), db=self._dbs["names"])
                 for span, counts in (heat or {}).items():
                     txn.put(_id(span), _HEAT.pack(*counts), db=self._dbs["heat"])
+                if wear:
+                    txn.put(_WEAR, wear, db=self._dbs["history"])
                 for span in delete:
                     txn.delete(_id(span), db=self._dbs["spans"])
                     txn.delete(_id(span), db=self._dbs["heat"])

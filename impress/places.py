@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from impress.blockhash import chain
-from impress.format import place_of
+from impress.errors import FormatError
+from impress.format import place_of, split_index
 
 
 class Places:
@@ -27,3 +28,25 @@ class Places:
                     self.of.setdefault(key, (node, i))
         if after in self._wanted:
             self.of.setdefault(after, (node, last))
+
+
+def split_all(
+    values: Iterable[tuple[int, bytes]], window: int
+) -> tuple[dict[int, bytes], list[bytes], list[int]]:
+    """Index values apart: span -> value without labels, their labels, ids of damaged ones."""
+    kept: dict[int, bytes] = {}
+    labels, damaged = [], []
+    for span, value in values:
+        if span in kept:
+            raise FormatError(
+                f"index: span {span} is there twice: it is damaged; "
+                "impress rebuild makes it again from the segments"
+            )
+        try:
+            if span >> 62:
+                raise FormatError(f"index: span {span} is beyond all that are given out")
+            kept[span], own = split_index(value, window)
+            labels.append(own)
+        except FormatError:
+            damaged.append(span)
+    return kept, labels, damaged

@@ -22,6 +22,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+Ids = npt.NDArray[np.int64]
+
 NONE: Final = -1
 MANY: Final = -2
 #: Children a node may have before they are found by hash: a lookup tries them one by one.
@@ -66,7 +68,7 @@ class RadixTree:
         self._span = array("q")  # NONE for a root, -2 for a free row
         self._first = array("q")
         self._n_children = array("q")
-        self.used = array("q")  # lease counter of the last lease through the node
+        self.used = array("q")  # lease counter of the last lease through the node, or at its birth
         self.hits = array("q")  # leases through the node
         self._many: dict[int, int] = {}  # _hash -> first child with it
         self._free: list[int] = []
@@ -140,23 +142,26 @@ class RadixTree:
     def parent(self, node: int) -> int:
         return self._parent[node]
 
-    def nodes(self) -> npt.NDArray[np.int64]:
+    def nodes(self) -> Ids:
         """Ids of all nodes but roots, in no order. Pure."""
         return np.flatnonzero(np.array(self._span) >= 0)
 
-    def leaves(self, limit: int) -> npt.NDArray[np.int64]:
-        """At most `limit` nodes without children, least recently used first. Vectorised."""
-        leaves = np.flatnonzero((np.array(self._span) >= 0) & (np.array(self._n_children) == 0))
-        used = np.array(self.used)[leaves]
-        if len(leaves) > limit:
-            kept = np.argpartition(used, limit)[:limit]
-            leaves, used = leaves[kept], used[kept]
-        return np.asarray(leaves[np.argsort(used, kind="stable")])
+    def leaves(self) -> Ids:
+        """All nodes without children. Vectorised."""
+        return np.flatnonzero((np.array(self._span) >= 0) & (np.array(self._n_children) == 0))
 
-    def hottest(self, limit: int) -> npt.NDArray[np.int64]:
+    def columns(self, nodes: Ids) -> tuple[Ids, Ids, Ids]:
+        """Span, hits and `used` of these nodes."""
+        return np.array(self._span)[nodes], np.array(self.hits)[nodes], np.array(self.used)[nodes]
+
+    def is_leaf(self, node: int) -> bool:
+        """Whether this node, no root, has no children."""
+        return self._span[node] >= 0 and self._n_children[node] == 0
+
+    def hottest(self, limit: int) -> Ids:
         """At most `limit` leaves, most leased first. Vectorised."""
-        leaves = np.flatnonzero((np.array(self._span) >= 0) & (np.array(self._n_children) == 0))
-        return np.asarray(leaves[np.argsort(-np.array(self.hits)[leaves], kind="stable")[:limit]])
+        leaves = self.leaves()
+        return leaves[np.argsort(-np.array(self.hits)[leaves], kind="stable")[:limit]]
 
     def leased(self) -> list[tuple[int, int, int]]:
         """(span, hits, used) of every node ever leased, least leased first. Vectorised."""
@@ -238,12 +243,13 @@ class RadixTree:
             used[node] = tick
             hits[node] += 1
 
-    def replace(self, span: int, by: int) -> int:
-        """Nodes that view a span view another with the same windows; how many they are."""
+    def replace(self, span: int, by: int, skip: int = 0) -> list[int]:
+        """Nodes that view a span view another, which lacks its first `skip` windows; the nodes."""
         nodes = self.of_span(span)
         for node in nodes:
             self._span[node] = by
-        return len(nodes)
+            self._first[node] -= skip
+        return nodes
 
     def remove(self, node: int) -> None:
         """Take a leaf out."""

@@ -61,6 +61,17 @@ class Remembered:
         average, seen, uses = self.average.copy(), self.seen.copy(), self.uses.copy()
         return Remembered(average, seen, uses, self.ticks.copy(), self.window)
 
+    def part(self, first: int, count: int) -> Remembered:
+        """What is known of windows [first, first + count), as of a span of their own."""
+        rows = slice(first * self.window, (first + count) * self.window)
+        windows = slice(first, first + count)
+        return Remembered(
+            self.average[:, rows].copy(), self.seen[:, windows].copy(),
+            np.repeat(self.uses.max(axis=1, keepdims=True), count, axis=1)
+            if count < self.seen.shape[1] else self.uses.copy(),
+            self.ticks.copy(), self.window,
+        )  # fmt: skip
+
     def summary(self) -> tuple[float, float]:
         """(mean score when last noted, mean share of important rows or nan), by window."""
         if self.summed is None:

@@ -122,7 +122,16 @@ class _Collector:
                 gauge.add_metric([tag], n)
             yield gauge
         yield from _guards(stats["guard"])
-        for key in ("spans", "nodes", "windows", "leases", "oldest_lease_s"):
+        yield GaugeMetricFamily(
+            "impress_ssd_read_only", "1 while home takes no writes",
+            value=float(bool(stats["ssd_read_only"])),
+        )  # fmt: skip
+        if stats["writes_left_bytes"] is not None:
+            yield GaugeMetricFamily(
+                "impress_writes_left_bytes", "what is left of the daily write budget",
+                value=stats["writes_left_bytes"],
+            )  # fmt: skip
+        for key in ("dead_bytes", "spans", "nodes", "windows", "leases", "oldest_lease_s"):
             yield GaugeMetricFamily(f"impress_{key}", key.replace("_", " "), value=stats[key])
         load = stats["load_latency"]
         yield HistogramMetricFamily(

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from impress.admission import Admission
-from impress.blockhash import as_tokens, labels_of, namespace_digest, root_key
+from impress.blockhash import as_tokens, chain, labels_of, namespace_digest, root_key
 from impress.catalog import Catalog
 from impress.config import Config, tenant_secret
 from impress.copies import Copies, check_budgets
 from impress.directory import Identity, Shard, matching_identity
+from impress.doorkeeper import Doorkeeper
 from impress.draft import Media, Stored
 from impress.errors import BadInput, ImpressError, StoreFailed
 from impress.fitting import Fitter
@@ -34,6 +35,7 @@ from impress.repack import Repacker, RepackReport
 from impress.rows import check_layers
 from impress.session import Lease
 from impress.sparse import session_of
+from impress.standing import standing
 from impress.stats import Counters, serve_metrics
 from impress.tables import TableCache
 from impress.types import Geometry
@@ -68,6 +70,7 @@ class PrefixStore:
         self._closed = False
         self._pid = os.getpid()
         self._secret = tenant_secret(config)
+        self._doorkeeper = Doorkeeper() if config.admit == "second" else None
         self._shard = Shard(path)
         if write:
             self._shard.lock()
@@ -242,7 +245,8 @@ class PrefixStore:
         """Begin a store of the windows of this prompt that are not stored yet.
 
         Rows will be put from position `start` on, which must not lie beyond what is stored.
-        Space is reserved here; when there is none, `writer.stored.refused` says so.
+        Space is reserved here; when there is none, the day's writes are spent or the disk takes
+        none, `writer.stored.refused` says so.
         """
         if self._admission is None:
             raise ImpressError('store: opened with mode="r"')
@@ -251,10 +255,23 @@ class PrefixStore:
         root, labels, tokens = self._names_of(token_ids, extra, tenant)
         return self._admission.writer(root, labels, tokens, start, wait_s)
 
+    def admitted(
+        self, token_ids: Any, extra: Mapping[int, bytes] | None = None, tenant: str = ""
+    ) -> int:
+        """Tokens of this prompt, in whole windows, that an engine should store by `Config.admit`.
+
+        "first": all. "second": the leading windows used at least once before; notes this use.
+        """
+        root, labels, _ = self._names_of(token_ids, extra, tenant)
+        n_windows = len(labels) // (4 * self.window)
+        if self._doorkeeper is not None:
+            n_windows = self._doorkeeper.admit(chain(root, labels, self.window))
+        return n_windows * self.window
+
     # ---- keeping house ---------------------------------------------------------------------
 
     def evict(self, n_bytes: int) -> int:
-        """Drop least recently used spans, leaves first, never leased ones; the bytes freed.
+        """Drop what is worth least (`Config.eviction`), leaves first, never leased; bytes freed.
 
         Segments left empty go back to the file system. Waits for the commit.
         """
@@ -323,28 +340,10 @@ class PrefixStore:
 
     def stats(self) -> dict[str, Any]:
         """Counters since open, occupancy now. Plain numbers, ready for JSON."""
-        n_leases, oldest_s = self._leases.ages()
-        counts = self._home.catalog.counts()
-        usage = {**self._copies.usage(), "ssd": self._home.ssd.usage()}
-        important = {**self._copies.important_share(), "ssd": self.history.important_share()}
-        return {
-            **counts,
-            "tokens": counts["windows"] * self.window,
-            "tiers": {
-                tier: {**use._asdict(), "important_share": important[tier]}
-                for tier, use in usage.items()
-            },
-            "emulated": list(self._copies.emulated),
-            "chunks": {**self._copies.held(), "ssd": counts["windows"] * self.geometry.n_layers},
-            "tables_bytes": self._tables.used_bytes,
-            "stuck_threads": self._pool.n_stuck(self.config.read_timeout_s),
-            "leases": n_leases,
-            "oldest_lease_s": oldest_s,
-            **self.counters.snapshot(),
-            "guard": self.ledgers.snapshot(),
-            "evictions": self._copies.evictions(),
-            "direct_io": self._home.ssd.direct,
-        }
+        n_stuck = self._pool.n_stuck(self.config.read_timeout_s)
+        return standing(
+            self._home, self._copies, self._tables, self.counters, self._leases.ages(), n_stuck
+        )
 
     def placement(self) -> list[Placed]:
         """Of every span: how many of its chunks each tier holds, and what they are worth."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from impress.radix import NONE, RadixTree, View
+from impress.types import Prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +84,22 @@ def _nearest(tree: RadixTree, ways: list[tuple[int, int]], wanted: bytes, n_befo
         n_bytes += len(tree.label(node))
     n_windows = n_before + n_bytes // size
     return Near(span, int(same[best]), bool(sealed[best]), n_windows, tree.hits[node])
+
+
+def path_of(tree: RadixTree, node: int, size: int) -> Prefix:
+    """The prompt that ends with this node."""
+    path = tree.path(node)
+    labels = b"".join(tree.label(n) for n in path)
+    root = tree.label(tree.parent(path[0]))
+    return Prefix(root, len(labels) // size, tree.hits[node], tree.used[node], labels)
+
+
+def walk(tree: RadixTree, size: int) -> list[tuple[int, View, Prefix]]:
+    """(depth, view, path) of every node, parents before children."""
+    rows = []
+    todo = [(0, child) for root in tree.roots.values() for child in tree.children(root)]
+    while todo:
+        depth, node = todo.pop()
+        rows.append((depth, tree.view(node), path_of(tree, node, size)))
+        todo += [(depth + 1, child) for child in tree.children(node)]
+    return rows

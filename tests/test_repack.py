@@ -322,7 +322,7 @@ def test_a_pass_keeps_to_its_bounds_and_says_so(tmp_path: Path, geometry: impres
     data = 256 * geometry.token_bytes
     cases: list[tuple[dict[str, int], str]] = [
         ({"repack_space_bytes": data}, "larger than repack_space_bytes"),
-        ({"daily_write_bytes": data}, "daily_write_bytes are spent"),
+        ({"daily_write_bytes": 2 * data}, "daily_write_bytes are spent"),
         ({"disk_bytes": 2 * MIB}, "no room for a copy"),
         ({}, "over this pass's bytes"),
     ]
@@ -393,6 +393,7 @@ def test_a_fault_at_any_step_leaves_the_old_span_and_no_space_taken(
                     raise error
                 return real(*args, **named)
 
+            store._home.health.reason = ""  # as if the disk had been tried again
             monkeypatch.setattr(where, name, faulty)
             report = store.repack()
             monkeypatch.setattr(where, name, real)
@@ -451,14 +452,14 @@ def test_what_happens_while_a_span_is_copied(
         real(*args)
 
     if what == "split":  # stored in full before the copy is read to its end
-        seen = store._repacker._copy_plane
+        seen = store._repacker._copier._copy_plane
 
         def copy(*args: Any) -> None:
             if store.stats()["nodes"] == 1:
                 put_prompt(store, fork).wait(60)
             seen(*args)
 
-        monkeypatch.setattr(store._repacker, "_copy_plane", copy)
+        monkeypatch.setattr(store._repacker._copier, "_copy_plane", copy)
     else:
         monkeypatch.setattr(store.ssd, "write", write)
     report = store.repack()
@@ -609,7 +610,7 @@ def test_a_pass_stands_back_while_requests_are_served(
         return False
 
     store._repacker._stop.wait = nap  # type: ignore[assignment]
-    store._repacker._pace._wait = lambda seconds: False
+    store._repacker._copier._pace._wait = lambda seconds: False
     assert store.repack().moved == 1
     assert len(naps) == 5  # as soon as the request has ended it goes on
     assert_serves(store, prompt(256), 256)

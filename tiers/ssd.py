@@ -44,6 +44,10 @@ class SsdTier:
         self.engine = engine_named(engine)
         self.folder = folder
         self.full = False  # the last reserve found no room
+        self.no_room = ""  # why the file system gave no more when last asked; empty: it did
+        self.sync_failures = 0
+        """Syncs that failed. What was written before one and synced after it may be lost: the
+        kernel tells of a lost page once, whoever asks."""
         self.direct = True
         self._segment_bytes = segment_bytes
         self._limit_bytes = limit_bytes
@@ -144,6 +148,7 @@ class SsdTier:
             try:
                 os.fdatasync(self._fd(segment))
             except OSError as err:
+                self.sync_failures += 1
                 raise MediumError(f"ssd: fdatasync of {self._path(segment)}: {err}") from err
 
     def erase(self, slot: Slot) -> None:
@@ -162,6 +167,13 @@ class SsdTier:
                 for off in range(0, part.length, BOUNCE_BYTES):
                     size = min(BOUNCE_BYTES, part.length - off)
                     self._write_at(part.segment, part.off + off, aligned(size)[:size])
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What it may hold at most, in whole segments; None: what the file system gives."""
+        if self._limit_bytes is None:
+            return None
+        return self._limit_bytes // self._segment_bytes * self._segment_bytes
 
     def usage(self) -> Usage:
         with self._lock:
@@ -211,7 +223,7 @@ class SsdTier:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as err:
             if err.errno in (errno.ENOSPC, errno.EDQUOT):
-                return False
+                return self._outgrown(err)
             raise MediumError(f"ssd: {path}: {err.strerror}") from err
         try:
             os.posix_fallocate(fd, 0, self._segment_bytes)
@@ -220,15 +232,20 @@ class SsdTier:
         except OSError as err:
             path.unlink(missing_ok=True)
             if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                log.warning(
-                    "ssd: no room for another segment in %s (%s)", self.folder, err.strerror
-                )
-                return False
+                return self._outgrown(err)
             raise MediumError(f"ssd: {path}: {err.strerror}") from err
         finally:
             os.close(fd)
         self._space.add(segment, self._segment_bytes)
+        self.no_room = ""
         return True
+
+    def _outgrown(self, err: OSError) -> bool:
+        """The file system is full: False, and said once."""
+        if not self.no_room:
+            log.warning("ssd: no room for another segment in %s (%s)", self.folder, err.strerror)
+        self.no_room = f"ssd: {self.folder}: {err.strerror}"
+        return False
 
     def _sync_folder(self) -> None:
         fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)

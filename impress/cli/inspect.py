@@ -108,6 +108,9 @@ def _print(found: dict[str, Any]) -> None:
         f"{found['tokens']:,} tokens in {found['spans']:,} spans, {found['nodes']:,} tree nodes\n"
     )
     show(_tiers(found["tiers"], live="live" in found))
+    if found["tiers"]["ssd"]["dead_bytes"]:
+        dead = size(found["tiers"]["ssd"]["dead_bytes"])
+        out.print(f"{dead} on the SSD are of windows that were evicted; impress repack frees them")
     if found["namespaces"]:
         show(_namespaces(found["namespaces"]))
         show(_hottest(found["hottest"]))

@@ -14,7 +14,9 @@ _COUNTERS: Final = (
     "lookups", "hits", "misses", "hit_tokens", "lost", "read_bytes", "stored_tokens",
     "stored_bytes", "refused", "evicted_spans", "promoted_bytes", "rows", "chunks",
 )  # fmt: skip
-_GAUGES: Final = ("spans", "nodes", "windows", "leases", "oldest_lease_s")
+_GAUGES: Final = (
+    "spans", "nodes", "windows", "leases", "oldest_lease_s", "dead_bytes", "ssd_read_only",
+)  # fmt: skip
 
 
 def live_counters(port: int) -> dict[str, Any]:

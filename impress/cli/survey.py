@@ -75,6 +75,7 @@ def _ssd(store: PrefixStore) -> dict[str, Any]:
     n_windows = store.catalog.counts()["windows"]
     return {
         "total": total, "used": used, "free": total - used,
+        "dead_bytes": sum(dead.n_bytes for dead in store.catalog.dead()),
         "chunks": n_windows * store.geometry.n_layers,
         "important_share": mean_known(store, runs)[1],
     }  # fmt: skip

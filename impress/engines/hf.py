@@ -371,6 +371,7 @@ class Engine:
         outcome = Outcome()
         ends = hf_models.setting(self.model, prompt.options, "eos_token_id")
         rows = whole_windows(sequences[:, :n_held], prompt.n_tokens, self.store.window, ends)
+        rows = self._storing.admitted(rows)
         if n_held != sequences.shape[1] - 1:  # virtual tokens of a prompt-tuned model, say
             outcome.refused = f"the cache holds {n_held} rows for {sequences.shape[1]} tokens"
         if outcome.refused or not self._store_new or all(len(row) <= hit for row in rows):

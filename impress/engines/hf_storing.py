@@ -53,6 +53,12 @@ class StoreQueue:
         self._failed: Exception | None = None
         self._thread: threading.Thread | None = None
 
+    def admitted(
+        self, rows: tuple[npt.NDArray[np.int32], ...]
+    ) -> tuple[npt.NDArray[np.int32], ...]:
+        """Of each batch row's whole windows, those to be stored by `Config.admit`; notes a use."""
+        return tuple(row[: self._store.admitted(row)] for row in rows)
+
     def offer(self, job: Job) -> None:
         """Take a job, or skip it at once when the line is full. Never waits."""
         if self._thread is None:

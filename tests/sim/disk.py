@@ -19,12 +19,18 @@ class Faults:
     """How often what goes wrong, of each read or write. All zero: a good disk."""
 
     def __init__(self, *, late: float = 0, eio: float = 0, short: float = 0, flip: float = 0,
-                 write: float = 0) -> None:  # fmt: skip
+                 write: float = 0, sync: float = 0) -> None:  # fmt: skip
         self.late, self.eio, self.short, self.flip, self.write = late, eio, short, flip, write
+        self.sync = sync
+
+    @property
+    def on_reads(self) -> bool:
+        """Then what is stored may be taken for lost; else only stores fail."""
+        return bool(self.late or self.eio or self.short or self.flip)
 
     @property
     def any(self) -> bool:
-        return bool(self.late or self.eio or self.short or self.flip or self.write)
+        return bool(self.on_reads or self.write or self.sync)
 
 
 class SimSsd(SsdTier):
@@ -75,11 +81,24 @@ class SimSsd(SsdTier):
     def sync(self, slots: Iterable[Slot]) -> None:
         slots = list(slots)
         self._turn()
-        for part in (part for slot in slots for part in slot.parts):
+        parts = [part for slot in slots for part in slot.parts]
+        if parts and self.sched.rng.random() < self.faults.sync:
+            self.sync_failures += 1
+            self._drop_pages({self._path(part.segment) for part in parts})
+            raise MediumError(f"ssd: fdatasync of {self.folder}: injected")
+        for part in parts:
             path = self._path(part.segment)
             for off in range(part.off, part.off + part.length, PAGE):
                 self.undo.pop((path, off), None)
         self._turn()
+
+    def _drop_pages(self, paths: set[Path]) -> None:
+        """What these files had not synced is lost, and no later sync will say so: told once."""
+        for path, off in [at for at in self.undo if at[0] in paths]:
+            before = self.undo.pop((path, off))
+            with path.open("r+b") as file:
+                file.seek(off)
+                file.write(before)
 
     def _turn(self) -> None:
         """Somebody else's, perhaps; nothing happens once the power is off."""

@@ -60,8 +60,11 @@ def test_it_would_notice_a_commit_before_the_sync(
 ) -> None:
     """Rows that are READY before they are durable: a power cut must show it."""
     import disk
+    import world
 
     monkeypatch.setattr(disk.SimSsd, "sync", lambda self, slots: None)
+    monkeypatch.setattr(world, "FAULTS", (disk.Faults(),))
+    monkeypatch.setattr(world, "ENDS", ("power",))
     with pytest.raises(AssertionError) as found:
         for seed in range(1, 60):
             folder = tmp_path / str(seed)

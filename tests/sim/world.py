@@ -8,6 +8,8 @@ a crash must be served after it (unless something was evicted, purged or damaged
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from disk import Faults, SimSsd, flipped
 from turns import Killed, Scheduler, Thread
 
 import impress
+import impress.health
 import impress.home
 import impress.index
 from impress.policy import Paper, Quality, Random, Recency
@@ -26,13 +29,14 @@ WINDOW = 16
 N_PROMPTS = 10
 CLIENTS = 3
 STEPS = 6  # of each client in one life
+ENDS = ("close", "close", "kill", "power")  # of a life
 EVICTIONS = impress.Config.model_fields["eviction"].annotation.__args__
 POLICIES = (
     impress.Exact(), Recency(keep=0.3), Random(keep=0.4), Paper(keep=0.3), Quality(probe="int4-v1"),
 )  # fmt: skip
 FAULTS = (
     Faults(), Faults(), Faults(late=0.05), Faults(eio=0.02), Faults(flip=0.02), Faults(write=0.01),
-    Faults(late=0.02, eio=0.01, short=0.01, flip=0.01, write=0.005),
+    Faults(sync=0.1), Faults(late=0.02, sync=0.02, eio=0.01, short=0.01, flip=0.01, write=0.005),
 )  # fmt: skip
 
 
@@ -57,6 +61,8 @@ class World:
         self.excused = self.purged = (
             False  # in this life: the disk had faults, something was purged
         )
+        self.unsure = False  # in this life: what is stored may be lost by a bad read
+        self.takings = self.taking = 0  # evictions and purges: so far, and under way
         self.must_have: set[int] = set()  # prompts that were READY and that nothing took away
         self.lives = 0
         self.store: impress.PrefixStore | None = None
@@ -67,6 +73,8 @@ class World:
         ]
         self.sched.install([m for m in modules if "engines" not in m.__name__], patch)
         patch(impress.home, "SsdTier", SimSsd)
+        patch(impress.home, "wall_clock", self.sched.clock)
+        patch(impress.health, "RETRY_S", impress.health.RETRY_S)
         _monotonic_defaults(patch, self.sched.clock)
 
     def _make_prompts(self) -> list[np.ndarray]:
@@ -92,15 +100,16 @@ class World:
     def _live(self) -> None:
         faults = self.rng.choice(FAULTS)
         SimSsd.faults = Faults()
-        end = self.rng.choice(("close", "close", "kill", "power"))
+        end = self.rng.choice(ENDS)
         try:
             if end != "close":
                 self.sched.crash_at = self.sched.switches + self.rng.randrange(20, 1500)
             self.store = self._open()
             self._check_promises()
             SimSsd.faults = faults
-            self.excused, self.purged = faults.any, False
-            if faults.any:
+            self.taking = 0
+            self.excused, self.purged, self.unsure = faults.any, False, faults.on_reads
+            if faults.on_reads:
                 self.must_have.clear()
             self._clients()
             SimSsd.faults = Faults()
@@ -124,7 +133,10 @@ class World:
             disk_bytes=self.rng.choice((None, 3 << 20)), repack_every_s=0,
             probes=("heads3-v1", "int4-v1"), eviction=self.rng.choice(EVICTIONS),
             prefetch_bytes=self.rng.choice((0, 10_000, 1 << 20)),
+            admit=self.rng.choice(("first", "second")), disk_high=0.8, disk_low=0.6,
+            daily_write_bytes=self.rng.choice((None,) * 5 + (2 << 20,)),
         )  # fmt: skip
+        impress.health.RETRY_S = self.rng.choice((0.0, 0.0, 30.0))
         if config.disk_bytes is not None:
             self.must_have.clear()  # spans may be evicted for room
         return impress.PrefixStore.open(self.path, GEOMETRY, "sim", config)
@@ -189,7 +201,7 @@ class World:
     def _client(self) -> None:
         acts = (
             self._put, self._put, self._put_and_wait, self._get, self._get, self._get, self._get,
-            self._abandon, self._evict, self._drop_caches, self._repack, self._purge,
+            self._abandon, self._evict, self._drop_caches, self._repack, self._purge, self._admit,
         )  # fmt: skip
         for _ in range(STEPS):
             try:
@@ -211,9 +223,12 @@ class World:
 
     def _put_and_wait(self) -> None:
         i, stored = self._put()
-        ready = stored.wait(500) and not self.excused
+        ready = stored.wait(500) and not self.unsure
         if ready and self.store is not None and self.store.config.disk_bytes is None:
-            self.must_have.add(i)
+            before, n = self.takings, self.store.lookup(self.prompts[i])
+            whole = n == len(self.prompts[i]) // WINDOW * WINDOW
+            if whole and before == self.takings and not self.taking:  # it has not gone meanwhile
+                self.must_have.add(i)
 
     def _abandon(self) -> None:
         assert self.store is not None
@@ -255,10 +270,25 @@ class World:
         )
         return torch.from_numpy(query).float(), 0.1, torch.zeros(GEOMETRY.n_heads, 3)
 
+    @contextmanager
+    def _taking_away(self) -> Iterator[None]:
+        """What is READY may go from here on, and what becomes so meanwhile."""
+        self.must_have.clear()
+        self.takings, self.taking = self.takings + 1, self.taking + 1
+        yield
+        self.taking -= 1
+
     def _evict(self) -> None:
         assert self.store is not None
-        self.must_have.clear()
-        self.store.evict(self.rng.choice((1, 1 << 16, 1 << 30)))
+        with self._taking_away():
+            self.store.evict(self.rng.choice((1, 1 << 16, 1 << 30)))
+
+    def _admit(self) -> None:
+        """What was used once is admitted at any later use."""
+        assert self.store is not None
+        tokens = self.rng.choice(self.prompts)
+        assert self.store.admitted(tokens) <= len(tokens) // WINDOW * WINDOW
+        assert self.store.admitted(tokens) == len(tokens) // WINDOW * WINDOW
 
     def _drop_caches(self) -> None:
         assert self.store is not None
@@ -272,9 +302,9 @@ class World:
     def _purge(self) -> None:
         assert self.store is not None
         if self.rng.random() < 0.2:
-            self.must_have.clear()
             self.purged = True
-            self.store.purge()
+            with self._taking_away():
+                self.store.purge()
 
 
 def kv_of(tokens: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:

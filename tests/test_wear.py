@@ -1,0 +1,527 @@
+"""A disk that is nearly full, worn or failing: what goes, what is refused, what comes back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import MIB, assert_serves, kv_of, prompt, put_prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_repack import look, sound
+from test_sparse import POLICIES, retrieve_all
+
+import impress
+import impress.health
+import impress.home
+from impress.budget import DAY_S, WriteBudget
+from impress.errors import ConfigError, StoreFailed
+from impress.eviction import ByWorth, by_last_use, by_uses, least, score_of
+from impress.health import RETRY_S, Health
+from impress.history import HALF_LIFE
+from impress.radix import RadixTree
+from impress.tables import read_header
+from impress.verify import verify_store
+from tiers.errors import MediumError
+
+Open = Callable[..., impress.PrefixStore]
+WINDOW = 16
+SIZE = 4
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that pass only when the test says so, for stores opened after this."""
+    now = [1e9]
+    monkeypatch.setattr(impress.home, "wall_clock", lambda: now[0])
+    monkeypatch.setattr(impress.home, "monotonic", lambda: now[0])
+    return now
+
+
+# ---- what goes first -----------------------------------------------------------------------
+
+
+def ids(*numbers: int) -> Any:
+    return np.array(numbers, dtype=np.int64)
+
+
+def test_what_is_worth_least_goes_first() -> None:
+    span, hits, used = ids(1, 2, 3, 4), ids(9, 0, 3, 3), ids(1, 2, 4, 3)
+    assert np.argsort(by_last_use(span, hits, used)).tolist() == [0, 1, 3, 2]
+    assert np.argsort(by_uses(span, hits, used), kind="stable").tolist() == [1, 2, 3, 0]
+    worth = ByWorth({3: 0.1})(span, hits, used)
+    assert np.argsort(worth).tolist() == [2, 1, 3, 0]
+    assert 2 ** ByWorth({})(ids(1), ids(7), ids(HALF_LIFE))[0] == pytest.approx(16)
+    newborn, leased = ByWorth({})(ids(1, 2), ids(0, 1), ids(5, 4))
+    assert newborn > leased
+    assert np.isfinite(ByWorth({1: 0.0})(ids(1), ids(0), ids(0))).all()
+    with pytest.raises(KeyError):
+        score_of("fifo", {})
+
+
+def forest(seed: int) -> RadixTree:
+    """Some chains that fork, leased at random."""
+    rng, tree = np.random.default_rng(seed), RadixTree(SIZE)
+    for span in range(40):
+        labels = rng.integers(0, 3, rng.integers(1, 6)).astype("<i4").tobytes()
+        graft = tree.graft(tree.root(b"r"), labels, span, 0)
+        if graft.added:
+            tree.used[graft.node] = span + 1
+    for tick in range(100, 200):
+        labels = rng.integers(0, 3, 5).astype("<i4").tobytes()
+        tree.touch(tree.match(b"r", labels), tick)
+    return tree
+
+
+def simplest(tree: RadixTree, pinned: set[int], score: Any) -> Iterator[int]:
+    """One at a time, all looked at anew."""
+    while True:
+        found = []
+        for leaf in tree.leaves().tolist():
+            span, hits, used = (column[0] for column in tree.columns(ids(leaf)))
+            if span not in pinned:
+                key = float(score(ids(span), ids(hits), ids(used))[0])
+                found.append((key, used, span, leaf))
+        if not found:
+            return
+        yield min(found)[-1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 999), st.sampled_from(["lru", "lfu", "importance"]), st.integers(1, 9))
+def test_batches_take_what_one_at_a_time_would(seed: int, eviction: str, limit: int) -> None:
+    score = score_of(eviction, {3: 0.5, 7: 0.01})
+    pinned = {int(s) for s in np.random.default_rng(seed).integers(0, 40, 4)}
+    want, tree = [], forest(seed)
+    for leaf in simplest(tree, pinned, score):
+        want.append(leaf)
+        tree.remove(leaf)
+    got, tree = [], forest(seed)
+    progress = True
+    while progress:
+        progress = False
+        for leaf in least(tree, pinned, score, limit):
+            progress = True
+            got.append(leaf)
+            tree.remove(leaf)
+    tree.check()
+    assert sorted(got) == sorted(want)
+    if eviction != "lfu":  # equal uses: a tie may fall beyond the batch
+        assert got == want
+    assert pinned.isdisjoint(forest(seed).columns(np.array(got, dtype=np.int64))[0].tolist())
+
+
+# ---- watermarks ----------------------------------------------------------------------------
+
+
+def test_a_store_is_kept_below_its_mark(open_store: Open, geometry: impress.Geometry) -> None:
+    """16 windows of 64 KiB a prompt and its header: the tenth is one too many."""
+    store = open_store(
+        geometry, window=WINDOW, disk_bytes=8 * MIB + 5, disk_high=0.75, disk_low=0.5
+    )
+    for seed in range(24):
+        assert put_prompt(store, prompt(128, seed)).wait(60)
+        store.flush()
+        assert store.ssd.usage().used <= 6 * MIB
+        assert_serves(store, prompt(128, seed), 128)  # the newest never goes for itself
+    stats = store.stats()
+    assert stats["evicted_spans"] > 0 and not stats["refused"]
+    assert store.ssd.usage().used > 3 * MIB
+    sound(store)
+
+
+def test_without_a_limit_nothing_goes(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry, window=WINDOW, disk_high=0.1, disk_low=0.1)
+    for seed in range(4):
+        put_prompt(store, prompt(256, seed)).wait(60)
+    store.flush()
+    assert store.stats()["evicted_spans"] == 0
+
+
+def test_what_is_leased_stays_whatever_the_mark(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, window=WINDOW, disk_bytes=8 * MIB, disk_high=0.5, disk_low=0.2)
+    put_prompt(store, prompt(256)).wait(60)
+    with store.lease(prompt(256)) as lease:
+        for seed in range(1, 12):
+            put_prompt(store, prompt(256, seed)).wait(60)
+        store.flush()
+        assert lease.n_tokens == 256
+        assert_serves(store, prompt(256), 256)
+    sound(store)
+
+
+@pytest.mark.parametrize("eviction", ["importance", "lru", "lfu"])
+def test_a_scan_pushes_out_what_is_used_only_under_lru(
+    open_store: Open, geometry: impress.Geometry, eviction: str
+) -> None:
+    store = open_store(
+        geometry, window=WINDOW, disk_bytes=8 * MIB, disk_high=0.6, disk_low=0.5, eviction=eviction
+    )
+    hot = prompt(128, 99)
+    put_prompt(store, hot).wait(60)
+    for _ in range(5):
+        assert_serves(store, hot, 128)
+    for seed in range(12):
+        with store.lease(prompt(128, seed)):
+            pass
+        put_prompt(store, prompt(128, seed)).wait(60)
+    store.flush()
+    assert store.lookup(hot) == (0 if eviction == "lru" else 128)
+    sound(store)
+
+
+def test_what_is_of_no_importance_goes_before_what_is(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, window=WINDOW)
+    vital, idle = prompt(128, 1), prompt(128, 2)
+    for tokens, chosen in ((vital, 128), (idle, 2)):
+        put_prompt(store, tokens).wait(60)
+        (span,) = {r.span_id for r in store.catalog.records()} - set(store.history.known_shares())
+        for layer in range(geometry.n_layers):
+            store.history.note(span, 128, layer, 0, 128, np.arange(chosen))
+    store.evict(1)
+    assert (store.lookup(vital), store.lookup(idle)) == (128, 0)
+
+
+def test_how_new_a_span_is_outlives_the_process(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, window=WINDOW, eviction="lru")
+    old, new = prompt(128, 1), prompt(128, 2)
+    put_prompt(store, old).wait(60)
+    assert_serves(store, old, 128)
+    put_prompt(store, new).wait(60)  # never leased
+    store.close()
+    with open_store(geometry, window=WINDOW, eviction="lru") as store:
+        store.evict(1)
+        assert (store.lookup(old), store.lookup(new)) == (0, 128)
+
+
+def test_marks_that_cross_are_refused() -> None:
+    with pytest.raises(ConfigError, match="disk_low"):
+        impress.Config(disk_high=0.5)
+    with pytest.raises(ConfigError, match="disk_high"):
+        impress.Config(disk_high=1.5)
+
+
+# ---- dead space ----------------------------------------------------------------------------
+
+
+def half_dead(store: impress.PrefixStore, **named: Any) -> tuple[np.ndarray, int]:
+    """A prompt whose first 32 tokens live on under another's; the span's id."""
+    tokens, other = prompt(256), np.concatenate([prompt(256)[:32], prompt(224, 5)])
+    worth = np.random.default_rng(0).random((store.geometry.n_layers, 256), dtype=np.float32)
+    worth = worth if named.get("packed") else np.ones_like(worth)  # equal ones stay as put
+    put_prompt(store, tokens, importance=worth).wait(60)
+    (record,) = store.catalog.records()
+    for tail in (prompt(64, 7), other):
+        put_prompt(store, tail, importance=worth[:, : len(tail)]).wait(60)
+        assert_serves(store, tail, len(tail))
+    store.evict(1)
+    assert store.lookup(tokens) == 32 and store.lookup(prompt(64, 7)) == 0
+    return other, record.span_id
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["as put", "packed"])
+@pytest.mark.parametrize("shape", ["geometry", "padded"])
+def test_what_is_mostly_dead_is_rewritten(
+    open_store: Open, shape: str, packed: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    geometry = request.getfixturevalue(shape)
+    store = open_store(geometry, window=WINDOW, probes=("heads3-v1", "int4-v1"))
+    other, span = half_dead(store, packed=packed)
+    (dead,) = store.catalog.dead()
+    assert (dead.span, dead.n_dead, dead.n_windows) == (span, 14, 16)
+    assert store.stats()["dead_bytes"] == dead.n_bytes > 0
+    used, before = store.ssd.usage().used, answers(store, other)
+    (planned,) = [s for s in store.repack(dry_run=True).spans if s.span == span]
+    assert planned.outcome == "would rewrite" and planned.gain == 14 / 16
+    report = store.repack()
+    assert report.spans[0].outcome == "rewritten" and report.moved >= 1
+    assert store.ssd.usage().used <= used - dead.n_bytes
+    assert store.catalog.dead() == [] and store.stats()["dead_bytes"] == 0
+    assert_serves(store, prompt(256), 32)
+    assert_serves(store, other, 256)
+    for one, two in zip(before, answers(store, other), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    sound(store)
+    store.close()
+    again = open_store(geometry, window=WINDOW, probes=("heads3-v1", "int4-v1"))
+    assert again.catalog.dead() == []
+    assert_serves(again, prompt(256), 32)
+    assert_serves(again, other, 256)
+    sound(again)
+    again.close()
+    assert not verify_store(tmp_path / "store").problems
+
+
+def answers(store: impress.PrefixStore, tokens: np.ndarray) -> list[tuple[torch.Tensor, ...]]:
+    """What every policy brings of every layer."""
+    with store.lease(tokens) as lease:
+        return [layer for policy in POLICIES for layer in retrieve_all(lease, policy)[0]]
+
+
+def test_a_dead_head_is_left_out_too(open_store: Open, geometry: impress.Geometry) -> None:
+    """Two stores of prompts that begin alike, at once: the second to commit adds its end."""
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    tokens, other = prompt(256), np.concatenate([prompt(256)[:192], prompt(64, 3)])
+    keys, values = kv_of(other, geometry)
+    with store.writer(other) as late:
+        put_prompt(store, tokens).wait(60)
+        for layer in range(geometry.n_layers):
+            late.put(layer, 0, keys[layer], values[layer])
+    assert late.stored.wait(60)
+    (dead,) = store.catalog.dead()
+    assert (dead.n_dead, dead.n_windows) == (12, 16)
+    look(store, other)
+    assert store.repack().spans[0].outcome == "rewritten"
+    for asked in (tokens, other):
+        assert_serves(store, asked, 256)
+    sound(store)
+    store.close()
+    again = open_store(geometry, window=WINDOW)
+    for asked in (tokens, other):
+        assert_serves(again, asked, 256)
+    assert again.stats()["spans"] == 2 and again.catalog.dead() == []
+    sound(again)
+
+
+def test_a_lease_from_before_reads_to_its_end(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    other, span = half_dead(store)
+    heat = store.catalog.heat_of(span)
+    with store.lease(other) as lease, lease.session() as session:
+        assert store.repack().spans[0].outcome == "rewritten"
+        for layer in range(geometry.n_layers):
+            assert session.retrieve(layer, None)[0].shape[1] == 256
+    store.flush()
+    (new,) = [r for r in store.catalog.records() if r.first_window == 0]
+    assert new.span_id != span and new.n_windows == 2
+    now = store.catalog.heat_of(new.span_id)
+    assert heat is not None and now is not None and now[0] == heat[0] + 1
+    assert read_header(store.ssd, new).order is None
+    sound(store)
+
+
+def test_a_fault_while_it_is_rewritten_changes_nothing(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    other, span = half_dead(store)
+    used = store.ssd.usage().used
+    for where, name, error in (
+        (store.ssd, "write", MediumError("ssd: injected")),
+        (store.ssd, "sync", MediumError("ssd: injected")),
+        (store.index, "commit", StoreFailed("index: injected")),
+    ):
+        with monkeypatch.context() as faulty:
+            faulty.setattr(where, name, failing(error))
+            store._home.health.reason = ""
+            assert store.repack().spans[0].outcome == "failed"
+        assert [d.span for d in store.catalog.dead()] == [span]
+        assert store.ssd.usage().used == used
+        assert_serves(store, other, 256)
+        sound(store)
+    crashed = store.path.parent / "crashed"
+    shutil.copytree(store.path, crashed)
+    config = impress.Config(window=WINDOW, segment_bytes=MIB)
+    with impress.PrefixStore.open(crashed, geometry, "test", config) as after:
+        assert_serves(after, other, 256)
+        after.check()
+    store._home.health.reason = ""
+    assert store.repack().spans[0].outcome == "rewritten"
+    shutil.rmtree(crashed)
+    shutil.copytree(store.path, crashed)
+    with impress.PrefixStore.open(crashed, geometry, "test", config) as after:
+        assert_serves(after, other, 256)
+        assert_serves(after, prompt(256), 32)
+        after.check()
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    def fail(*args: Any, **named: Any) -> Any:
+        raise error
+
+    return fail
+
+
+# ---- a day's writes ------------------------------------------------------------------------
+
+
+def test_a_budget_goes_on_after_a_restart() -> None:
+    now = [5.0]
+    one = WriteBudget(1000, lambda: now[0])
+    assert one.allow(900) and one.left_bytes == 100
+    one.refund(100)
+    saved = one.dump()
+    now[0] += DAY_S / 10
+    two = WriteBudget(1000, lambda: now[0], saved)
+    assert two.left_bytes == 300
+    assert WriteBudget(2000, lambda: now[0], saved).left_bytes == 1400
+    now[0] -= DAY_S  # the clock was set back
+    assert WriteBudget(1000, lambda: now[0], saved).left_bytes == 200
+    assert WriteBudget(1000, lambda: now[0], b"damaged").left_bytes == 1000
+    nothing = WriteBudget(None, lambda: now[0], saved)
+    assert nothing.left_bytes is None and nothing.allow(1 << 60) and len(nothing.dump()) == 16
+
+
+def test_the_days_writes_bound_stores_and_survive(
+    open_store: Open, geometry: impress.Geometry, clock: list[float]
+) -> None:
+    config = {"window": WINDOW, "daily_write_bytes": 3 * MIB}
+    store = open_store(geometry, **config)
+    assert put_prompt(store, prompt(256, 1)).wait(60)
+    assert put_prompt(store, prompt(256, 2)).wait(60)
+    refused = put_prompt(store, prompt(256, 3))
+    assert refused.refused == "daily write budget" and not refused.wait(60)
+    assert store.stats()["refused"] == {"daily_write_budget": 1}
+    left = store.stats()["writes_left_bytes"]
+    assert 0 < left < MIB
+    assert_serves(store, prompt(256, 1), 256)
+    store.close()
+    store = open_store(geometry, **config)
+    assert store.stats()["writes_left_bytes"] == left
+    assert put_prompt(store, prompt(256, 3)).refused
+    clock[0] += DAY_S / 2
+    assert put_prompt(store, prompt(256, 3)).wait(60)
+    sound(store)
+
+
+# ---- a disk that fails ---------------------------------------------------------------------
+
+
+def test_it_is_left_alone_and_then_tried() -> None:
+    now, tried, answer = [0.0], [], [MediumError("still bad")]
+
+    def probe(n_bytes: int) -> None:
+        tried.append(n_bytes)
+        if answer:
+            raise answer[0]
+
+    health = Health(Path("store"), probe, lambda: now[0])
+    assert health.refusal() == "" and not tried
+    health.trouble("it broke", 77)
+    assert health.refusal() == "read-only: it broke" and not tried
+    now[0] += RETRY_S
+    assert health.refusal() == "read-only: still bad" and tried == [77]
+    assert health.refusal() == "read-only: still bad" and tried == [77]
+    now[0] += RETRY_S
+    answer.clear()
+    assert health.refusal() == "" and tried == [77, 77] and not health.reason
+
+
+@pytest.mark.parametrize("where", ["write", "sync", "commit"])
+def test_a_failing_disk_is_read_only_until_it_takes_writes(
+    open_store: Open, geometry: impress.Geometry, clock: list[float], where: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level(logging.INFO, "impress")
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    put_prompt(store, prompt(256, 1)).wait(60)
+    target = store.index if where == "commit" else store.ssd
+    error = (StoreFailed if where == "commit" else MediumError)(f"{where}: No space left on device")
+    with monkeypatch.context() as faulty:
+        faulty.setattr(target, where, failing(error))
+        with pytest.raises(StoreFailed, match="No space left"):
+            put_prompt(store, prompt(256, 2)).wait(60)
+        for seed in range(2, 5):
+            stored = put_prompt(store, prompt(256, seed))
+            assert stored.refused == f"read-only: {where}: No space left on device"
+        clock[0] += RETRY_S
+        assert put_prompt(store, prompt(256, 2)).refused.startswith("read-only")
+        assert store.stats()["ssd_read_only"] == f"{where}: No space left on device"
+        assert_serves(store, prompt(256, 1), 256)
+        with pytest.raises(StoreFailed):
+            store.flush()
+    assert put_prompt(store, prompt(256, 2)).refused  # not before its time
+    assert store.stats()["refused"]["read-only"] == 5
+    clock[0] += RETRY_S
+    assert put_prompt(store, prompt(256, 2)).wait(60)
+    assert store.stats()["ssd_read_only"] == ""
+    lines = [r.message for r in caplog.records if r.name == "impress"]
+    assert sum("read-only from here on" in line for line in lines) == 1
+    assert sum("takes writes again" in line for line in lines) == 1
+    sound(store)
+
+
+def test_what_a_failed_sync_may_have_lost_is_never_ready(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells of a lost page once: the sync of one store may be told of another's."""
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    keys, values = kv_of(prompt(256, 1), geometry)
+    with store.writer(prompt(256, 1)) as early:
+        for layer in range(geometry.n_layers):
+            early.put(layer, 0, keys[layer], values[layer])
+        with monkeypatch.context() as faulty:
+            faulty.setattr(os, "fdatasync", failing(OSError(5, "Input/output error")))
+            with pytest.raises(StoreFailed, match="Input/output error"):
+                put_prompt(store, prompt(256, 2)).wait(60)
+    with pytest.raises(StoreFailed, match="lost writes"):
+        early.stored.wait(60)
+    assert store.lookup(prompt(256, 1)) == store.lookup(prompt(256, 2)) == 0
+    with pytest.raises(StoreFailed):
+        store.flush()
+    store._home.health.reason = ""
+    assert put_prompt(store, prompt(256, 1)).wait(60)
+    sound(store)
+
+
+def test_a_gauge_says_so(open_store: Open, geometry: impress.Geometry) -> None:
+    from impress.cli.live import live_counters
+
+    store = open_store(geometry, metrics_port=0, daily_write_bytes=MIB)
+    assert store.metrics_port is not None
+    assert live_counters(store.metrics_port)["ssd_read_only"] == 0
+    store._home.health.trouble("it broke")
+    assert live_counters(store.metrics_port)["ssd_read_only"] == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MiB."""
+    where = tmp_path / "small"
+    where.mkdir()
+    if os.geteuid() or not shutil.which("mount"):
+        pytest.skip("mounting needs root")
+    mounted = subprocess.run(  # noqa: PLW1510
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", where], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no mounts here: {mounted.stderr.strip()}")
+    yield where
+    subprocess.run(["umount", "-l", where], check=True)
+
+
+def test_a_full_file_system_is_read_only_until_there_is_room(
+    small_disk: Path, geometry: impress.Geometry, clock: list[float]
+) -> None:
+    config = impress.Config(window=WINDOW, segment_bytes=MIB, dram_bytes=0)
+    with impress.PrefixStore.open(small_disk / "store", geometry, "test", config) as store:
+        seeds = iter(range(100))
+        leases = []
+        while not (last := put_prompt(store, prompt(128, seed := next(seeds)))).refused:
+            assert last.wait(60)
+            leases.append(store.lease(prompt(128, seed)))
+        assert len(leases) > 3 and last.refused.startswith("read-only: ")
+        assert "No space left on device" in last.refused
+        assert_serves(store, prompt(128, 0), 128)
+        clock[0] += RETRY_S
+        assert put_prompt(store, prompt(128, seed)).refused  # all is leased still
+        for lease in leases:
+            lease.release()
+        clock[0] += RETRY_S
+        assert put_prompt(store, prompt(128, seed)).wait(60)  # by eviction
+        assert_serves(store, prompt(128, seed), 128)
+        sound(store)
