@@ -6,6 +6,7 @@ With atheris installed, `--atheris TARGET` lets coverage lead (arguments after i
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from pathlib import Path
@@ -52,6 +53,7 @@ def led_by_coverage(name: str, arguments: list[str]) -> None:
 
 def main() -> int:
     """0 when nothing was found."""
+    logging.disable(logging.CRITICAL)  # every input would say so
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1, help="of the first batch")

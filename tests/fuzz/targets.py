@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 import struct
 import sys
@@ -48,7 +47,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "data"))
 
 from make_golden import CONFIG, unpack  # found by the line above
 
-logging.getLogger("impress").setLevel(logging.CRITICAL)
 _WORDS = struct.Struct("<HHIQQQ")  # an entry of a header's section table
 _FIRST_ENTRY = 216
 
