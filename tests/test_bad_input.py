@@ -268,4 +268,5 @@ def test_a_full_file_system_refuses_stores_and_serves_on(
         text=True,
         check=True,
     )
-    assert out.stdout == "disk full 0\n", out.stderr
+    assert out.stdout.startswith("read-only: ssd: "), out.stderr
+    assert out.stdout.endswith("File too large 0\n"), out.stderr

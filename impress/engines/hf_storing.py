@@ -57,7 +57,7 @@ class StoreQueue:
         self, rows: tuple[npt.NDArray[np.int32], ...]
     ) -> tuple[npt.NDArray[np.int32], ...]:
         """Of each batch row's whole windows, those to be stored by `Config.admit`; notes a use."""
-        return tuple(row[: self._store.admitted(row)] for row in rows)
+        return tuple(row[: self._store.admitted(row)] if len(row) else row for row in rows)
 
     def offer(self, job: Job) -> None:
         """Take a job, or skip it at once when the line is full. Never waits."""
