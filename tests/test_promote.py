@@ -116,7 +116,7 @@ def budget(n_chunks: int) -> int:
 def test_of_equals_that_take_turns_the_first_to_come_stays(open_store: Open) -> None:
     a, b = prompt(N, 1), prompt(N, 2)
     for eviction, hits in (("importance", 3 * 2 * N), ("lru", 0)):
-        store = open_store(GEOMETRY, eviction=eviction, dram_bytes=budget(12))
+        store = open_store(GEOMETRY, eviction=eviction, dram_bytes=budget(12), io_threads=1)
         for tokens in (a, b):
             put_prompt(store, tokens).wait(60)
         for tokens in (a, b) * 4:
@@ -126,7 +126,7 @@ def test_of_equals_that_take_turns_the_first_to_come_stays(open_store: Open) -> 
 
 
 def test_what_is_used_more_drives_out_what_is_used_less(open_store: Open) -> None:
-    store = open_store(GEOMETRY, dram_bytes=budget(12))
+    store = open_store(GEOMETRY, dram_bytes=budget(12), io_threads=1)
     seldom, often = prompt(N, 1), prompt(N, 2)
     for tokens in (seldom, often):
         put_prompt(store, tokens).wait(60)
@@ -142,7 +142,7 @@ def test_what_is_used_more_drives_out_what_is_used_less(open_store: Open) -> Non
 def test_chunks_whose_rows_matter_more_drive_out_those_whose_rows_matter_less(
     open_store: Open,
 ) -> None:
-    store = open_store(GEOMETRY, dram_bytes=budget(3))
+    store = open_store(GEOMETRY, dram_bytes=budget(3), io_threads=1)  # layers climb in turn
     tokens = prompt(N)
     put_prompt(store, tokens).wait(60)
     (span,) = (record.span_id for record in store.catalog.records())
