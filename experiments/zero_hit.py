@@ -22,7 +22,7 @@ import impress
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from impress.demo.lookup.tasks import document
-from impress.engines import hf
+from impress.engines import hf, hf_mode
 
 CHECKPOINT: Final = "specialised"
 N_TOKENS: Final = 1024
@@ -130,14 +130,14 @@ def _timed() -> Iterator[list[float]]:
 
         return timing
 
-    before = hf.find_prefix, hf.hf_models.check_request, hf.Engine._choose
+    before = hf.find_prefix, hf.hf_models.check_request, hf_mode.Modes.way
     hf.find_prefix = timed(before[0])
     hf.hf_models.check_request = timed(before[1])
-    hf.Engine._choose = timed(before[2])
+    hf_mode.Modes.way = timed(before[2])
     try:
         yield spent
     finally:
-        hf.find_prefix, hf.hf_models.check_request, hf.Engine._choose = before
+        hf.find_prefix, hf.hf_models.check_request, hf_mode.Modes.way = before
 
 
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
