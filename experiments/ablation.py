@@ -12,7 +12,16 @@ from typing import Any, Final
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.sizes import Verdict, arguments, checked, meta
-from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio, say_lacking
+from experiments.systems.sweep import (
+    Plan,
+    by_cell,
+    cell,
+    check_cell,
+    draw_p50,
+    line,
+    ratio,
+    say_lacking,
+)
 
 #: Technique -> IMPRESS without it.
 WITHOUT: Final = {
@@ -49,16 +58,9 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     return said, rows
 
 
-def draw(figure: Any, said: Figures, rows: list[Row]) -> None:
-    """p50 of IMPRESS and of IMPRESS without each technique."""
-    axes = figure.subplots()
-    for label, systems in by_cell(rows).items():
-        axes.plot(list(systems), [row["p50_ms"] for row in systems.values()], "o-", label=label)
-    axes.set_ylabel("p50, ms (compute emulated)")
-    axes.tick_params(axis="x", rotation=20)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    del said
+def draw(figure: Any, _said: Figures, rows: list[Row]) -> None:
+    """p50 of each system, with and without."""
+    draw_p50(figure, rows)
 
 
 EXPERIMENT: Final = Experiment(

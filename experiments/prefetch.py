@@ -20,7 +20,7 @@ import impress
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.sizes import Verdict, arguments, checked, meta
-from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio
+from experiments.systems.sweep import Plan, by_cell, cell, check_cell, draw_p50, line, ratio
 from impress.demo.lookup.tasks import document
 from impress.engines import hf
 from impress.policy import Exact, Paper, Quality
@@ -124,12 +124,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
 
 def draw(figure: Any, _said: Figures, rows: list[Row]) -> None:
     """p50 of each system, with and without."""
-    axes = figure.subplots()
-    for label, systems in by_cell(rows).items():
-        axes.plot(list(systems), [row["p50_ms"] for row in systems.values()], "o-", label=label)
-    axes.set_ylabel("p50, ms (compute emulated)")
-    axes.set_ylim(bottom=0)
-    axes.legend()
+    draw_p50(figure, rows)
 
 
 EXPERIMENT: Final = Experiment(

@@ -20,6 +20,7 @@ from typing import Any, Final
 from impress.errors import BadInput, FormatError, StoreFailed, StoreLocked, StoreMismatch
 from impress.format import VERSION
 from impress.types import Geometry
+from tiers.files import write_whole
 
 log = logging.getLogger("impress")
 
@@ -99,22 +100,7 @@ def restore_identity(path: Path, identity: Identity) -> None:
         "geometry": {name: getattr(identity.geometry, name) for name in names},
         "window": identity.window,
     }
-    _write_atomically(path / IDENTITY, json.dumps(raw, indent=1) + "\n")
-
-
-def _write_atomically(file: Path, text: str) -> None:
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    draft.replace(file)
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    write_whole(path / IDENTITY, (json.dumps(raw, indent=1) + "\n").encode())
 
 
 def matching_identity(path: Path, geometry: Geometry, window: int, *, create: bool) -> Identity:

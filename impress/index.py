@@ -17,6 +17,7 @@ from typing import Any, Final
 import lmdb
 
 from impress.errors import FormatError, StoreFailed
+from tiers.files import sync_path
 
 #: Address space, not disk: the file grows as it fills. Fixed, because growing a map under a live
 #: reader is not refused by LMDB and corrupts it.
@@ -219,12 +220,9 @@ def compact(folder: Path) -> None:
         finally:
             _close_env(folder)
         (draft / "data.mdb").chmod(0o600)
-        fd = os.open(draft / "data.mdb", os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_path(draft / "data.mdb")
         (draft / "data.mdb").replace(folder / "data.mdb")
+        sync_path(folder)  # else a power cut could bring back what was erased
         shutil.rmtree(draft)
     except (lmdb.Error, OSError) as err:
         raise StoreFailed(f"index: {folder}: {err}") from err

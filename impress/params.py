@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
+from tiers.files import write_whole
+
 log = logging.getLogger("impress")
 
 Layers = tuple[bytes, ...]
@@ -103,8 +105,8 @@ class Params:
         said = {key: value.hex() for key, value in current.items()}
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            _write_whole(self._folder / digest.hex(), raw)
-            _write_whole(self._folder / _CURRENT, json.dumps(said, indent=1).encode())
+            write_whole(self._folder / digest.hex(), raw)
+            write_whole(self._folder / _CURRENT, json.dumps(said, indent=1).encode())
         except OSError as err:
             log.warning("probe parameters of %s: %s", codec, err)
             return None
@@ -128,7 +130,7 @@ class Params:
         if not gone or not self._write:
             return
         try:
-            _write_whole(self._folder / _CURRENT, json.dumps(said, indent=1).encode())
+            write_whole(self._folder / _CURRENT, json.dumps(said, indent=1).encode())
             for digest in set(gone.values()):
                 path = self._folder / digest.hex()
                 with path.open("r+b") as file:
@@ -175,22 +177,3 @@ class Params:
 
 def _key(namespace: bytes, codec: str) -> str:
     return f"{namespace.hex()}/{codec}"
-
-
-def _write_whole(path: Path, raw: bytes) -> None:
-    """All of it or nothing, and on stable storage on return. Raises OSError."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as out:
-            out.write(raw)
-            out.flush()
-            os.fsync(out.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -35,6 +35,7 @@ from impress.records import wrong_record
 from tiers.base import PAGE, Extent, Read, Slot
 from tiers.coalesce import slices
 from tiers.errors import MediumError
+from tiers.files import sync_path
 from tiers.iopool import IoPool, Lane
 from tiers.slots import BufferPool
 from tiers.space import Space
@@ -269,10 +270,6 @@ def _install(shard: Shard, headers: Sequence[SpanHeader]) -> None:
             shutil.rmtree(aside, ignore_errors=True)
             shard.index.rename(aside)
         draft.rename(shard.index)
-        folder = os.open(shard.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_path(shard.path)
     except OSError as err:
         raise StoreFailed(f"rebuild: {err.filename or shard.path}: {err.strerror}") from None

@@ -272,7 +272,7 @@ def session_of(reading: Reading, lease: Lease, policy: Policy) -> Session:
     """
     if isinstance(policy, Exact | KeepAll):
         return Session(lease, policy, reading)
-    if type(policy) not in select.registry:
+    if select.dispatch(type(policy)) is select.dispatch(object):  # which serves nothing
         raise ImpressError(f"session: policy {policy!r} is not one this version can serve")
     check_cap(policy, reading.geometry, lease.sources[0].held.record.window)
     return SparseSession(lease, policy, reading)

@@ -99,3 +99,14 @@ def wait_for_promotions(store: impress.PrefixStore) -> None:
     pool = store._pool
     barrier = threading.Barrier(pool.n_threads)
     pool.submit(Lane.REPACK, [lambda: barrier.wait(60) and None] * pool.n_threads).wait(60)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models this small spend their time in handing work to threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -20,13 +20,7 @@ from experiments.behind import GivenRows, behind, stored_prefix, stored_rows
 from experiments.harness import main
 from impress.policy import Exact, Paper, Quality, Recency
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- the forward -------------------------------------------------------------------------------

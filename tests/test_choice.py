@@ -13,14 +13,7 @@ from impress.engines import hf
 from impress.engines.choice import MODES, Fit, Rates, decide, forced
 from impress.policy import Exact, Paper, Recency
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small spend their time in handing work to threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- fitting --------------------------------------------------------------------------------------

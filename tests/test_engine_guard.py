@@ -28,13 +28,7 @@ from impress.policy import AllHeads, Exact, Quality, StaticH2O
 N = 5  # shadows that earn trust here
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small spend their time in handing work to threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class NoRates(Rates):

@@ -34,13 +34,7 @@ SIZES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small spend their time in handing work to threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(family="llama", dtype=torch.float32, seed=0, attention="sdpa", **changes):

@@ -16,13 +16,7 @@ from impress.tables import read_header
 GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small spend their time in handing work to threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def stored_importance(engine):

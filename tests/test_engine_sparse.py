@@ -42,13 +42,7 @@ from impress.policy import AllHeads, KeepAll, Paper, Quality, Random, Recency, S
 FAMILIES = ("opt", "llama", "qwen3")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small spend their time in handing work to threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- the same as a masked full cache --------------------------------------------------------------

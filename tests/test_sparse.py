@@ -215,6 +215,8 @@ def test_a_policy_without_an_identifier_gets_no_session(open_store: Open) -> Non
     with store.lease(prompt(N_TOKENS)) as lease:
         with pytest.raises(impress.ImpressError, match="not one this version can serve"):
             lease.session(SimpleNamespace(name="mine", probe=None))  # type: ignore[arg-type]
+        with pytest.raises(impress.ImpressError, match="not one this version can serve"):
+            lease.session(object())  # type: ignore[arg-type]  # singledispatch knows it: as a refusal
         with pytest.raises(impress.ImpressError, match="'int9-v1' is not known"):
             lease.session(Quality(probe="int9-v1"))
 

@@ -240,3 +240,14 @@ def test_the_mode_is_chosen_by_what_things_cost(dilation: float, mode: str, data
 def test_a_system_without_its_parts_is_named_and_left_out() -> None:
     assert not {s.name for s in chosen(None)} & set(lacking())
     assert {s.name for s in chosen(None)} | set(lacking()) == {s.name for s in systems()}
+
+
+def test_zero_hit_times_what_the_engine_calls() -> None:
+    """It once wrapped a method that had moved, and nobody ran it."""
+    from experiments import zero_hit
+    from impress.engines import hf
+
+    before = hf.find_prefix
+    with zero_hit._timed() as spent:
+        assert hf.find_prefix is not before and spent == []
+    assert hf.find_prefix is before

@@ -21,6 +21,7 @@ from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import Run, coalesce, locate
 from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError, ReadFailed
+from tiers.files import sync_path
 from tiers.queues import DEPTH, ReadQueue, SegmentFile
 from tiers.slots import aligned
 from tiers.space import Space
@@ -157,7 +158,7 @@ class SsdTier:
         What was there is out of reach of whoever reads the files. Raises MediumError.
         """
         for part in slot.parts:
-            punched = _punch(self._fd(part.segment), part.off, part.length)
+            punched = _punch(self._file(part.segment).fd, part.off, part.length)
             if punched:
                 try:
                     os.posix_fallocate(self._fd(part.segment), part.off, part.length)
@@ -228,7 +229,7 @@ class SsdTier:
         try:
             os.posix_fallocate(fd, 0, self._segment_bytes)
             os.fsync(fd)
-            self._sync_folder()
+            sync_path(self.folder)
         except OSError as err:
             path.unlink(missing_ok=True)
             if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -246,13 +247,6 @@ class SsdTier:
             log.warning("ssd: no room for another segment in %s (%s)", self.folder, err.strerror)
         self.no_room = f"ssd: {self.folder}: {err.strerror}"
         return False
-
-    def _sync_folder(self) -> None:
-        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def _fd(self, segment: int) -> int:
         fd = self._fds.get(segment)

@@ -115,3 +115,14 @@ def line(row: Row) -> Row:
 def ratio(other: float, one: float) -> float:
     """How many times less the one takes."""
     return float(other / one) if one else float("inf")
+
+
+def draw_p50(figure: Any, rows: list[Row]) -> None:
+    """p50 of each system, one line a cell."""
+    axes = figure.subplots()
+    for label, systems in by_cell(rows).items():
+        axes.plot(list(systems), [row["p50_ms"] for row in systems.values()], "o-", label=label)
+    axes.set_ylabel("p50, ms (compute emulated)")
+    axes.tick_params(axis="x", rotation=20)
+    axes.set_ylim(bottom=0)
+    axes.legend()
