@@ -24,7 +24,7 @@ from impress.policy import (
     SnapWindow,
     StaticH2O,
 )
-from impress.quant import dequantise, n_scales, packed_bytes, quantise
+from impress.selection.quant import dequantise, n_scales, packed_bytes, quantise
 
 #: Percent of a prefix's rows.
 KEPT: Final = (5, 10, 25, 50)

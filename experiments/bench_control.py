@@ -28,9 +28,9 @@ import impress
 from experiments.common import Options, Row, console, print_rows, run
 from experiments.forest import OPT_6_7B, PROMPT_TOKENS, Shape, plant
 from impress.blockhash import key_after, labels_of, root_key
-from impress.directory import Shard
-from impress.format import SpanRecord
-from impress.layout import SpanLayout
+from impress.spans.format import SpanRecord
+from impress.spans.layout import SpanLayout
+from impress.write.directory import Shard
 from tiers.base import Extent
 
 #: Containers made in a timed lookup, and how many of them live at a time.

@@ -23,11 +23,11 @@ import torch
 
 import impress
 from experiments.common import Options, Row, print_rows, run, spread
-from impress.identify import Asked, select
 from impress.policy import Paper, Policy, Quality
-from impress.probes import PROBE_HEADS, codec_of
-from impress.scores import suffix_lse_of
-from impress.scratch import drop_scratch
+from impress.selection.identify import Asked, select
+from impress.selection.probes import PROBE_HEADS, codec_of
+from impress.selection.scores import suffix_lse_of
+from impress.selection.scratch import drop_scratch
 
 N_TOKENS: Final = 8192
 N_ROWS: Final = 16

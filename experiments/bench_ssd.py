@@ -23,8 +23,8 @@ import numpy as np
 import impress
 from experiments import fio
 from experiments.common import Options, Row, console, print_rows, run, spread
-from impress.layout import PlaneLayout
-from impress.load import LEAST_SLICE, MOST_SLICE
+from impress.read.load import LEAST_SLICE, MOST_SLICE
+from impress.spans.layout import PlaneLayout
 from tiers.base import PAGE, Bytes, Read, Slot, Sums, sums_of
 from tiers.coalesce import slices
 from tiers.iopool import IoPool, Lane
@@ -121,7 +121,7 @@ def resident_pages(file: Path) -> int:
 
 
 def read_pass(segment: Segment, pool: IoPool, layers: list[list[Read]]) -> fio.FioResult:
-    """Read all layers as a session does (impress.load)."""
+    """Read all layers as a session does (impress.read.load)."""
 
     def task(part: list[Read]) -> Callable[[], None]:
         return lambda: segment.tier.read(part)

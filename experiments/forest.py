@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 import impress
 from impress.blockhash import chain, namespace_digest, root_key
-from impress.directory import Shard
-from impress.format import SpanRecord, encode_index
-from impress.index import Index
-from impress.layout import SpanLayout
+from impress.spans.format import SpanRecord, encode_index
+from impress.spans.layout import SpanLayout
+from impress.write.directory import Shard
+from impress.write.index import Index
 from tiers.base import Extent
 
 PROMPT_TOKENS: Final = 32_768

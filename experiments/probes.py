@@ -26,14 +26,14 @@ import impress
 from experiments.common import Options, Row, console, print_rows, run
 from experiments.selection import CHECKPOINTS, N_TOKENS, asked, choice_of, digest_of, model_of
 from experiments.selection_forward import Prefix, prefill, walk
-from impress.choices import n_kept, paper_choice, top_choice, top_k
 from impress.demo.lookup.tasks import Question, document
 from impress.engines.hf_models import geometry_of
-from impress.identify import Asked, select
 from impress.policy import Paper, Quality
-from impress.probes import PROBE_HEADS, codec_of, fitted
-from impress.quant import Floats
-from impress.scores import column_sums, key_scores, true_missing_mass
+from impress.selection.choices import n_kept, paper_choice, top_choice, top_k
+from impress.selection.identify import Asked, select
+from impress.selection.probes import PROBE_HEADS, codec_of, fitted
+from impress.selection.quant import Floats
+from impress.selection.scores import column_sums, key_scores, true_missing_mass
 
 CODECS: Final = (
     "heads3-v1", "int4-v1", "int3-v1", "int2-v1", "int1-v1", "pca37-v1", "pca25-v1", "pca12-v1",

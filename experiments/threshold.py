@@ -16,8 +16,8 @@ from experiments import accuracy_lookup
 from experiments.arms import EXACT, Arm
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
-from impress.choices import threshold
 from impress.policy import Exact, Paper
+from impress.selection.choices import threshold
 
 KEEP: Final = 0.25
 ALPHAS: Final = (0.0, 0.1, 0.3, 0.6, 1.0, 4.0)

@@ -16,7 +16,7 @@ from experiments import fio
 from experiments.common import Options, Row, console, spread
 from experiments.tiers_cells import PROBES, SHOWN, Cells, Samples, opened, rotated, warm
 from impress.policy import Exact, Paper, Policy, Quality
-from impress.scores import suffix_lse_of
+from impress.selection.scores import suffix_lse_of
 from tiers.iopool import IoPool, Lane
 from tiers.slots import aligned
 

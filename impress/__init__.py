@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from impress.config import Config
-from impress.draft import Stored
 from impress.errors import (
     BadInput,
     ConfigError,
@@ -24,6 +23,7 @@ from impress.errors import (
 from impress.policy import Contiguous, Exact, Pages, Paper, Quality
 from impress.store import PrefixStore
 from impress.types import Geometry
+from impress.write.draft import Stored
 
 __version__ = "0.1.0"
 

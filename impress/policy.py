@@ -1,4 +1,4 @@
-"""Policies: what a session loads of a prefix. Data only; impress.identify has what they mean."""
+"""Policies: what a session loads of a prefix. Data only; impress.selection has what they mean."""
 
 from __future__ import annotations
 

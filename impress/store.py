@@ -12,34 +12,34 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from impress.admission import Admission
 from impress.blockhash import as_tokens, chain, labels_of, namespace_digest, root_key
-from impress.catalog import Catalog
+from impress.cache.copies import Copies, check_budgets
 from impress.config import Config, tenant_secret
-from impress.copies import Copies, check_budgets
-from impress.directory import Identity, Shard, matching_identity
-from impress.doorkeeper import Doorkeeper
-from impress.draft import Media, Stored
 from impress.errors import BadInput, ImpressError, StoreFailed
-from impress.fitting import Fitter
-from impress.history import History
-from impress.home import COMMIT_TIMEOUT_S, Home
-from impress.index import Index
-from impress.leases import Leases
-from impress.load import Reading, source_of
-from impress.params import Params
-from impress.placement import Placed, placed
-from impress.plan import Source
-from impress.probes import codec_of
-from impress.repack import Repacker, RepackReport
-from impress.rows import check_layers
-from impress.session import Lease
-from impress.sparse import session_of
-from impress.standing import standing
+from impress.read.load import Reading, source_of
+from impress.read.placement import Placed, placed
+from impress.read.plan import Source
+from impress.read.session import Lease
+from impress.read.sparse import session_of
+from impress.repacking.repack import Repacker, RepackReport
+from impress.selection.probes import codec_of
+from impress.spans.params import Params
+from impress.spans.rows import check_layers
+from impress.spans.tables import TableCache
 from impress.stats import Counters, serve_metrics
-from impress.tables import TableCache
+from impress.tree.catalog import Catalog
+from impress.tree.leases import Leases
 from impress.types import Geometry
-from impress.writer import Writer, importance_of
+from impress.upkeep.standing import standing
+from impress.usage.doorkeeper import Doorkeeper
+from impress.usage.history import History
+from impress.write.admission import Admission
+from impress.write.directory import Identity, Shard, matching_identity
+from impress.write.draft import Media, Stored
+from impress.write.fitting import Fitter
+from impress.write.home import COMMIT_TIMEOUT_S, Home
+from impress.write.index import Index
+from impress.write.writer import Writer, importance_of
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
 from tiers.slots import BufferPool
@@ -286,7 +286,7 @@ class PrefixStore:
 
         `namespaces`: digests of others instead. Returns (spans, those of them a lease still holds:
         they go when it ends). Their bytes are gone from the segments on return; what the index has
-        freed is overwritten by `impress.index.compact`, as `impress purge` does.
+        freed is overwritten by `impress.write.index.compact`, as `impress purge` does.
         """
         digests = {self.namespace} if namespaces is None else set(namespaces)
         if tenant is None:
@@ -300,7 +300,7 @@ class PrefixStore:
         return spans
 
     def repack(self, *, dry_run: bool = False, max_bytes: int | None = None) -> RepackReport:
-        """Move rows chosen often together (impress.repack); writes at most max_bytes."""
+        """Move rows chosen often together (impress.repacking.repack); writes at most max_bytes."""
         if self._repacker is None or self._closed or os.getpid() != self._pid:
             raise ImpressError("repack: wants a store that this process has open for writing")
         return self._repacker.run(dry_run=dry_run, max_bytes=max_bytes)

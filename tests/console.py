@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import impress
-from impress.directory import Shard
+from impress.write.directory import Shard
 
 SCRIPT = Path(sys.executable).parent / "impress"
 GEOMETRY = impress.Geometry(n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, dtype="float32")

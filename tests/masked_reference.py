@@ -16,9 +16,9 @@ import torch
 import transformers
 from test_engine_hf import attach, prompts, tiny
 
-from impress.choices import Selection, whole
-from impress.identify import Asked, select
 from impress.policy import Exact
+from impress.selection.choices import Selection, whole
+from impress.selection.identify import Asked, select
 
 HIT = 128
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from test_sparse import N_TOKENS, SHAPES, asked, fill, kv
 
 import impress
-from impress.ahead import Places, cost, preferred, within
-from impress.early import Early
 from impress.policy import AllHeads, Contiguous, Paper, Policy, Quality, Random
-from impress.session import Lease
+from impress.read.ahead import Places, cost, preferred, within
+from impress.read.early import Early
+from impress.read.session import Lease
 from tiers.errors import ReadFailed
 from tiers.iopool import Lane
 

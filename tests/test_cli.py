@@ -30,8 +30,8 @@ from console import (
 )
 
 import impress
-from impress.directory import Shard
-from impress.history import Note
+from impress.usage.history import Note
+from impress.write.directory import Shard
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import impress
-from impress.radix import RadixTree
-from impress.trace import trace
+from impress.tree.radix import RadixTree
+from impress.tree.trace import trace
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import lmdb
 import pytest
 from console import FORK, PROMPT, flip, opened, put, records_of, run, run_json, two_prompts
 
-from impress.directory import Shard
-from impress.verify import verify_store
+from impress.upkeep.verify import verify_store
+from impress.write.directory import Shard
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 from conftest import assert_serves, kv_of, prompt, put_prompt
 
 import impress
-import impress.load
-from impress.flights import Flight, take
+import impress.read.load
+from impress.read.flights import Flight, take
 from tiers.base import Read, sums_of
 from tiers.iopool import Lane, Ticket
 from tiers.slots import aligned
@@ -151,7 +151,7 @@ class Gate:
 @contextmanager
 def cold_sessions(
     store: impress.PrefixStore, tokens: np.ndarray, n: int
-) -> Iterator[list[impress.session.Session]]:
+) -> Iterator[list[impress.read.session.Session]]:
     """n sessions on one prefix, whose sums are read already."""
     leases = [store.lease(tokens) for _ in range(n)]
     sessions = [lease.session() for lease in leases]
@@ -161,7 +161,7 @@ def cold_sessions(
         lease.release()
 
 
-def assert_right(session: impress.session.Session, tokens: np.ndarray, geometry: Any) -> None:
+def assert_right(session: impress.read.session.Session, tokens: np.ndarray, geometry: Any) -> None:
     keys, values = kv_of(tokens, geometry)
     for layer in range(geometry.n_layers):
         k, v, _ = session.retrieve(layer, None)
@@ -237,7 +237,7 @@ def test_promotions_that_pile_up_behind_requests_hold_little_memory(
 ) -> None:
     """They run last: under load their buffers once added up to all that was read."""
     layer = 64 * small.token_bytes // small.n_layers
-    monkeypatch.setattr(impress.load, "MOST_WAITING", 3 * layer)
+    monkeypatch.setattr(impress.read.load, "MOST_WAITING", 3 * layer)
     store = open_store(small, io_threads=1)
     for seed in range(4):
         put_prompt(store, prompt(64, seed))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import impress.doctor
+import impress.upkeep.doctor
 from impress.cli.main import app
 from tiers.engines import ENGINES, why_not
 
@@ -16,7 +16,7 @@ from tiers.engines import ENGINES, why_not
 def test_every_engine_is_named_with_a_rate_or_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(impress.doctor, "TEST_BYTES", 8 << 20)
+    monkeypatch.setattr(impress.upkeep.doctor, "TEST_BYTES", 8 << 20)
     done = CliRunner().invoke(app, ["doctor", "--store", str(tmp_path / "none" / "yet"), "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)

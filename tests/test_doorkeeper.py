@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import impress
-from impress.doorkeeper import BITS, CAPACITY, Doorkeeper
 from impress.errors import ConfigError
+from impress.usage.doorkeeper import BITS, CAPACITY, Doorkeeper
 
 Open = Callable[..., impress.PrefixStore]
 

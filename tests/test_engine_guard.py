@@ -13,8 +13,6 @@ import torch
 from masked_reference import HIT, LOGITS, Watched, model_of, request_ids
 from test_engine_hf import CONFIG, assert_same_bits, damage, last_layer_keys, prompts
 
-from impress import guard
-from impress.choices import Selection
 from impress.cli.explain import explain
 from impress.demo.lookup import tasks
 from impress.demo.lookup.tasks import TASKS, document, questions
@@ -22,8 +20,10 @@ from impress.engines import hf, hf_audit
 from impress.engines.choice import Rates
 from impress.engines.hf_audit import Interrupted, Turn
 from impress.errors import PrefixLost
-from impress.identify import Asked, select
 from impress.policy import AllHeads, Exact, Quality, StaticH2O
+from impress.quality import guard
+from impress.selection.choices import Selection
+from impress.selection.identify import Asked, select
 
 N = 5  # shadows that earn trust here
 

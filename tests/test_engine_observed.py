@@ -11,7 +11,7 @@ from test_engine_hf import MODELS, assert_same_bits, attach, continued, prompts,
 
 from impress.engines.hf_observed import ATTENTION_NAME, OBSERVED_ROWS
 from impress.policy import Exact, Quality, SnapWindow, StaticH2O
-from impress.tables import read_header
+from impress.spans.tables import read_header
 
 GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import impress
 from impress.blockhash import as_tokens, chain, key_after, labels_of, namespace_digest, root_key
-from impress.format import (
+from impress.spans.format import (
     ORDER_PACKED,
     SpanHeader,
     SpanRecord,
@@ -24,8 +24,8 @@ from impress.format import (
     place_of,
     split_index,
 )
-from impress.layout import K, PlaneLayout, SpanLayout, V
-from impress.order import RowOrder
+from impress.spans.layout import K, PlaneLayout, SpanLayout, V
+from impress.spans.order import RowOrder
 from tiers.base import PAGE, Extent
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import impress
-import impress.directory
-from impress.directory import Shard
-from impress.format import SpanHeader, decode_header, encode_header, encode_index
-from impress.index import Index
-from impress.rebuild import rebuild_store
-from impress.verify import verify_store
+import impress.write.directory
+from impress.spans.format import SpanHeader, decode_header, encode_header, encode_index
+from impress.upkeep.rebuild import rebuild_store
+from impress.upkeep.verify import verify_store
+from impress.write.directory import Shard
+from impress.write.index import Index
 from tiers.base import Extent
 
 sys.path.insert(0, str(Path(__file__).parent / "data"))
@@ -122,7 +122,7 @@ def test_an_older_format_is_set_aside_in_one_line_and_the_store_serves_on(
     golden: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for version, name in ((2, "set-aside-format-1"), (3, "set-aside-format-2")):
-        monkeypatch.setattr(impress.directory, "VERSION", version)  # a release to come
+        monkeypatch.setattr(impress.write.directory, "VERSION", version)  # a release to come
         with pytest.raises(impress.FormatError, match="older than this version reads") as refused:
             impress.PrefixStore.open(golden, GEOMETRY, "golden", CONFIG, "r")
         assert "\n" not in str(refused.value)
@@ -145,7 +145,7 @@ def test_nothing_set_aside_before_is_overwritten(
     golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (golden / "set-aside-format-1").mkdir()
-    monkeypatch.setattr(impress.directory, "VERSION", 2)
+    monkeypatch.setattr(impress.write.directory, "VERSION", 2)
     impress.PrefixStore.open(golden, GEOMETRY, "golden", CONFIG).close()
     assert (golden / "set-aside-format-1-0/main/segments").is_dir()
 
@@ -154,7 +154,7 @@ def test_a_crash_while_setting_aside_is_made_good_by_the_next_open(
     golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (golden / "shards").rename(golden / "set-aside-format-1")
-    monkeypatch.setattr(impress.directory, "VERSION", 2)
+    monkeypatch.setattr(impress.write.directory, "VERSION", 2)
     with impress.PrefixStore.open(golden, GEOMETRY, "golden", CONFIG) as store:
         assert store.lookup(PUTS[0].tokens) == 0
     assert json.loads((golden / "impress.json").read_text())["format"] == 2
@@ -163,7 +163,7 @@ def test_a_crash_while_setting_aside_is_made_good_by_the_next_open(
 def test_an_older_store_that_is_being_written_is_left_alone(
     golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(impress.directory, "VERSION", 2)
+    monkeypatch.setattr(impress.write.directory, "VERSION", 2)
     shard = Shard(golden)
     shard.lock()
     with pytest.raises(impress.StoreLocked):

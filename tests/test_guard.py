@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import impress
-from impress.guard import STATES, Ledger, Rerun, Weighed, upper_limit
-from impress.ledgers import Entry, Ledgers, decode, decoded, encode, name_of
 from impress.policy import Paper, Quality, Recency
+from impress.quality.guard import STATES, Ledger, Rerun, Weighed, upper_limit
+from impress.quality.ledgers import Entry, Ledgers, decode, decoded, encode, name_of
 
 NAMESPACE = bytes(range(32))
 CLEAN, OVER = Weighed(0.05, 0.05), Weighed(0.4, 0.05)

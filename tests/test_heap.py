@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress.heap import MinHeap
+from impress.cache.heap import MinHeap
 
 CAPACITY = 12
 items = st.sets(st.integers(0, CAPACITY - 1), max_size=CAPACITY)

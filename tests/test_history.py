@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import impress
 from impress.errors import FormatError
-from impress.history import HALF_LIFE, NEWEST, SAVE_EVERY, History, Note
 from impress.policy import AllHeads, Exact, Policy
-from impress.remembered import Remembered, decode, encode, head_of
+from impress.usage.history import HALF_LIFE, NEWEST, SAVE_EVERY, History, Note
+from impress.usage.remembered import Remembered, decode, encode, head_of
 
 Open = Callable[..., impress.PrefixStore]
 W = 16

@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impress import scores
-from impress.choices import (
+from impress.errors import BadInput, ImpressError
+from impress.policy import AllHeads, Exact, KeepAll, Paper, Quality, Random, Recency, StaticH2O
+from impress.selection import scores
+from impress.selection.choices import (
     mean_jaccard,
     n_kept,
     paper_choice,
@@ -23,11 +25,9 @@ from impress.choices import (
     top_k,
     vote,
 )
-from impress.errors import BadInput, ImpressError
-from impress.identify import Asked, paper_select, select
-from impress.policy import AllHeads, Exact, KeepAll, Paper, Quality, Random, Recency, StaticH2O
-from impress.probes import codec_of
-from impress.scores import column_sums, key_scores, suffix_lse_of, true_missing_mass
+from impress.selection.identify import Asked, paper_select, select
+from impress.selection.probes import codec_of
+from impress.selection.scores import column_sums, key_scores, suffix_lse_of, true_missing_mass
 from impress.types import Geometry
 
 PER: tuple[Literal["mean", "head"], ...] = ("mean", "head")

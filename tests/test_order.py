@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from test_sparse import N_TOKENS, POLICIES, SHAPES, asked, fill, kv, retrieve_all
 
 import impress
-from impress.catalog import Held
-from impress.layout import PlaneLayout, SpanLayout
-from impress.order import RowOrder, by_worth, order_bytes
-from impress.plan import Source, gather, parts_of, rows_of_whole
 from impress.policy import Exact, Paper, Policy, StaticH2O
-from impress.tables import read_header
-from impress.verify import verify_store
+from impress.read.plan import Source, gather, parts_of, rows_of_whole
+from impress.spans.layout import PlaneLayout, SpanLayout
+from impress.spans.order import RowOrder, by_worth, order_bytes
+from impress.spans.tables import read_header
+from impress.tree.catalog import Held
+from impress.upkeep.verify import verify_store
 from tiers.base import Extent, Slot
 from tiers.slots import BufferPool
 
@@ -96,7 +96,7 @@ def test_a_plan_brings_each_wanted_row_to_its_place(data: st.DataObject) -> None
         n_windows = data.draw(st.integers(1, 4))
         first = data.draw(st.integers(0, n_windows - 1))
         count = data.draw(st.integers(1, n_windows - first))
-        record = impress.format.SpanRecord(
+        record = impress.spans.format.SpanRecord(
             span, b"", b"", b"", b"", 0, n_windows, window, Extent(0, 0, 4096), ()
         )
         order = None

@@ -13,11 +13,12 @@ from test_probes import low_rank_keys
 from test_sparse import asked
 
 import impress
-from impress import admission, fitting, params
-from impress.params import NONE, Params, decode_params, digest_of, encode_params
 from impress.policy import Quality
-from impress.tables import read_header
-from impress.verify import verify_store
+from impress.spans import params
+from impress.spans.params import NONE, Params, decode_params, digest_of, encode_params
+from impress.spans.tables import read_header
+from impress.upkeep.verify import verify_store
+from impress.write import admission, fitting
 
 Open = Callable[..., impress.PrefixStore]
 SHAPE = impress.Geometry(2, 8, 8, 32, "float16")

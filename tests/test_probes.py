@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impress import products
 from impress.errors import BadInput, ImpressError
-from impress.probes import Heads3, LowBit, codec_of, fitted, register
-from impress.probes_pca import Pca, params_digest
-from impress.quant import dequantise, pack_codes, packed_bytes, quantise, unpack_codes
-from impress.rows import host_words
+from impress.selection import products
+from impress.selection.probes import Heads3, LowBit, codec_of, fitted, register
+from impress.selection.probes_pca import Pca, params_digest
+from impress.selection.quant import dequantise, pack_codes, packed_bytes, quantise, unpack_codes
+from impress.spans.rows import host_words
 from impress.types import Geometry
 
 LOW_BIT = ["int4-v1", "int3-v1", "int2-v1", "int1-v1"]
@@ -261,8 +261,8 @@ def test_names_find_their_codecs() -> None:
 def test_importing_and_encoding_need_no_torch() -> None:
     code = (
         "import sys, numpy as np\n"
-        "import impress.identify, impress.policy\n"
-        "from impress.probes import codec_of\n"
+        "import impress.selection.identify, impress.policy\n"
+        "from impress.selection.probes import codec_of\n"
         "from impress.types import Geometry\n"
         "g = Geometry(1, 2, 2, 8, 'float16')\n"
         "codec_of('int4-v1').encode(np.ones((2, 64, 8), np.float16), g)\n"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import impress
-from impress.chunks import MARGIN, ChunkCache
+from impress.cache.chunks import MARGIN, ChunkCache
 from impress.policy import AllHeads, Contiguous, Exact, Paper, Policy, Quality, Recency
 from tiers.iopool import Lane
 

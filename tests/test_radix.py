@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impress.radix import NONE, RadixTree
+from impress.tree.radix import NONE, RadixTree
 
 SIZE = 8  # bytes of a window's label
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import impress
 from impress.cli.main import app
-from impress.rebuild import rebuild_store
+from impress.upkeep.rebuild import rebuild_store
 from tiers.base import PAGE
 
 Open = Callable[..., impress.PrefixStore]

@@ -22,13 +22,13 @@ from test_order import orders_of, scores_of, unpacked_and_packed
 from test_sparse import N_TOKENS, POLICIES, SHAPES, retrieve_all
 
 import impress
-from impress.budget import DAY_S, Bucket, Pace, WriteBudget
-from impress.layout import PlaneLayout
-from impress.order import RowOrder
-from impress.packing import expected, likely_chosen, plan_repack, tiled
 from impress.policy import Exact, Policy
-from impress.tables import read_header
-from impress.verify import verify_store
+from impress.repacking.packing import expected, likely_chosen, plan_repack, tiled
+from impress.spans.layout import PlaneLayout
+from impress.spans.order import RowOrder
+from impress.spans.tables import read_header
+from impress.upkeep.verify import verify_store
+from impress.write.budget import DAY_S, Bucket, Pace, WriteBudget
 from tiers.errors import MediumError
 
 Open = Callable[..., impress.PrefixStore]

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impress import BadInput, Geometry, ImpressError
-from impress.choices_units import pooled, unit_choice
-from impress.identify import Asked, select
 from impress.policy import Contiguous, Pages, Policy, SnapWindow
-from impress.probes import codec_of
-from impress.probes_pages import MinMax
+from impress.selection.choices_units import pooled, unit_choice
+from impress.selection.identify import Asked, select
+from impress.selection.probes import codec_of
+from impress.selection.probes_pages import MinMax
 
 WINDOW = 32
 

@@ -12,7 +12,6 @@ import torch
 from conftest import SMALL, prompt, wait_for_promotions
 
 import impress
-from impress import probes
 from impress.policy import (
     AllHeads,
     Contiguous,
@@ -27,9 +26,10 @@ from impress.policy import (
     SnapWindow,
     StaticH2O,
 )
-from impress.probes import LowBit
-from impress.scores import suffix_lse_of
-from impress.session import Lease
+from impress.read.session import Lease
+from impress.selection import probes
+from impress.selection.probes import LowBit
+from impress.selection.scores import suffix_lse_of
 
 Open = Callable[..., impress.PrefixStore]
 

@@ -486,7 +486,7 @@ def test_importance_is_kept_in_the_header(open_store: Open, geometry: impress.Ge
     tokens = prompt(130)
     scores = np.random.default_rng(0).random((2, 130), dtype=np.float32)
     put_prompt(store, tokens, importance=scores).wait(60)
-    from impress.tables import read_header
+    from impress.spans.tables import read_header
 
     header = read_header(store.ssd, store.catalog.records()[0])
     assert np.array_equal(header.importance, scores[:, :128])

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 import impress
-from impress.session import Lease
+from impress.read.session import Lease
 
 WINDOW = 16
 GEOMETRY = impress.Geometry(2, 2, 1, 24, "float32", v_head_dim=16)  # K padded, V dense

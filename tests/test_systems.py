@@ -26,7 +26,7 @@ from experiments.systems.serve import score_seconds
 from experiments.systems.shapes import SHAPES, Shape
 from impress.config import Config
 from impress.policy import AllHeads, Exact, Paper, Quality
-from impress.quant import dequantise, packed_bytes, unpack_codes
+from impress.selection.quant import dequantise, packed_bytes, unpack_codes
 from impress.store import PrefixStore
 
 TINY = Shape("tiny", 2, 8, 4, 32, 128)

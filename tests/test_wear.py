@@ -20,16 +20,16 @@ from test_repack import look, sound
 from test_sparse import POLICIES, retrieve_all
 
 import impress
-import impress.health
-import impress.home
-from impress.budget import DAY_S, WriteBudget
+import impress.write.health
+import impress.write.home
 from impress.errors import ConfigError, StoreFailed
-from impress.eviction import ByWorth, by_last_use, by_uses, least, score_of
-from impress.health import RETRY_S, Health
-from impress.history import HALF_LIFE
-from impress.radix import RadixTree
-from impress.tables import read_header
-from impress.verify import verify_store
+from impress.spans.tables import read_header
+from impress.tree.eviction import ByWorth, by_last_use, by_uses, least, score_of
+from impress.tree.radix import RadixTree
+from impress.upkeep.verify import verify_store
+from impress.usage.history import HALF_LIFE
+from impress.write.budget import DAY_S, WriteBudget
+from impress.write.health import RETRY_S, Health
 from tiers.errors import MediumError
 
 Open = Callable[..., impress.PrefixStore]
@@ -41,8 +41,8 @@ SIZE = 4
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that pass only when the test says so, for stores opened after this."""
     now = [1e9]
-    monkeypatch.setattr(impress.home, "wall_clock", lambda: now[0])
-    monkeypatch.setattr(impress.home, "monotonic", lambda: now[0])
+    monkeypatch.setattr(impress.write.home, "wall_clock", lambda: now[0])
+    monkeypatch.setattr(impress.write.home, "monotonic", lambda: now[0])
     return now
 
 

@@ -50,7 +50,7 @@ def rows(seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return made[::2], made[1::2]
 
 
-def put(store: impress.PrefixStore, seed: int) -> impress.writer.Stored:
+def put(store: impress.PrefixStore, seed: int) -> impress.write.writer.Stored:
     """Every third prompt with importance, so that its rows are packed."""
     importance = None
     if seed % 3 == 0:

@@ -12,7 +12,7 @@ from experiments.common import Row, Unable
 from experiments.faults.content import Judged, judge, open_store, put
 from experiments.faults.cuts import SILENCE_S
 from impress.errors import FormatError, ImpressError
-from impress.rebuild import rebuild_store
+from impress.upkeep.rebuild import rebuild_store
 
 #: What strace does to the worker, and to whom: calls of segments and of the index.
 INJECTIONS = (

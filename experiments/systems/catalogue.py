@@ -57,7 +57,7 @@ def _eviction(name: str) -> str:
 
 
 def _reordering() -> str:
-    found = importlib.util.find_spec("impress.order")
+    found = importlib.util.find_spec("impress.spans.order")
     return "" if found else "rows cannot be reordered"
 
 

@@ -26,8 +26,8 @@ from experiments.systems.planned import Choices, choose
 from experiments.systems.quantised import QuantisedStore
 from experiments.systems.shapes import Shape
 from impress.config import Config
-from impress.plan import Source
 from impress.policy import Paper, Policy, Quality
+from impress.read.plan import Source
 from impress.store import PrefixStore
 from impress.types import Geometry
 

@@ -27,12 +27,12 @@ from experiments.systems.clock import MOST_ERROR, Clock, Compute, Roofline
 from experiments.systems.generate import N_NEW
 from experiments.systems.serve import Asking, Server, score_seconds
 from experiments.systems.shapes import Shape
-from impress.choices import Selection
 from impress.demo.lookup.tasks import document
 from impress.engines import hf
-from impress.identify import Asked, select
 from impress.policy import Exact, Paper, Policy, Quality
-from impress.scores import suffix_lse_of
+from impress.selection.choices import Selection
+from impress.selection.identify import Asked, select
+from impress.selection.scores import suffix_lse_of
 
 CHECKPOINT: Final = "specialised"
 #: Document lengths the rates are fitted at, and the one between them that is predicted.

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from experiments.systems.shapes import Shape
-from impress.scores import suffix_lse_of
+from impress.selection.scores import suffix_lse_of
 
 Floats = npt.NDArray[np.float32]
 #: Dimensions besides the popular one that requests may look at, shared and own: the topics.

@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any, Final
 
 from experiments.systems.generate import Knobs, Prefix
-from impress.choices import Selection
-from impress.identify import Asked, select
 from impress.policy import AllHeads, Contiguous, Policy
-from impress.probes import codec_of
-from impress.scores import column_sums, key_scores
+from impress.selection.choices import Selection
+from impress.selection.identify import Asked, select
+from impress.selection.probes import codec_of
+from impress.selection.scores import column_sums, key_scores
 from impress.types import Geometry
 
 #: The request that stands for the prompt's own last rows.

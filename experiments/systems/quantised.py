@@ -12,20 +12,27 @@ from typing import Any, Final
 
 import numpy as np
 
-from impress.catalog import Held
+from impress.cache.copies import Copies
 from impress.config import Config
-from impress.copies import Copies
-from impress.format import SpanRecord
-from impress.history import History, budget_of
-from impress.layout import K, SpanLayout, V
-from impress.load import Reading
-from impress.params import Params
-from impress.plan import Source
-from impress.quant import floats_of, n_scales, pack_codes, packed_bytes, quantise, words_of
-from impress.rows import pack
-from impress.session import Lease, Session
+from impress.read.load import Reading
+from impress.read.plan import Source
+from impress.read.session import Lease, Session
+from impress.selection.quant import (
+    floats_of,
+    n_scales,
+    pack_codes,
+    packed_bytes,
+    quantise,
+    words_of,
+)
+from impress.spans.format import SpanRecord
+from impress.spans.layout import K, SpanLayout, V
+from impress.spans.params import Params
+from impress.spans.rows import pack
 from impress.stats import Counters
+from impress.tree.catalog import Held
 from impress.types import Geometry
+from impress.usage.history import History, budget_of
 from tiers.base import Extent, sums_of
 from tiers.iopool import IoPool
 from tiers.slots import BufferPool, aligned

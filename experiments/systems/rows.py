@@ -19,9 +19,9 @@ from experiments.common import Row
 from experiments.systems.generate import density
 from experiments.systems.planned import Planned
 from experiments.systems.serve import settle
-from impress.choices import Selection, n_kept, top_k
 from impress.config import Config
 from impress.policy import KeepAll
+from impress.selection.choices import Selection, n_kept, top_k
 from impress.store import PrefixStore
 from impress.types import Geometry
 from tiers.coalesce import coalesce

@@ -21,9 +21,9 @@ from experiments.systems.planned import Choices, Planned, reads_keys
 from experiments.systems.quantised import QuantisedStore
 from impress.engines.choice import MODES, Rates, decide
 from impress.policy import Contiguous, Exact, Policy
-from impress.probes import codec_of
-from impress.rows import as_tensor
-from impress.session import AccessReport, Lease
+from impress.read.session import AccessReport, Lease
+from impress.selection.probes import codec_of
+from impress.spans.rows import as_tensor
 from impress.store import PrefixStore
 from impress.types import Geometry
 from tiers.iopool import IoPool, Lane

@@ -12,11 +12,11 @@ from typing import Any
 from impress.blockhash import Tokens
 from impress.cli.models import check_length, engine_module, load, query_ids
 from impress.config import Config
-from impress.directory import Identity
 from impress.namespace import namespace_of
 from impress.policy import Policy
 from impress.store import PrefixStore
 from impress.terminal import err
+from impress.write.directory import Identity
 
 
 def ask(

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from impress.cli.options import Json, Store, print_json, store_dir
-from impress.doctor import Finding, examine, machine
 from impress.terminal import err, out, size
+from impress.upkeep.doctor import Finding, examine, machine
 from tiers.engines import ENGINES
 
 

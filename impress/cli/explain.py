@@ -22,9 +22,9 @@ from impress.cli.options import (
     store_dir,
 )
 from impress.cli.survey import open_for_reading, read_token_file
-from impress.directory import Identity
 from impress.errors import BadInput
 from impress.policy import Policy
+from impress.write.directory import Identity
 
 
 def explain(

@@ -12,17 +12,17 @@ from typing import Any, Final
 import numpy as np
 
 from impress.blockhash import Tokens, key_after, labels_of, namespace_digest, root_key
-from impress.catalog import Held
 from impress.cli.survey import known_of
 from impress.config import Config
-from impress.format import SpanHeader
-from impress.layout import K, SpanLayout, V
-from impress.ledgers import decoded
-from impress.load import LEAST_SLICE, MOST_SLICE
-from impress.plan import Source, parts_of, plan_reads, whole
+from impress.quality.ledgers import decoded
+from impress.read.load import LEAST_SLICE, MOST_SLICE
+from impress.read.plan import Source, parts_of, plan_reads, whole
+from impress.spans.format import SpanHeader
+from impress.spans.layout import K, SpanLayout, V
+from impress.spans.tables import read_header
 from impress.store import PrefixStore
-from impress.tables import read_header
-from impress.trace import Near, Trace
+from impress.tree.catalog import Held
+from impress.tree.trace import Near, Trace
 from tiers.base import Slot
 from tiers.coalesce import coalesce, slices
 from tiers.errors import ReadFailed

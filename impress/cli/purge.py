@@ -10,11 +10,11 @@ import typer
 from impress.blockhash import namespace_digest
 from impress.cli.options import Json, Store, print_json, store_dir
 from impress.config import Config
-from impress.directory import Shard, read_identity
 from impress.errors import BadInput
-from impress.index import compact
 from impress.store import PrefixStore
 from impress.terminal import out, size
+from impress.write.directory import Shard, read_identity
+from impress.write.index import compact
 
 _LEAST_HEX = 8
 

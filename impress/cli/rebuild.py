@@ -10,8 +10,8 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from impress.cli.options import Json, Store, print_json, store_dir
-from impress.rebuild import Rebuilt, rebuild_store
 from impress.terminal import err, out, size
+from impress.upkeep.rebuild import Rebuilt, rebuild_store
 
 
 def rebuild(

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from impress.cli.options import Store, store_dir
 from impress.config import MIB, Config
-from impress.directory import Shard, read_identity
-from impress.repack import RepackReport
+from impress.repacking.repack import RepackReport
 from impress.store import PrefixStore
 from impress.terminal import err, out, size
+from impress.write.directory import Shard, read_identity
 
 
 def repack(

@@ -12,10 +12,10 @@ import numpy as np
 
 from impress.blockhash import Tokens, as_tokens, key_after, labels_of
 from impress.config import Config
-from impress.directory import Identity, read_identity
 from impress.errors import BadInput, FormatError
-from impress.format import VERSION
+from impress.spans.format import VERSION
 from impress.store import PrefixStore
+from impress.write.directory import Identity, read_identity
 
 HOTTEST: Final = 5
 

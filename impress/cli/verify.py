@@ -19,7 +19,7 @@ from rich.table import Table
 
 from impress.cli.options import Json, Store, print_json, store_dir
 from impress.terminal import err, out, size
-from impress.verify import Verdict, verify_store
+from impress.upkeep.verify import Verdict, verify_store
 
 
 def verify(store: Store = None, as_json: Json = False) -> None:

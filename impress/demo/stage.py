@@ -14,9 +14,9 @@ from typing import Any, Final
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from impress.demo import CHECKPOINTS
-from impress.directory import Shard
 from impress.errors import BadInput, ImpressError, Unsupported
 from impress.terminal import err
+from impress.write.directory import Shard
 
 MARKER: Final = "impress-demo.json"  # stands in a folder the demo made
 LOG: Final = "worker.log"

@@ -46,7 +46,7 @@ from impress.engines.hf_storing import Job, Outcome, StoreQueue, whole_windows
 from impress.errors import BadInput, ImpressError, PrefixLost, StoreMismatch
 from impress.namespace import namespace_of
 from impress.policy import Policy
-from impress.shadow import SHADOW_ROWS
+from impress.read.shadow import SHADOW_ROWS
 from impress.store import PrefixStore
 from tiers.slots import BufferPool
 
@@ -153,9 +153,9 @@ class Engine:
         unless the call says otherwise. Effects: stores whole windows of prompt and answer in the
         background. `policy` is this call's instead of the engine's; where it chooses rows, a hit
         takes one prompt, stores nothing and returns no past_key_values. The engine's own has to
-        earn that first: until then hits are exact (impress.guard). A prefix that cannot be read is
-        computed instead, before any token is out. Raises BadInput or Unsupported, naming the
-        argument, before anything is read.
+        earn that first: until then hits are exact (impress.quality.guard). A prefix that cannot be
+        read is computed instead, before any token is out. Raises BadInput or Unsupported, naming
+        the argument, before anything is read.
         """
         started = perf_counter()
         self._check_usable()

@@ -24,11 +24,11 @@ from impress.engines.hf_mode import Way
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_prefix import StoredPrefix, end_reads
 from impress.errors import ImpressError, PrefixLost
-from impress.guard import Rerun, Weighed
 from impress.policy import Exact, Policy
-from impress.scores import suffix_lse_of
-from impress.session import Lease
-from impress.shadow import Seen, ShadowSession
+from impress.quality.guard import Rerun, Weighed
+from impress.read.session import Lease
+from impress.read.shadow import Seen, ShadowSession
+from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
 
 log = logging.getLogger("impress")

@@ -25,9 +25,9 @@ from impress.engines import hf_models
 from impress.engines.hf_cache import RowsLayer
 from impress.engines.hf_models import Prompt
 from impress.errors import ImpressError, Unsupported
-from impress.identify import check_cap, select
 from impress.policy import Exact, KeepAll, Policy
-from impress.probes import codec_of
+from impress.selection.identify import check_cap, select
+from impress.selection.probes import codec_of
 from impress.types import Geometry
 from tiers.slots import BufferPool
 

@@ -15,8 +15,8 @@ from impress.engines.hf_chosen import check_policy, chooses
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_prefix import StoredPrefix
 from impress.engines.hf_request import Request
-from impress.guard import Decision
 from impress.policy import Exact, KeepAll, Policy
+from impress.quality.guard import Decision
 from impress.store import PrefixStore
 
 log = logging.getLogger("impress")

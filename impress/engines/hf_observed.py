@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from impress.scores import key_scores
+from impress.selection.scores import key_scores
 
 ATTENTION_NAME = "impress_observed_sdpa"
 #: The last rows of the prompt that are asked; SnapKV asks 16 to 64.

@@ -11,10 +11,10 @@ import torch
 
 from impress.engines.hf_cache import RowsCache
 from impress.policy import Policy
-from impress.scores import suffix_lse_of
-from impress.session import AccessReport, Lease, Session
-from impress.shadow import SHADOW_ROWS, Seen
-from impress.sparse import SparseSession
+from impress.read.session import AccessReport, Lease, Session
+from impress.read.shadow import SHADOW_ROWS, Seen
+from impress.read.sparse import SparseSession
+from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
 
 

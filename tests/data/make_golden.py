@@ -21,7 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import impress
-from impress.directory import Identity, restore_identity
+from impress.write.directory import Identity, restore_identity
 
 ARCHIVE = Path(__file__).parent / "golden_v1.tar.xz"
 #: Rows of 32 and 64 bytes: every piece is padded, K's and V's differ.

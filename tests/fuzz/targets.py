@@ -23,12 +23,10 @@ import xxhash
 from hypothesis import strategies as st
 
 import impress
-from impress.catalog import Catalog
 from impress.cli.main import run
 from impress.config import Config, tenant_secret
-from impress.directory import Shard, read_identity
 from impress.errors import BadInput, ConfigError, FormatError, StoreFailed
-from impress.format import (
+from impress.spans.format import (
     decode_header,
     decode_index,
     encode_header,
@@ -37,10 +35,12 @@ from impress.format import (
     place_of,
     split_index,
 )
-from impress.index import Index
-from impress.layout import SpanLayout
-from impress.rebuild import rebuild_store
-from impress.records import wrong_record
+from impress.spans.layout import SpanLayout
+from impress.spans.records import wrong_record
+from impress.tree.catalog import Catalog
+from impress.upkeep.rebuild import rebuild_store
+from impress.write.directory import Shard, read_identity
+from impress.write.index import Index
 from tiers.base import PAGE, Extent
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "data"))

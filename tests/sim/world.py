@@ -19,9 +19,9 @@ from disk import Faults, SimSsd, flipped
 from turns import Killed, Scheduler, Thread
 
 import impress
-import impress.health
-import impress.home
-import impress.index
+import impress.write.health
+import impress.write.home
+import impress.write.index
 from impress.policy import Paper, Quality, Random, Recency
 
 GEOMETRY = impress.Geometry(2, 4, 2, 32, "float32")
@@ -43,7 +43,7 @@ FAULTS = (
 def _monotonic_defaults(patch: Any, clock: Any) -> None:
     """Clocks bound as defaults when a module was imported."""
     try:
-        from impress.repack import Repacker
+        from impress.repacking.repack import Repacker
     except ImportError:
         return
     defaults = tuple(clock if callable(d) else d for d in Repacker.__init__.__defaults__ or ())
@@ -72,9 +72,9 @@ class World:
             m for n, m in sorted(sys.modules.items()) if n.split(".")[0] in ("impress", "tiers")
         ]
         self.sched.install([m for m in modules if "engines" not in m.__name__], patch)
-        patch(impress.home, "SsdTier", SimSsd)
-        patch(impress.home, "wall_clock", self.sched.clock)
-        patch(impress.health, "RETRY_S", impress.health.RETRY_S)
+        patch(impress.write.home, "SsdTier", SimSsd)
+        patch(impress.write.home, "wall_clock", self.sched.clock)
+        patch(impress.write.health, "RETRY_S", impress.write.health.RETRY_S)
         _monotonic_defaults(patch, self.sched.clock)
 
     def _make_prompts(self) -> list[np.ndarray]:
@@ -136,7 +136,7 @@ class World:
             admit=self.rng.choice(("first", "second")), disk_high=0.8, disk_low=0.6,
             daily_write_bytes=self.rng.choice((None,) * 5 + (2 << 20,)),
         )  # fmt: skip
-        impress.health.RETRY_S = self.rng.choice((0.0, 0.0, 30.0))
+        impress.write.health.RETRY_S = self.rng.choice((0.0, 0.0, 30.0))
         if config.disk_bytes is not None:
             self.must_have.clear()  # spans may be evicted for room
         return impress.PrefixStore.open(self.path, GEOMETRY, "sim", config)
@@ -168,9 +168,9 @@ class World:
     def _crash(self, *, power: bool) -> None:
         SimSsd.on = False
         self.sched.kill_all()
-        for env, _ in impress.index._envs.values():
+        for env, _ in impress.write.index._envs.values():
             env.close()
-        impress.index._envs.clear()
+        impress.write.index._envs.clear()
         for tier in SimSsd.tiers:
             SimSsd.close(tier)
         SimSsd.tiers.clear()

@@ -17,7 +17,7 @@ from impress.engines.vllm import settings as vllm_settings
 from impress.errors import PrefixLost
 from impress.namespace import namespace_of
 from impress.policy import KeepAll, Paper, Quality
-from impress.sparse import SparseSession
+from impress.read.sparse import SparseSession
 from tests.vllm.served import SMALL, Served, tokens, words
 
 Serve = Callable[..., Served]

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 
 import torch
 
-from impress.draft import Stored
 from impress.engines.vllm.blocks import BlockLayout
 from impress.engines.vllm.step import SaveSpec
 from impress.errors import ImpressError, StoreFailed
 from impress.store import PrefixStore
-from impress.writer import Writer
+from impress.write.draft import Stored
+from impress.write.writer import Writer
 
 log = logging.getLogger("impress")
 

@@ -23,8 +23,8 @@ import torch
 from impress.engines.vllm.blocks import BlockLayout, slots_of
 from impress.engines.vllm.step import LoadSpec
 from impress.errors import PrefixLost
-from impress.scores import suffix_lse_of
-from impress.session import AccessReport, Lease, Session
+from impress.read.session import AccessReport, Lease, Session
+from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
 
 

@@ -21,7 +21,7 @@ from impress.engines.vllm.saving import Saver
 from impress.engines.vllm.sparse import SparseSide
 from impress.engines.vllm.step import LoadSpec, StepPlan, StepReport
 from impress.errors import ImpressError, PrefixLost
-from impress.session import AccessReport, Lease, Session
+from impress.read.session import AccessReport, Lease, Session
 from impress.store import PrefixStore
 
 log = logging.getLogger("impress")

@@ -1,0 +1,1 @@
+"""Copies of chunks and probe records in fast memory, under their budgets."""

@@ -1,0 +1,293 @@
+"""Copies of chunks in a fast tier: which are there, which go when room is needed.
+
+A copy is found by (span, layer, window). Entries are rows of arrays, so a layer's worth of
+windows is looked up and pinned without a Python loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from impress.cache.heap import MinHeap
+from tiers.base import Bytes, Extent, Slot
+from tiers.dram import DramTier
+
+Ids = npt.NDArray[np.int64]
+Ranks = npt.NDArray[np.float64]
+Shares = npt.NDArray[np.float32]
+_ABSENT = -1
+
+#: A newcomer's rank (log2 of its score) must beat what it drives out by this, 9 % of a score: of
+#: equals that take turns the first to come stays, until it has not been used for a while.
+MARGIN: Final = 0.125
+
+
+class ChunkCache:
+    """A byte budget of chunk copies. Thread-safe; eviction is a drop, home always has the bytes.
+
+    What goes first has the least of (importance) rank, then last use; (lru) last use; (lfu) uses
+    since it came in, then last use. A heap holds exactly the copies that may go: ready, not pinned.
+    Entry i is bytes [i·chunk, (i+1)·chunk) of the arena: the pieces of each of `planes`, one
+    plane after the other. Filling -> ready -> (pinned while copied out) -> dropped.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        planes: Mapping[int, int],
+        n_layers: int,
+        name: str = "dram",
+        eviction: str = "lru",
+    ) -> None:
+        """`planes`: bytes a chunk has in each, by plane number. `eviction`: as in `Config`."""
+        self.planes = tuple(planes)
+        self._sizes = dict(planes)
+        sizes = list(planes.values())
+        self._offs = {plane: sum(sizes[:i]) for i, plane in enumerate(planes)}
+        self.chunk_bytes = sum(sizes)
+        self.capacity = budget_bytes // self.chunk_bytes
+        self.tier = DramTier(self.capacity * self.chunk_bytes, name)
+        self.by_rank = eviction == "importance"
+        self._by_count = eviction == "lfu"
+        self._n_layers = n_layers
+        self._lock = threading.Lock()
+        self._maps: dict[int, Ids] = {}  # span -> [n_layers, n_windows] entry or _ABSENT
+        self._used = np.zeros(self.capacity, dtype=np.int64)  # tick of the last use
+        self._uses = np.zeros(self.capacity, dtype=np.int64)  # since it came in
+        self._pins = np.zeros(self.capacity, dtype=np.int32)
+        self._ready = np.zeros(self.capacity, dtype=bool)
+        self._rank = np.zeros(self.capacity)
+        self._share = np.full(self.capacity, np.nan)  # of important rows; nan: not known
+        self._owner = np.full((self.capacity, 3), _ABSENT, dtype=np.int64)
+        self._heap = MinHeap(self.capacity)
+        self._tick = 0
+        self.evictions = 0
+
+    def pin(self, span: int, layer: int, first: int, count: int) -> Ids:
+        """Entries of windows [first, first + count), _ABSENT (-1) where there is no copy.
+
+        Those found are pinned until `unpin`, and counted as used.
+        """
+        with self._lock:
+            table = self._maps.get(span)
+            if table is None:
+                return np.full(count, _ABSENT, dtype=np.int64)
+            found = table[layer, first : first + count].copy()
+            there = found[found >= 0]
+            found[found >= 0] = np.where(self._ready[there], there, _ABSENT)
+            there = found[found >= 0]
+            self._tick += 1
+            self._used[there] = self._tick
+            self._uses[there] += 1
+            self._pins[there] += 1
+            self._heap.discard(there)
+            return found
+
+    def unpin(self, entries: Ids) -> None:
+        with self._lock:
+            entries = entries[entries >= 0]
+            self._pins[entries] -= 1
+            # Dropped while it was read: its last reader frees it.
+            idle = entries[self._pins[entries] == 0]
+            self._free(idle[self._owner[idle, 0] < 0])
+            self._file(idle[self._owner[idle, 0] >= 0])
+
+    def slot(self, entry: int) -> Slot:
+        """Where an entry's bytes are."""
+        return Slot((Extent(0, entry * self.chunk_bytes, self.chunk_bytes),))
+
+    def plane_bytes(self, plane: int) -> int:
+        """Bytes a chunk has in a plane."""
+        return self._sizes[plane]
+
+    def plane_off(self, plane: int) -> int:
+        """Where a plane's pieces begin in an entry."""
+        return self._offs.get(plane, 0)
+
+    def has(self, span: int, layer: int, windows: Ids) -> npt.NDArray[np.bool_]:
+        """Which of these windows have an entry, ready or being filled."""
+        with self._lock:
+            table = self._maps.get(span)
+            if table is None:
+                return np.zeros(len(windows), dtype=bool)
+            return np.asarray(table[layer, windows] != _ABSENT)
+
+    def room(self, ranks: Ranks) -> int:
+        """How many of newcomers with these ranks, highest first, `admit` would grant now. Pure."""
+        with self._lock:
+            free, n = self.tier.usage().free // self.chunk_bytes, len(ranks)
+            if not self.by_rank or n <= free:
+                return int(min(n, free + len(self._heap)))
+            least = self._heap.scores()[: n - free]
+            return free + int((ranks[free : free + len(least)] > least + MARGIN).sum())
+
+    def admit(
+        self, span: int, n_windows: int, layer: int, windows: Ids, ranks: Ranks | None = None
+    ) -> tuple[Ids, Ids]:
+        """Take entries for these windows of a layer; (windows, entries) granted, to be filled.
+
+        Windows that have an entry are left out. Makes room by dropping the least of those that
+        nobody reads, by rank only where a newcomer's of `ranks` beats it; grants fewer, those of
+        the highest ranks, when there is not enough. `publish` or `abandon` follows.
+        """
+        if ranks is None:
+            ranks = np.zeros(len(windows))
+        with self._lock:
+            table = self._maps.get(span)
+            if table is not None:
+                absent = table[layer, windows] == _ABSENT
+                windows, ranks = windows[absent], ranks[absent]
+            entries, kept = self._take(ranks)
+            windows = windows[kept]
+            if len(entries):
+                table = self._maps.get(span)
+                if table is None:
+                    table = np.full((self._n_layers, n_windows), _ABSENT, dtype=np.int64)
+                    self._maps[span] = table
+                table[layer, windows] = entries
+                self._owner[entries, 0] = span
+                self._owner[entries, 1] = layer
+                self._owner[entries, 2] = windows
+                self._rank[entries] = ranks[kept]
+                self._share[entries] = np.nan
+            return windows, entries
+
+    def judge(self, span: int, layer: int, ranks: Ranks, shares: Shares | None) -> None:
+        """What the chunks of a layer are worth now, by window of the span. shares None: unknown."""
+        with self._lock:
+            table = self._maps.get(span)
+            if table is None:
+                return
+            windows = np.flatnonzero(table[layer] >= 0)
+            entries = table[layer, windows]
+            self._share[entries] = np.nan if shares is None else shares[windows]
+            self._rank[entries] = ranks[windows]
+            if self.by_rank:
+                self._file(entries[self._ready[entries] & (self._pins[entries] == 0)])
+
+    def important_share(self) -> float | None:
+        """Mean share of important rows of the chunks here; None where none is known of."""
+        with self._lock:
+            shares = self._share[self._owner[:, 0] >= 0]
+            shares = shares[~np.isnan(shares)]
+            return float(shares.mean()) if len(shares) else None
+
+    def publish(self, entries: Ids) -> None:
+        """Filled: from now on they are found. Those dropped with their span meanwhile are freed."""
+        with self._lock:
+            self._tick += 1
+            kept = entries[self._owner[entries, 0] >= 0]
+            self._used[kept] = self._tick
+            self._uses[kept] = 1
+            self._ready[kept] = True
+            self._file(kept)
+            self._free(entries[self._owner[entries, 0] < 0])
+
+    def abandon(self, entries: Ids) -> None:
+        """Never filled: take them out again."""
+        with self._lock:
+            self._forget(entries[self._owner[entries, 0] >= 0])
+            self._free(entries)
+
+    def fill(self, entry: int, plane: int, pieces: Bytes) -> None:
+        """Copy one plane of a chunk in. The entry is this caller's until published."""
+        self.tier.write(self.slot(entry), self._offs[plane], pieces)
+
+    def drop_span(self, span: int) -> None:
+        """Its copies are found no more. Pinned and filling ones are freed by their last user."""
+        with self._lock:
+            table = self._maps.get(span)
+            if table is not None:
+                self._drop(table[table >= 0])
+
+    def drop_windows(self, span: int, layer: int, windows: Ids) -> None:
+        """These windows of a layer are elsewhere now. Pinned copies go with their last reader."""
+        with self._lock:
+            table = self._maps.get(span)
+            if table is not None:
+                entries = table[layer, windows]
+                self._drop(entries[entries >= 0])
+
+    def clear(self) -> None:
+        """Drop everything that nobody reads."""
+        with self._lock:
+            self._drop(self._heap.items())
+
+    def occupancy(self) -> dict[int, int]:
+        """Span -> its chunks here."""
+        with self._lock:
+            return {span: int((table >= 0).sum()) for span, table in self._maps.items()}
+
+    def check(self) -> None:
+        """Assert that maps, owners and the arena agree."""
+        self.tier.check()
+        with self._lock:
+            mapped = np.sort(
+                np.concatenate([t[t >= 0] for t in self._maps.values()] or [np.empty(0, np.int64)])
+            )
+            assert len(np.unique(mapped)) == len(mapped), "two windows share an entry"
+            assert np.array_equal(mapped, np.flatnonzero(self._owner[:, 0] >= 0)), "owners are off"
+            assert (self._pins >= 0).all(), "unpinned twice"
+            self._heap.check()
+            idle = self._ready & (self._pins == 0) & (self._owner[:, 0] >= 0)
+            assert np.array_equal(self._heap.items(), np.flatnonzero(idle)), "the heap is off"
+            for entry in mapped.tolist():
+                span, layer, window = self._owner[entry].tolist()
+                assert self._maps[span][layer, window] == entry, "owner and map disagree"
+
+    # ---- inside, under the lock ------------------------------------------------------------
+
+    def _take(self, ranks: Ranks) -> tuple[Ids, Ids]:
+        """Entries for newcomers, and which of them (ascending) get one."""
+        n = min(len(ranks), self.capacity)
+        free = min(n, self.tier.usage().free // self.chunk_bytes)
+        kept = np.argsort(-ranks, kind="stable")[:n]
+        victims = self._heap.take(n - free)
+        kept = kept[: free + len(victims)]
+        if self.by_rank:
+            beaten = ranks[kept[free:]] > self._rank[victims] + MARGIN
+            self._file(victims[~beaten])
+            victims, kept = victims[beaten], kept[: free + int(beaten.sum())]
+        self.evictions += len(victims)
+        self._drop(victims)
+        entries = []
+        for _ in range(len(kept)):
+            slot = self.tier.reserve(self.chunk_bytes)
+            if slot is None:
+                break
+            entries.append(slot.parts[0].off // self.chunk_bytes)
+        return np.array(entries, dtype=np.int64), np.sort(kept[: len(entries)])
+
+    def _file(self, entries: Ids) -> None:
+        """These may go; with what they are worth now."""
+        if self.by_rank:
+            self._heap.put(entries, self._rank[entries], self._used[entries])
+        else:
+            uses = self._uses[entries].astype(np.float64) if self._by_count else 0.0
+            self._heap.put(entries, uses, self._used[entries])
+
+    def _drop(self, entries: Ids) -> None:
+        self._forget(entries)
+        idle = entries[self._ready[entries] & (self._pins[entries] == 0)]
+        self._free(idle)
+
+    def _forget(self, entries: Ids) -> None:
+        for span in np.unique(self._owner[entries, 0]).tolist():
+            mine = entries[self._owner[entries, 0] == span]
+            table = self._maps[span]
+            table[self._owner[mine, 1], self._owner[mine, 2]] = _ABSENT
+            if not (table >= 0).any():
+                del self._maps[span]
+        self._owner[entries] = _ABSENT
+        self._heap.discard(entries)
+
+    def _free(self, entries: Ids) -> None:
+        self._heap.discard(entries)
+        self._ready[entries] = False
+        for entry in entries.tolist():
+            self.tier.free(self.slot(entry))

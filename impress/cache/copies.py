@@ -1,0 +1,120 @@
+"""Everything a store keeps in fast memory, under its budgets: chunks by tier, probe records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from impress.cache.chunks import ChunkCache
+from impress.config import Config
+from impress.errors import ConfigError, Unsupported
+from impress.selection.probes import ProbeCodec, codec_of, fitted
+from impress.spans.layout import K, SpanLayout, V
+from impress.types import Geometry
+from impress.usage.history import SHARE as HISTORY_SHARE
+from tiers.base import Usage, round_up
+
+#: A sixteenth of the DRAM budget is kept for tables (8 bytes a piece: about .1 % of the KV) and
+#: history.
+TABLES_SHARE = 16
+#: An eighth for probe records, where any are stored.
+PROBES_SHARE = 8
+
+
+class Copies:
+    """`chunks`: caches of K and V, fastest first. `probes`: of each codec's records, by plane."""
+
+    def __init__(
+        self, config: Config, geometry: Geometry, window: int, codecs: Sequence[ProbeCodec]
+    ) -> None:
+        layout = SpanLayout.of(geometry, window, 1)
+        planes = {plane: layout.planes[plane].chunk_bytes for plane in (K, V)}
+        apart = config.dram_bytes // TABLES_SHARE
+        self.tables_bytes = apart - config.dram_bytes // HISTORY_SHARE
+        probe_bytes = config.dram_bytes // PROBES_SHARE if codecs else 0
+        budgets = {"dram": config.dram_bytes - apart - probe_bytes}
+        if config.hbm_bytes:
+            _check_hbm(config, layout.chunk_bytes)
+            budgets = {"hbm": config.hbm_bytes, **budgets}
+        self.emulated = ("hbm",) if config.hbm_bytes else ()
+        self.chunks = tuple(
+            ChunkCache(n, planes, geometry.n_layers, name, config.eviction)
+            for name, n in budgets.items()
+        )
+        self.probes: dict[tuple[int, int], ChunkCache] = {}  # by plane and bytes a chunk
+        sizes = {
+            (plane, round_up(one.probe_bytes(geometry) * window // one.group))
+            for plane, codec in enumerate(codecs, start=V + 1)
+            for one in _with_fallback(codec)
+        }
+        for plane, size in sorted(sizes):
+            share = probe_bytes // len(sizes)
+            self.probes[plane, size] = ChunkCache(share, {plane: size}, geometry.n_layers)
+
+    def _all(self) -> list[ChunkCache]:
+        return [*self.chunks, *self.probes.values()]
+
+    def drop_span(self, span: int) -> None:
+        for cache in self._all():
+            cache.drop_span(span)
+
+    def clear(self) -> None:
+        """Drop everything that nobody reads."""
+        for cache in self._all():
+            cache.clear()
+
+    def usage(self) -> dict[str, Usage]:
+        """By tier; DRAM's with its probe records."""
+        found = {cache.tier.name: cache.tier.usage() for cache in self.chunks}
+        for cache in self.probes.values():
+            more = zip(found["dram"], cache.tier.usage(), strict=True)
+            found["dram"] = Usage(*(a + b for a, b in more))
+        return found
+
+    def held(self) -> dict[str, int]:
+        """Chunks there are copies of, by tier."""
+        return {c.tier.name: c.tier.usage().used // c.chunk_bytes for c in self.chunks}
+
+    def evictions(self) -> dict[str, int]:
+        """Chunks dropped to make room, by tier."""
+        return {cache.tier.name: cache.evictions for cache in self.chunks}
+
+    def important_share(self) -> dict[str, float | None]:
+        """By tier: the mean share of important rows of its chunks; None where none is known of."""
+        return {cache.tier.name: cache.important_share() for cache in self.chunks}
+
+    def occupancy(self) -> dict[str, dict[int, int]]:
+        """By tier: span -> chunks there."""
+        return {cache.tier.name: cache.occupancy() for cache in self.chunks}
+
+    def check(self) -> None:
+        for cache in self._all():
+            cache.check()
+
+
+def _with_fallback(codec: ProbeCodec) -> list[ProbeCodec]:
+    """What may make a codec's records: itself, and what stands in until it has parameters."""
+    again = fitted(codec)
+    return [codec] if again is None else [codec, codec_of(again.fallback)]
+
+
+def check_budgets(config: Config, geometry: Geometry, window: int) -> None:
+    """Raises ConfigError where what is written with cannot hold one chunk."""
+    chunk_bytes = SpanLayout.of(geometry, window, 1).chunk_bytes
+    if config.write_buffer_bytes < chunk_bytes:
+        raise ConfigError(
+            f"config: write_buffer_bytes {config.write_buffer_bytes} cannot hold one chunk "
+            f"of {chunk_bytes} bytes"
+        )
+
+
+def _check_hbm(config: Config, chunk_bytes: int) -> None:
+    """Raises Unsupported or ConfigError, naming the setting to change."""
+    if config.hbm_device == "cuda":
+        raise Unsupported(
+            "hbm_bytes: a tier on CUDA is not in this version; "
+            'hbm_device = "cpu" emulates one in host memory'
+        )
+    if config.hbm_bytes < chunk_bytes:
+        raise ConfigError(
+            f"config: hbm_bytes {config.hbm_bytes} cannot hold one chunk of {chunk_bytes} bytes"
+        )

@@ -1,0 +1,1 @@
+"""Whether choosing rows is good enough here: the guard, and its ledgers."""

@@ -1,0 +1,207 @@
+"""The guard's ledgers of a store, by namespace and policy; each is a value in the index.
+
+0   2 version = 1          24  8 × 9 counts, as in `Ledger`: requests, shadows, exceeded,
+2   1 state                       understated, dropped, sent back, reruns, flips, compared
+3   1 0                    96  8 worst missing mass, then 8 worst KL, float64
+4   4 shadows wanted      112  … recent shadows, a bit each, 1: over; then the policy, UTF-8
+8   8 target, float64      -8  8 xxh3_64 of all before
+16  4 recent shadows, 20 4 length of the policy
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
+from typing import Any, Final, NamedTuple
+
+import xxhash
+
+from impress.config import Config
+from impress.errors import FormatError
+from impress.quality.guard import STATES, Decision, Ledger, Rerun, Weighed
+
+log = logging.getLogger("impress")
+
+_HEAD: Final = struct.Struct("<HBxIdII9Qdd")
+_VERSION: Final = 1
+_MOST_NAME: Final = 400  # bytes
+
+
+class Entry(NamedTuple):
+    """A ledger and whose it is."""
+
+    policy: str
+    ledger: Ledger
+
+
+class Ledgers:
+    """Thread-safe. Values that are damaged, newer or of other settings begin again."""
+
+    def __init__(
+        self,
+        fetch: Callable[[bytes], bytes | None] = lambda key: None,
+        save: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`fetch`: a saved value; `save`: asks for a `dump` soon, off the request's path."""
+        self._fetch = fetch
+        self._save = save
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, Entry] = {}
+        self._changed: set[bytes] = set()
+
+    def open(self, namespace: bytes, policy: Any, config: Config) -> bytes:
+        """The key of a policy's ledger in a namespace, which is there from now on."""
+        name = name_of(policy)
+        key = namespace + hashlib.blake2b(name.encode(), digest_size=8).digest()
+        target, n_wanted = target_of(policy, config), config.guard_shadows
+        with self._lock:
+            if key in self._entries:
+                return key
+        found = decode(self._fetch(key))
+        fresh = Ledger(target, n_wanted)
+        if found is not None and (found.ledger.target, found.ledger.n_wanted) == (target, n_wanted):
+            fresh = found.ledger
+        with self._lock:
+            self._entries.setdefault(key, Entry(name, fresh))
+        return key
+
+    def decide(self, key: bytes, share: float) -> tuple[Decision, str]:
+        """The next request's way, and the state in words."""
+        with self._lock:
+            ledger = self._entries[key].ledger
+            self._changed.add(key)
+            return ledger.decide(share, key), ledger.said()
+
+    def said(self, key: bytes) -> str:
+        """The state in words."""
+        with self._lock:
+            return self._entries[key].ledger.said()
+
+    def note(self, key: bytes, weighed: Weighed) -> None:
+        """One shadow; a change of state is logged and saved."""
+        with self._lock:
+            name, ledger = self._entries[key]
+            line = ledger.note(weighed)
+            self._changed.add(key)
+            bad = ledger.state == "exact"
+        if line:
+            level = logging.WARNING if bad else logging.INFO
+            log.log(level, "guard: %s, namespace %s…: %s", name, key[:8].hex(), line)
+            self._save()
+
+    def note_rerun(self, key: bytes, rerun: Rerun) -> None:
+        with self._lock:
+            self._entries[key].ledger.note_rerun(rerun)
+            self._changed.add(key)
+
+    def dropped(self, key: bytes) -> None:
+        """A shadow came to nothing."""
+        with self._lock:
+            self._entries[key].ledger.n_dropped += 1
+            self._changed.add(key)
+
+    def dump(self) -> dict[bytes, bytes]:
+        """Key -> value, of those that changed since the last dump."""
+        with self._lock:
+            values = {key: encode(self._entries[key]) for key in self._changed}
+            self._changed.clear()
+            return values
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Each ledger as plain data."""
+        with self._lock:
+            return [shown(key, entry) for key, entry in self._entries.items()]
+
+
+def target_of(policy: Any, config: Config) -> float:
+    """The missing mass a policy says it keeps to; the operator's where it says none."""
+    own = getattr(policy, "max_missing_mass", None)
+    return float(own) if isinstance(own, (int, float)) else config.guard_missing_mass
+
+
+def name_of(policy: Any) -> str:
+    """A policy with its settings, the same in every process."""
+    name = repr(policy) if is_dataclass(policy) else f"{type(policy).__qualname__} {policy.name}"
+    return name.encode()[:_MOST_NAME].decode(errors="ignore")
+
+
+def shown(key: bytes, entry: Entry) -> dict[str, Any]:
+    """A ledger for people and for JSON."""
+    ledger = entry.ledger
+    return {
+        "namespace": key[:-8].hex(),
+        "policy": entry.policy,
+        "state": ledger.state,
+        "said": ledger.said(),
+        "target": ledger.target,
+        "most_mass": ledger.most_mass,
+        "wanted": ledger.n_wanted,
+        "clean": ledger.n_clean,
+        "requests": ledger.n_requests,
+        "shadows": ledger.n_shadows,
+        "exceeded": ledger.n_exceeded,
+        "understated": ledger.n_understated,
+        "dropped": ledger.n_dropped,
+        "sent_back": ledger.n_sent_back,
+        "bound": ledger.bound,
+        "worst_missing_mass": ledger.worst_mass,
+        "reruns": ledger.n_reruns,
+        "worst_kl": ledger.worst_kl,
+        "flips": ledger.n_flips,
+        "compared": ledger.n_compared,
+    }
+
+
+def decoded(values: Iterable[tuple[bytes, bytes]]) -> list[dict[str, Any]]:
+    """The ledgers of saved values; damaged ones are left out."""
+    found = ((key, decode(raw)) for key, raw in values)
+    return [shown(key, entry) for key, entry in found if entry is not None]
+
+
+def encode(entry: Entry) -> bytes:
+    """The value; see above."""
+    ledger, name = entry.ledger, entry.policy.encode()
+    bits = sum(over << i for i, over in enumerate(ledger.recent))
+    n_recent = len(ledger.recent)
+    head = _HEAD.pack(
+        _VERSION, STATES.index(ledger.state), ledger.n_wanted, ledger.target, n_recent, len(name),
+        ledger.n_requests, ledger.n_shadows, ledger.n_exceeded, ledger.n_understated,
+        ledger.n_dropped, ledger.n_sent_back, ledger.n_reruns, ledger.n_flips, ledger.n_compared,
+        ledger.worst_mass, ledger.worst_kl,
+    )  # fmt: skip
+    raw = head + bits.to_bytes((n_recent + 7) // 8, "little") + name
+    return raw + _sum(raw)
+
+
+def decode(raw: bytes | None) -> Entry | None:
+    """The inverse; None on what is not there, damaged or of another version."""
+    try:
+        return None if raw is None else _decoded(raw)
+    except (FormatError, UnicodeDecodeError):
+        return None
+
+
+def _decoded(raw: bytes) -> Entry:
+    if len(raw) < _HEAD.size + 8 or _sum(raw[:-8]) != raw[-8:]:
+        raise FormatError("guard: a damaged value")
+    version, state, n_wanted, target, n_recent, n_name, *rest = _HEAD.unpack_from(raw)
+    requests, shadows, exceeded, understated, dropped, sent_back, reruns, flips, compared = rest[:9]
+    end = _HEAD.size + (n_recent + 7) // 8
+    if version != _VERSION or state >= len(STATES) or len(raw) != end + n_name + 8:
+        raise FormatError("guard: a value of another version")
+    bits = int.from_bytes(raw[_HEAD.size : end], "little")
+    ledger = Ledger(
+        target, n_wanted, STATES[state], requests, shadows, exceeded, understated, dropped,
+        sent_back, rest[9], reruns, rest[10], flips, compared,
+        deque(bool(bits >> i & 1) for i in range(n_recent)),
+    )  # fmt: skip
+    return Entry(raw[end : end + n_name].decode(), ledger)
+
+
+def _sum(raw: bytes) -> bytes:
+    return xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little")

@@ -1,0 +1,399 @@
+"""One layer's planes on their way from the tiers to memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from impress.cache.chunks import ChunkCache, Ids
+from impress.cache.copies import Copies
+from impress.config import Config
+from impress.errors import PrefixLost
+from impress.read.flights import Flight, Flights, take
+from impress.read.plan import (
+    Gather,
+    Mask,
+    Part,
+    Positions,
+    Run,
+    Source,
+    gather,
+    gather_whole,
+    home_read,
+    parts_of,
+    plan_reads,
+    rows_by_tier,
+)
+from impress.read.takes import Ahead, hit_rows, used_bytes
+from impress.spans.layout import K, PlaneLayout, SpanLayout, V
+from impress.spans.params import Params
+from impress.spans.rows import as_tensor, dense_bytes, take_rows, unpack
+from impress.spans.tables import Tables
+from impress.stats import Counters
+from impress.tree.catalog import Held
+from impress.types import Geometry
+from impress.usage.history import History
+from tiers.base import PAGE, Bytes, Read, Slot, Tier
+from tiers.coalesce import slices
+from tiers.errors import MediumError, ReadFailed
+from tiers.iopool import IoPool, Lane, Ticket
+from tiers.slots import Allowance, Buffer, BufferPool
+from tiers.ssd import SsdTier
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = tuple[torch.Tensor, torch.Tensor]
+
+#: A slice of reads for one thread: at least this, so that small layers do not drown in hand-offs.
+LEAST_SLICE = 256 << 10
+MOST_SLICE = 2 << 20
+#: Bytes of read buffers that promotions may keep from being reused.
+MOST_WAITING = 256 << 20
+#: Among a load's tickets: copies of what was read ahead.
+_AHEAD: Final = "ahead"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What sessions of a store read with; the same for all."""
+
+    geometry: Geometry
+    config: Config
+    ssd: SsdTier
+    copies: Copies
+    pool: IoPool
+    buffers: BufferPool
+    counters: Counters
+    quarantine: Callable[[int], None]  # span at home is bad
+    history: History
+    save_history: Callable[[], None]  # asks the committer; nothing where none writes
+    params: Params  # of fitted probe codecs
+    flights: Flights = field(default_factory=Flights)
+    #: Buffers that wait to be copied up: requests come first, and these would pile up behind them.
+    waiting: Allowance = field(default_factory=lambda: Allowance(MOST_WAITING))
+
+
+class Load:
+    """Some planes of a layer being read, whole or chosen rows; started by the constructor.
+
+    Exactly one of `abandon`, or `wait` and later `give_back`, ends it.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        sources: Sequence[Source],
+        layer: int,
+        caches: Sequence[ChunkCache],
+        planes: Sequence[int],
+        positions: Positions | None = None,
+        outs: Sequence[torch.Tensor] | None = None,
+        ahead: Ahead | None = None,
+        lane: Lane = Lane.DEMAND,
+    ) -> None:
+        """Under another lane than DEMAND it is no request's read, and not counted as one."""
+        self.layer = layer
+        self._lane = lane
+        self.planes = tuple(planes)
+        self.positions = positions  # None: every row
+        self.outs = outs  # the caller's tensors, one a plane, or None
+        self.started_s = monotonic()
+        self.reading = reading
+        self.caches = caches
+        self.shapes = [sources[0].layout.planes[plane] for plane in planes]
+        self._ahead = ahead
+        self._bad_span: dict[str, int] = {}  # medium -> span whose read failed
+        self._reread: list[int] = []  # bytes that a read ahead had promised
+        self.buffers: list[Buffer] = []  # rented, or held until the reads have ended
+        if any(plane not in (K, V) for plane in planes):  # probe records lie in position order
+            sources = [replace(source, order=None) for source in sources]
+        gathers = self._map(sources)
+        self.runs = [g.runs for g in gathers]  # of pieces, by plane and part
+        self._rows = [g.rows for g in gathers]  # of dest, by plane; None: all, as they lie
+        self._n_pieces = [g.n_pieces for g in gathers]
+        self._taken = [np.zeros(g.n_pieces, dtype=bool) for g in gathers]  # of dest: not read
+        self.map_ms = (monotonic() - self.started_s) * 1e3  # finding where the rows lie
+        self._dests = [self._dest(i) for i in range(len(planes))]
+        self.entries: list[list[Ids]] = [
+            [cache.pin(p.span, layer, p.first, p.count) for p in self.parts] for cache in caches
+        ]
+        for i in range(len(self.parts)):
+            self._only_fastest(i)
+        self._plan = plan_reads(
+            self.parts, layer, planes, [g.read for g in gathers], self.entries, caches, self._dests
+        )
+        self.bytes_by_tier = self._plan.n_bytes
+        self.rows_by_tier = rows_by_tier(self.parts, self.entries, caches)
+        media: dict[str, Tier] = {cache.tier.name: cache.tier for cache in caches}
+        media["ssd"] = reading.ssd
+        self._followed = self._follow()
+        self.tickets = {
+            medium: self._submit(media[medium], by_part)
+            for medium, by_part in self._plan.reads.items()
+        }
+        if ahead is not None:
+            self._take(ahead, [g.taken for g in gathers])
+
+    def _map(self, sources: Sequence[Source]) -> list[Gather]:
+        """Where the wanted rows lie, by plane."""
+        self.parts = parts = parts_of(sources, self.layer, self.positions)
+        gap, one = self.reading.config.read_gap_bytes, gather
+        if self.positions is None:
+            one = gather_whole
+        made: dict[PlaneLayout, Gather] = {}  # planes with the same pieces share one
+        gathers = []
+        for plane, shape in zip(self.planes, self.shapes, strict=True):
+            there = self._read_ahead(plane)
+            if there is None and shape not in made:
+                made[shape] = one(parts, plane, gap)
+            gathers.append(made[shape] if there is None else one(parts, plane, gap, there))
+        return gathers
+
+    def _read_ahead(self, plane: int) -> list[Mask] | None:
+        """For each part, the pieces of a plane that were read ahead; None: nothing was."""
+        if self._ahead is None:
+            return None
+        found = [self._ahead.pieces(i, plane, part) for i, part in enumerate(self.parts)]
+        there = [mask for mask in found if mask is not None]
+        return there if len(there) == len(found) else None
+
+    def _only_fastest(self, part: int) -> None:
+        """A chunk being copied up may be in two tiers for a moment: take the faster one's."""
+        found = np.zeros(self.parts[part].count, dtype=bool)
+        for cache, entries in zip(self.caches, self.entries, strict=True):
+            ids = entries[part]
+            twice = found & (ids >= 0)
+            cache.unpin(ids[twice])
+            ids[twice] = -1
+            found |= ids >= 0
+
+    def _dest(self, i: int) -> Bytes:
+        """Straight into a dense page-aligned out; else a rented buffer, in pieces."""
+        shape = self.shapes[i]
+        if self._rows[i] is None and self.outs is not None and shape.dense:
+            direct = dense_bytes(self.outs[i])
+            if direct is not None and direct.__array_interface__["data"][0] % PAGE == 0:
+                return direct
+        return self._rent(self._n_pieces[i] * shape.piece_bytes)
+
+    def _rent(self, n_bytes: int) -> Bytes:
+        buffer = self.reading.buffers.acquire(n_bytes)
+        assert buffer is not None, "the pool of read buffers has no budget"
+        self.buffers.append(buffer)
+        return buffer.array
+
+    def _submit(self, tier: Tier, by_part: list[tuple[Part, list[Read]]]) -> Ticket:
+        n_bytes = sum(len(read.dest) for _, reads in by_part for read in reads)
+        size = max(LEAST_SLICE, min(MOST_SLICE, n_bytes // self.reading.pool.n_threads))
+        tasks = [
+            partial(self._read, tier, some, part.span)
+            for part, reads in by_part
+            for some in slices(reads, size)
+        ]
+        if not tasks or tier is not self.reading.ssd:
+            return self.reading.pool.submit(self._lane, tasks)
+        if self._followed is not None:
+            return self.reading.pool.submit(self._lane, tasks, after=self._followed.ended)
+        ticket = self.reading.pool.submit(self._lane, tasks)
+        alone = self._lane is not Lane.DEMAND or self._ahead is not None  # not for others
+        if self.positions is None and not alone:
+            self.reading.flights.begin(self._key(), Flight(self._dests, ticket))
+        return ticket
+
+    def _follow(self) -> Flight | None:
+        """The same planes of the same windows on their way for somebody else, or None."""
+        return self.reading.flights.under_way(self._key()) if self.positions is None else None
+
+    def _key(self) -> tuple[object, ...]:
+        """What a whole load brings from home. Equal keys: equal bytes at equal places."""
+        cached = tuple(by_part.tobytes() for by_cache in self.entries for by_part in by_cache)
+        spans = tuple((part.span, part.first, part.count) for part in self.parts)
+        return self.layer, self.planes, spans, cached
+
+    def _read(self, tier: Tier, reads: list[Read], span: int) -> None:
+        try:
+            if self._followed is not None and tier is self.reading.ssd:
+                n_bytes = take(tier, reads, self._dests, self._followed)
+                self.reading.counters.add("shared_bytes", n_bytes)
+            else:
+                tier.read(reads)
+        except MediumError:
+            self._bad_span[tier.name] = span
+            raise
+
+    def _take(self, ahead: Ahead, runs: Sequence[Sequence[Sequence[Run]]]) -> None:
+        """Queue copies of what was read ahead, behind the reads: by then more of it is there."""
+        for buffer in ahead.buffers:
+            buffer.retain()
+            self.buffers.append(buffer)
+        tasks: list[Callable[[], None]] = []
+        for i in range(len(self.parts)):
+            takes = [(at, run) for at, by_part in enumerate(runs) for run in by_part[i]]
+            room = 0
+            for at, run in takes:
+                if room <= 0:
+                    group: list[tuple[int, Run]] = []
+                    tasks.append(partial(self._copy, ahead, i, group))
+                    room = MOST_SLICE
+                group.append((at, run))
+                room -= run.n_pieces * self.shapes[at].piece_bytes
+        self.tickets[_AHEAD] = self.reading.pool.submit(Lane.DEMAND, tasks)
+
+    def _copy(self, ahead: Ahead, i: int, takes: Sequence[tuple[int, Run]]) -> None:
+        """Runs of part i, by place of their plane. One that is not there after all is read."""
+        part, missing = self.parts[i], []
+        for at, run in takes:
+            shape, dest = self.shapes[at], self._dests[at]
+            first, end = part.first * shape.pieces + run.first, run.to + run.n_pieces
+            to = dest[run.to * shape.piece_bytes : end * shape.piece_bytes]
+            if ahead.copy(i, self.planes[at], first, to):
+                self._taken[at][run.to : end] = True
+            else:
+                missing.append(home_read(part, self.layer, self.planes[at], run, dest))
+                self._reread.append(len(to))
+        if missing:
+            self._read(self.reading.ssd, missing, part.span)
+
+    # ---- taking it -------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Return when every read is in. Raises PrefixLost; then the load has been abandoned."""
+        lost = self._failure()
+        if lost is not None:
+            self.abandon()
+            self.reading.counters.add(f"lost/{lost.reason}")
+            raise lost
+        self._unpin()
+        self.bytes_by_tier["ssd"] += sum(self._reread)
+        if self._lane is not Lane.DEMAND:
+            return
+        self.reading.counters.add("ahead_used_bytes", self.ahead_used_bytes)
+        self.reading.counters.load_ms((monotonic() - self.started_s) * 1e3)
+        for tier, n in self.bytes_by_tier.items():
+            self.reading.counters.add(f"read_bytes/{tier}", n)
+
+    def _failure(self) -> PrefixLost | None:
+        """None when all is in; a bad span is dropped where it is bad."""
+        limit_s = self.reading.config.read_timeout_s
+        for name, ticket in self.tickets.items():
+            medium = "ssd" if name == _AHEAD else name
+            try:
+                if not ticket.wait(max(self.started_s + limit_s - monotonic(), 0.0)):
+                    return PrefixLost("late", f"layer {self.layer} took more than {limit_s:g} s")
+            except MediumError as err:
+                span = self._bad_span.get(medium)  # None: never read, the store was closed
+                if span is not None:
+                    for cache in self.caches:
+                        cache.drop_span(span)
+                    if medium == "ssd":
+                        self.reading.quarantine(span)
+                return PrefixLost(err.reason if isinstance(err, ReadFailed) else "io", str(err))
+        return None
+
+    @property
+    def ahead_used_bytes(self) -> int:
+        """Bytes that were read ahead and taken; once `wait` returned."""
+        return used_bytes(self._taken, self.shapes)
+
+    @property
+    def ahead_hit_rows(self) -> int:
+        """Wanted rows of which nothing had to be read any more; once `wait` returned."""
+        return hit_rows(self._taken, self.shapes, self._rows)
+
+    def pieces(self, i: int) -> Bytes:
+        """Plane number i of `planes` as it was read, padding included; once `wait` returned."""
+        return self._dests[i]
+
+    def tensors(self) -> Tensors:
+        """K and V as [n_kv_heads, m, head_dim], in `outs` where they were given."""
+        assert self.planes == (K, V)
+        k, v = (
+            self._tensor(0, self.reading.geometry.head_dim),
+            self._tensor(1, self.reading.geometry.v_dim),
+        )
+        return k, v
+
+    def tensor(self) -> torch.Tensor:
+        """The only plane, K or V, as [n_kv_heads, m, head_dim]."""
+        (plane,) = self.planes
+        return self._tensor(
+            0, self.reading.geometry.head_dim if plane == K else self.reading.geometry.v_dim
+        )
+
+    def _tensor(self, i: int, dim: int) -> torch.Tensor:
+        shape, data, chosen = self.shapes[i], self._dests[i], self._rows[i]
+        out = None if self.outs is None else self.outs[i]
+        if chosen is not None:
+            n_rows, to = len(chosen), None if out is None else dense_bytes(out)
+            data = take_rows(data, chosen, shape, to)
+        else:
+            n_rows = self._n_pieces[i] * shape.piece_rows
+            if not shape.dense:
+                dense = np.empty(n_rows * shape.row_bytes, dtype=np.uint8)
+                unpack(data, dense, shape)
+                data = dense
+        rows = as_tensor(data, self.reading.geometry, n_rows, dim)
+        if out is None:
+            return rows
+        if out.data_ptr() != rows.data_ptr():
+            out.copy_(rows)
+        return out
+
+    # ---- ending it -------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Nobody will take it: its buffers and pins go when its last read has ended."""
+        for ticket in self.tickets.values():
+            ticket.cancel()
+
+        def ended() -> None:
+            self._unpin()
+            self.give_back()
+
+        when_all(list(self.tickets.values()), ended)
+
+    def _unpin(self) -> None:
+        """The copies have been copied out."""
+        for cache, entries in zip(self.caches, self.entries, strict=True):
+            for ids in entries:
+                cache.unpin(ids)
+
+    def give_back(self) -> None:
+        """Nobody looks at the pieces and tensors any more."""
+        for buffer in self.buffers:
+            buffer.release()
+
+
+def source_of(held: Held, tables: Tables, geometry: Geometry, at: int) -> Source:
+    """What reading a held run takes. `at`: its first window on the lease. Pure."""
+    record = held.record
+    probe_bytes = [probe.window_bytes(record.window) for probe in tables.probes]
+    layout = SpanLayout.of(geometry, record.window, record.n_windows, probe_bytes)
+    slot = Slot(record.parts)
+    return Source(held, layout, slot, tables.sums, tables.probes, at, tables.order)
+
+
+def when_all(tickets: Sequence[Ticket], callback: Callable[[], object]) -> None:
+    """Call back once, when every ticket is done."""
+    if tickets:
+        tickets[0].then(partial(when_all, tickets[1:], callback))
+    else:
+        callback()
+
+
+def ended(tickets: Sequence[Ticket], timeout_s: float) -> bool:
+    """Wait for tickets whatever their outcome; False when one outlasts timeout_s."""
+    deadline = monotonic() + timeout_s
+    for ticket in tickets:
+        try:
+            if not ticket.wait(max(0.0, deadline - monotonic())):
+                return False
+        except MediumError:
+            continue
+    return True

@@ -1,0 +1,92 @@
+"""Where the chunks of a layer's read lie, and which of them it used. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from impress.cache.chunks import ChunkCache, Ids
+from impress.read.plan import Part, Run
+from impress.spans.format import SpanRecord
+from impress.spans.layout import PlaneLayout
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Placed(NamedTuple):
+    """One span: its windows, chunks in each fast tier, mean score of its chunks, and mean share.
+
+    Score and share (of important rows): None where no request has shown any.
+    """
+
+    span: int
+    n_windows: int
+    chunks: dict[str, int]
+    score: float | None
+    share: float | None
+
+
+def placed(
+    records: Iterable[SpanRecord], occupancy: Mapping[str, Mapping[int, int]],
+    summary: Callable[[int], tuple[float, float] | None],
+) -> list[Placed]:  # fmt: skip
+    """`occupancy`: by tier, span -> chunks; `summary`: History's."""
+    found = []
+    for record in records:
+        chunks = {tier: by_span.get(record.span_id, 0) for tier, by_span in occupancy.items()}
+        score, share = summary(record.span_id) or (None, math.nan)
+        known = None if math.isnan(share) else share
+        found.append(Placed(record.span_id, record.n_windows, chunks, score, known))
+    return found
+
+
+def used_chunks(part: Part) -> Mask:
+    """[part.count]: which chunks hold a wanted row."""
+    if part.ordinals is None:
+        return np.ones(part.count, dtype=bool)
+    used = np.zeros(part.count, dtype=bool)
+    used[part.ordinals // part.source.held.record.window] = True
+    return used
+
+
+def levels_of(entries: Sequence[Ids]) -> Ids:
+    """[part.count]: the first cache that has each chunk; as many as there are caches: none has.
+
+    `entries`: for each cache, of the part's chunks, -1 where it has no copy.
+    """
+    found = np.full(len(entries[0]), len(entries), dtype=np.int64)
+    for level in reversed(range(len(entries))):
+        found[entries[level] >= 0] = level
+    return found
+
+
+def whole_at(runs: Sequence[Run], shape: PlaneLayout, n_chunks: int) -> Ids:
+    """[n_chunks]: the byte of dest at which each chunk's plane begins; -1: it was not read whole.
+
+    `runs`: pieces read of the part's plane, ascending.
+    """
+    places = np.full(n_chunks, -1, dtype=np.int64)
+    for run in runs:
+        begin = -(-run.first // shape.pieces)
+        end = max(begin, (run.first + run.n_pieces) // shape.pieces)
+        chunks = np.arange(begin, end)
+        places[begin:end] = (run.to - run.first + chunks * shape.pieces) * shape.piece_bytes
+    return places
+
+
+def chunks_by_tier(
+    parts: Sequence[Part], cached: Sequence[Sequence[Ids]], caches: Sequence[ChunkCache]
+) -> dict[str, int]:
+    """How many chunks with wanted rows come from each cache, and how many from home."""
+    names = [*(cache.tier.name for cache in caches), "ssd"]
+    found = np.zeros(len(names), dtype=np.int64)
+    for i, part in enumerate(parts):
+        used = used_chunks(part)
+        entries = [by_part[i] for by_part in cached]
+        level = levels_of(entries) if entries else np.zeros(part.count, dtype=np.int64)
+        found += np.bincount(level[used], minlength=len(names))
+    return dict(zip(names, found.tolist(), strict=True))

@@ -1,0 +1,305 @@
+"""One request's reads: a lease on a prefix, and a session that brings its layers.
+
+lease ─session→ prefetch (optional: start all layers) → retrieve(layer) … → close
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from impress.errors import BadInput, ImpressError, PrefixLost
+from impress.policy import Exact, Policy
+from impress.read.load import Load, Reading, ended, when_all
+from impress.read.plan import Source
+from impress.read.promote import Looked, after, climb
+from impress.spans.layout import K, V
+from impress.spans.rows import torch_module
+from impress.tree.catalog import Held
+from impress.tree.leases import Clock, now
+from tiers.iopool import Lane, Ticket
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from impress.read.load import Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class AccessReport:
+    """What a session read. Rows are tokens of one layer; bytes as moved, padding included."""
+
+    policy: str
+    n_tokens: int
+    rows_by_tier: dict[str, int]
+    bytes_by_tier: dict[str, int]
+    wait_ms: float
+    per_layer: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Lease:
+    """A pinned prefix. `n_tokens` is 0 on a miss, and `miss_reason` says why.
+
+    Home keeps every byte of it until `release` (the end of the with-block).
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], window: int, miss_reason: str, reading: Reading,
+        make_session: Callable[[Lease, Policy], Session], release: Callable[[Lease], None],
+        clock: Clock = now,
+    ) -> None:  # fmt: skip
+        self.sources = tuple(sources)
+        self.n_tokens = sum(source.held.count for source in sources) * window
+        self.miss_reason = miss_reason
+        self.started_s = clock()
+        self.active = True
+        self._clock = clock
+        self._taken = False  # by the store: nobody released it in time
+        self.reading = reading
+        self._make_session = make_session
+        self._release = release
+        self._lock = threading.Lock()
+
+    @property
+    def held(self) -> list[Held]:
+        return [source.held for source in self.sources]
+
+    def session(self, policy: Policy | None = None) -> Session:
+        """Reads of this prefix under a policy. Raises ImpressError on a miss or after release."""
+        if not self.n_tokens:
+            raise ImpressError("lease: a miss has nothing to read (check n_tokens first)")
+        return self._make_session(self, policy or Exact())
+
+    def check_active(self) -> None:
+        """Raises PrefixLost when expired, ImpressError when released."""
+        self.check_age()
+        if not self.active:
+            raise ImpressError("session: its lease has ended before every layer was retrieved")
+
+    def check_age(self) -> None:
+        """Raises PrefixLost when expired."""
+        limit_s = self.reading.config.lease_timeout_s
+        if self._taken or self._clock() - self.started_s > limit_s:
+            self.reading.counters.add("lost/expired")
+            raise PrefixLost("expired", f"the lease is older than {limit_s:g} s")
+
+    def expire(self) -> bool:
+        """Release what its holder did not: reads of it are lost from now on. False: it had."""
+        self._taken = True
+        return self._end()
+
+    def release(self) -> None:
+        """Unpin. Idempotent."""
+        self._end()
+
+    def _end(self) -> bool:
+        with self._lock:
+            if not self.active:
+                return False
+            self.active = False
+        self._release(self)
+        return True
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Session:
+    """Brings a leased prefix layer by layer. For one thread; close it when done."""
+
+    def __init__(self, lease: Lease, policy: Policy, reading: Reading) -> None:
+        lease.check_active()
+        self.n_tokens = lease.n_tokens
+        self.policy = policy
+        self._lease = lease
+        self._sources = lease.sources
+        self._r = reading
+        self._window = self._sources[0].held.record.window
+        self._loads: dict[int, Load] = {}  # under way
+        self._given: dict[int, list[Load]] = {}  # retrieved, still valid
+        self._promotions: list[Ticket] = []
+        self._climbs: list[Ticket] = []  # those and all others
+        self._looked: list[Looked] = []  # by layers retrieved, for history
+        self._layers: list[dict[str, Any]] = []
+        self._closed = False
+
+    @property
+    def needs_suffix_lse(self) -> bool:
+        """Whether retrieve must be given suffix_lse."""
+        return self.policy.needs_suffix_lse
+
+    def prefetch(self, outs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None) -> None:
+        """Start reading every layer, in order; retrieve(layer) then waits for what is left.
+
+        `outs`: per layer (k, v) [n_kv_heads, n_tokens, head_dim]. Token-major, page-aligned ones
+        are read into directly. Theirs to keep, but unchanged until `close`.
+        """
+        self._lease.check_active()
+        if outs is not None and len(outs) != self._r.geometry.n_layers:
+            raise BadInput(f"prefetch: want {self._r.geometry.n_layers} pairs, got {len(outs)}")
+        for layer in range(self._r.geometry.n_layers):
+            if layer not in self._loads:
+                self._loads[layer] = self._start(layer, outs[layer] if outs else None)
+
+    def retrieve(
+        self,
+        layer: int,
+        query: torch.Tensor | None,
+        scaling: float | None = None,
+        suffix_lse: torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(k, v, pos) of a layer: k, v [n_kv_heads, m, head_dim], pos int64 [m].
+
+        On the query's device, in position order.
+
+        query [n_heads, q, head_dim] after RoPE; scaling defaults to head_dim^-0.5; suffix_lse
+        float32 [n_heads, q]. Exact ignores all three. Valid until this layer's next retrieve or
+        close. Raises PrefixLost when the read failed, was short or late; BadInput.
+        """
+        torch = torch_module()
+        if not isinstance(layer, int) or not 0 <= layer < self._r.geometry.n_layers:
+            raise BadInput(
+                f"retrieve: layer {layer!r} is not in 0..{self._r.geometry.n_layers - 1}"
+            )
+        if self._closed:
+            raise ImpressError("session: closed")
+        self._lease.check_age()
+        if self.needs_suffix_lse and suffix_lse is None:
+            raise ImpressError(f"retrieve: policy {self.policy.name} needs suffix_lse")
+        k, v, positions = self._bring(layer, query, scaling, suffix_lse, out)
+        if query is not None and query.device != k.device:
+            k, v = k.to(query.device), v.to(query.device)
+        if positions is None:
+            return k, v, torch.arange(self.n_tokens, dtype=torch.int64, device=k.device)
+        return k, v, torch.tensor(positions, dtype=torch.int64, device=k.device)
+
+    def _bring(
+        self,
+        layer: int,
+        query: torch.Tensor | None,
+        scaling: float | None,
+        suffix_lse: torch.Tensor | None,
+        out: Tensors | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64] | None]:
+        """The layer's K and V on the host, and which rows they are (None: all)."""
+        load = self._loads.pop(layer, None)
+        if load is None:
+            self._lease.check_active()
+            load = self._start(layer, out)
+        elif out is not None:
+            self._check_outs(out)
+            load.outs = out  # read ahead into a buffer: copied out below
+        begin_s = monotonic()
+        load.wait()
+        self._account(load, begin_s)
+        self._keep(layer, [load])
+        k, v = load.tensors()
+        return k, v, None
+
+    def _keep(self, layer: int, loads: list[Load]) -> None:
+        """Hold what the caller now looks at; let go of what it looked at before."""
+        for stale in self._given.pop(layer, []):
+            stale.give_back()
+        self._given[layer] = loads
+
+    def report(self) -> AccessReport:
+        """What has been retrieved so far."""
+        total: dict[str, dict[str, int]] = {"rows": {}, "bytes": {}}
+        for layer in self._layers:
+            for kind, by_tier in total.items():
+                for tier, n in layer[kind].items():
+                    by_tier[tier] = by_tier.get(tier, 0) + n
+        wait_ms = sum(layer["wait_ms"] for layer in self._layers)
+        return AccessReport(
+            self.policy.name, self.n_tokens, total["rows"], total["bytes"], wait_ms, self._layers
+        )
+
+    def close(self) -> bool:
+        """Stop reading ahead, give buffers back. True when nothing touches `outs` any more.
+
+        False when a read is stuck past the time limit: then drop the tensors, never reuse them.
+        """
+        if self._closed:
+            return True
+        self._closed = True
+        tickets = [ticket for load in self._loads.values() for ticket in load.tickets.values()]
+        for load in self._loads.values():
+            load.abandon()
+        for loads in self._given.values():
+            for load in loads:
+                load.give_back()
+        self._loads.clear()
+        self._given.clear()
+        self._hand_over()
+        return ended([*tickets, *self._promotions], self._r.config.read_timeout_s)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _start(self, layer: int, outs: Tensors | None) -> Load:
+        if outs is not None:
+            self._check_outs(outs)
+        return Load(self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs)
+
+    def _climb(self, load: Load) -> Ticket | None:
+        ticket = climb(load)
+        if ticket is not None:
+            self._climbs.append(ticket)
+        return ticket
+
+    def _hand_over(self) -> None:
+        """The request has what it needs: what it showed is learnt behind it."""
+        if self._looked:
+            # Behind its copies: they are judged as if this use were noted, and it must not be yet.
+            task = partial(after, self._r, self._sources, self._looked)
+            submit = self._r.pool.submit
+            when_all(self._climbs, lambda: submit(Lane.PROMOTE, [task]))
+
+    def _check_outs(self, outs: Tensors) -> None:
+        g = self._r.geometry
+        for out, dim in zip(outs, (g.head_dim, g.v_dim), strict=True):
+            want = (g.n_kv_heads, self.n_tokens, dim)
+            if tuple(out.shape) != want or str(out.dtype) != f"torch.{g.dtype}":
+                raise BadInput(
+                    f"retrieve: out wants {list(want)} {g.dtype}, got {list(out.shape)} {out.dtype}"
+                )
+
+    def _account(self, load: Load, begin_s: float) -> None:
+        """Note what a layer took, and promote it."""
+        rows = {tier: n for tier, n in load.rows_by_tier.items() if n}
+        moved = {tier: n for tier, n in load.bytes_by_tier.items() if n}
+        wait_ms = (monotonic() - begin_s) * 1e3
+        self._layers.append(
+            {
+                "layer": load.layer,
+                "rows": rows,
+                "bytes": moved,
+                "wait_ms": wait_ms,
+                "map_ms": load.map_ms,
+            }
+        )
+        promotion = self._climb(load)
+        self._looked.append(Looked(None, decided=False, load=load))
+        if promotion is not None and load.outs is not None:
+            self._promotions.append(promotion)  # reads `outs`: close waits for it

@@ -1,0 +1,91 @@
+"""Shadows: what a request's chosen rows really left out, weighed against all keys after its answer.
+
+the request's own query rows ─┬─ its selection, or one made as it would have been
+                              └─ all keys of the prefix ──→ true missing mass, beside the estimate
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from impress.policy import Policy
+from impress.quality.guard import Weighed
+from impress.read.load import Load
+from impress.read.session import Lease
+from impress.read.sparse import SparseSession
+from impress.selection.choices import Selection
+from impress.selection.scores import true_missing_mass
+from tiers.iopool import Lane
+
+if TYPE_CHECKING:
+    import torch
+
+#: The last query rows of a request that are kept to be asked again. A longer one is judged by
+#: these, with a selection made by them: 256 rows of 32 heads of 128 are 2 MiB a layer in 16 bits.
+SHADOW_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one layer's attention was asked: a request's last query rows.
+
+    query [n_heads, r, head_dim] after RoPE; suffix_lse float32 [n_heads, r]. `chosen`: what was
+    chosen by just these rows; None where that is still to be done.
+    """
+
+    query: torch.Tensor
+    scaling: float
+    suffix_lse: torch.Tensor
+    chosen: Selection | None = None
+
+
+class ShadowSession(SparseSession):
+    """Chooses as a request would; reads behind all requests, copies nothing up, teaches nothing."""
+
+    _lane = Lane.PROMOTE
+
+    def __init__(self, lease: Lease, policy: Policy) -> None:
+        super().__init__(lease, policy, lease.reading)
+        self._keys: torch.Tensor | None = None
+
+    def weigh(self, layer: int, seen: Seen, keys: torch.Tensor | None = None) -> Weighed:
+        """A layer's missing mass, true and estimated; as the policy bounds it, mean or worst head.
+
+        keys [n_kv_heads, n_tokens, head_dim] of the prefix where they are at hand, else they are
+        read. Layers in order, for policies that look at earlier ones. Raises PrefixLost.
+        """
+        self._lease.check_active()
+        used: list[Load] = []
+        self._keys = keys
+        try:
+            chosen = seen.chosen
+            if chosen is None:
+                chosen, found = self._choose(layer, seen.query, seen.scaling, seen.suffix_lse, used)
+                self._keys = found if found is not None else keys
+            if chosen.positions is None:
+                return Weighed(0.0, 0.0)
+            all_keys = self._all_keys(layer, used)
+            masses = true_missing_mass(
+                seen.query.to(all_keys.device), all_keys, seen.scaling, seen.suffix_lse,
+                chosen.positions,
+            )  # fmt: skip
+        finally:
+            self._keys = None
+            for load in used:
+                load.give_back()
+        if by_head(self.policy):
+            return Weighed(float(masses.max()), chosen.missing_mass_worst_head)
+        return Weighed(float(masses.mean()), chosen.estimated_missing_mass)
+
+    def _all_keys(self, layer: int, used: list[Load]) -> torch.Tensor:
+        return self._keys if self._keys is not None else super()._all_keys(layer, used)
+
+    def _read(self, load: Load) -> Load:
+        load.wait()
+        return load
+
+
+def by_head(policy: Any) -> bool:
+    """Whether a policy bounds the worst head; else the mean over heads."""
+    return getattr(policy, "per", "mean") == "head"

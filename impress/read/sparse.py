@@ -1,0 +1,287 @@
+"""Sessions that choose: read a little to know what matters, then read what matters.
+
+    retrieve(layer, query): probe records ─identify→ Selection ─gather→ K and V of the chosen rows
+
+Probe records do not depend on the query, so `prefetch` reads them ahead for every layer. A prefix
+stored without the records a policy wants gets them made from its keys, which must then be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from impress.errors import BadInput, ImpressError, PrefixLost
+from impress.policy import Exact, KeepAll, Policy
+from impress.read.early import Foresight
+from impress.read.load import Load, Reading
+from impress.read.promote import Looked
+from impress.read.session import Lease, Session
+from impress.selection.choices import Selection
+from impress.selection.identify import Asked, check_cap, select
+from impress.selection.probes import ProbeCodec, codec_of, fitted
+from impress.spans.layout import K, V
+from impress.spans.params import NONE, Layers
+from impress.spans.rows import host_words
+from impress.spans.tables import read_header
+from impress.tree.catalog import Held
+from tiers.base import Bytes
+from tiers.errors import ReadFailed
+from tiers.iopool import Lane
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+    from impress.read.load import Tensors
+
+
+class SparseSession(Session):
+    """A session under a policy with an identifier (`impress.selection.identify`)."""
+
+    _lane = Lane.DEMAND  # of what is read to choose by
+
+    def __init__(self, lease: Lease, policy: Policy, reading: Reading) -> None:
+        super().__init__(lease, policy, reading)
+        self._codec, self._plane, self._params = self._sketch()
+        self._probes: dict[int, Load] = {}  # records on their way, by layer
+        self._importance: npt.NDArray[np.float32] | None = None  # [n_layers, n_tokens]
+        self.chosen: dict[int, Selection] = {}
+        """What was chosen in each layer so far."""
+        self._foresight = Foresight(reading, self._sources)
+
+    def _sketch(self) -> tuple[ProbeCodec | None, int | None, Layers | None]:
+        """The codec to score with, the plane of its records, and its parameters by layer.
+
+        Records count only where every span has them, made with the same parameters, and these can
+        be had; else those of the codec's fallback; else (plane None) they are made from the keys,
+        by a codec without parameters.
+        """
+        if not self.policy.probe:
+            return None, None, None
+        codec = codec_of(self.policy.probe)
+        again = fitted(codec)
+        plain = codec if again is None else codec_of(again.fallback)
+        plane, digest = self._plane_of(codec)
+        if again is None:
+            return codec, plane, None
+        layers = None if plane is None else self._r.params.layers(digest)
+        if layers is not None and len(layers) == self._r.geometry.n_layers:
+            return codec, plane, layers
+        return plain, self._plane_of(plain)[0], None
+
+    def _plane_of(self, codec: ProbeCodec) -> tuple[int | None, bytes]:
+        """The plane that holds a codec's records in every span of the prefix, alike; else None."""
+        wanted = (codec.name, codec.group, codec.probe_bytes(self._r.geometry))
+        planes = set()
+        for source in self._sources:
+            found = [(p.codec, p.group, p.group_bytes) for p in source.probes]
+            at = found.index(wanted) if wanted in found else None
+            planes.add((None, NONE) if at is None else (V + 1 + at, source.probes[at].params))
+        return planes.pop() if len(planes) == 1 else (None, NONE)
+
+    def prefetch(self, outs: Sequence[Tensors] | None = None) -> None:
+        """Start reading every layer's probe records. Rows cannot be read before they are chosen."""
+        if outs is not None:
+            raise BadInput(f"prefetch: policy {self.policy.name} chooses how many rows there are")
+        self._lease.check_active()
+        for layer in range(self._r.geometry.n_layers):
+            if self._plane is not None and layer not in self._probes:
+                self._probes[layer] = self._start_probes(layer, self._plane)
+
+    def _start_probes(self, layer: int, plane: int) -> Load:
+        size = self._sources[0].layout.planes[plane].chunk_bytes
+        # A prefix stored with other codecs than this store's now has no cache of its records.
+        cache = self._r.copies.probes.get((plane, size))
+        caches = [cache] if cache else []
+        return Load(self._r, self._sources, layer, caches, (plane,), lane=self._lane)
+
+    def _bring(
+        self,
+        layer: int,
+        query: torch.Tensor | None,
+        scaling: float | None,
+        suffix_lse: torch.Tensor | None,
+        out: Tensors | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64] | None]:
+        if out is not None:
+            raise BadInput(f"retrieve: policy {self.policy.name} chooses how many rows there are")
+        self._lease.check_active()
+        begin_s = monotonic()
+        used: list[Load] = []  # everything this layer read
+        try:
+            selection, keys = self._choose(layer, query, scaling, suffix_lse, used)
+            positions = selection.positions
+            planes = (K, V) if keys is None else (V,)
+            ahead = self._foresight.take(layer)
+            rows = Load(
+                self._r, self._sources, layer, self._r.copies.chunks, planes, positions, ahead=ahead
+            )
+            self._foresight.plan(layer + 1, positions, planes)  # while this layer is read
+            used.append(self._read(rows))
+            self._foresight.start()
+            k, v = rows.tensors() if keys is None else (_taken(keys, positions), rows.tensor())
+        except BaseException:
+            for load in used:
+                load.give_back()
+            raise
+        # Chosen rows are copies; whole planes are views of what was read into.
+        seen = [load for load in used if positions is None and load.planes != (self._plane,)]
+        for load in used:
+            if load not in seen:
+                load.give_back()
+        self._keep(layer, seen)
+        ahead_bytes = 0 if ahead is None else ahead.asked_bytes
+        self._note(layer, selection, used, rows, begin_s, ahead_bytes)
+        by_query = positions is not None and not math.isnan(selection.estimated_missing_mass)
+        self._looked.append(Looked(positions, by_query, rows))
+        return k, v, positions
+
+    def _read(self, load: Load) -> Load:
+        load.wait()
+        self._climb(load)  # from buffers of its own: close need not wait for the copies
+        return load
+
+    def _choose(
+        self,
+        layer: int,
+        query: torch.Tensor | None,
+        scaling: float | None,
+        suffix_lse: torch.Tensor | None,
+        used: list[Load],
+    ) -> tuple[Selection, torch.Tensor | None]:
+        """The rows this layer needs, and all its keys where they had to be read for that."""
+        g = self._r.geometry
+        found: list[torch.Tensor] = []
+
+        def all_keys() -> torch.Tensor:
+            if not found:
+                found.append(self._all_keys(layer, used))
+            return found[0]
+
+        asked = Asked(
+            layer,
+            self.n_tokens,
+            g,
+            self._window,
+            query,
+            g.head_dim**-0.5 if scaling is None else scaling,
+            suffix_lse,
+            self._codec,
+            None if self._codec is None else self._records(layer, all_keys, used),
+            None if self._params is None else self._params[layer],
+            all_keys,
+            lambda: self._given_importance(layer),
+            self.chosen,
+        )
+        selection = self.chosen[layer] = select(self.policy, asked)
+        return selection, found[0] if found else None
+
+    def _all_keys(self, layer: int, used: list[Load]) -> torch.Tensor:
+        """Keys [n_kv_heads, n_tokens, head_dim] of the whole prefix."""
+        chunks = self._r.copies.chunks
+        load = Load(self._r, self._sources, layer, chunks, (K,), lane=self._lane)
+        used.append(self._read(load))
+        return load.tensor()
+
+    def _records(self, layer: int, all_keys: Any, used: list[Load]) -> Bytes:
+        """The layer's probe records, contiguous [groups, probe_bytes]."""
+        assert self._codec is not None
+        n_bytes = self._codec.probe_bytes(self._r.geometry)
+        if self._plane is None:
+            return self._codec.encode(host_words(all_keys(), self._r.geometry), self._r.geometry)
+        load = self._probes.pop(layer, None) or self._start_probes(layer, self._plane)
+        used.append(self._read(load))
+        by_window = load.pieces(0).reshape(self.n_tokens // self._window, -1)
+        exact = by_window[:, : self._window // self._codec.group * n_bytes]
+        return np.ascontiguousarray(exact).reshape(-1, n_bytes)
+
+    def _given_importance(self, layer: int) -> npt.NDArray[np.float32]:
+        """The importance given at store time. ImpressError where some rows have none."""
+        if self._importance is None:
+            parts = [self._importance_of(source.held) for source in self._sources]
+            self._importance = np.concatenate(parts, axis=1)
+        scores: npt.NDArray[np.float32] = self._importance[layer]
+        if np.isnan(scores).any():
+            raise ImpressError(f"{self.policy.name}: this prefix was stored without importance")
+        return scores
+
+    def _importance_of(self, held: Held) -> npt.NDArray[np.float32]:
+        try:
+            given = read_header(self._r.ssd, held.record).importance
+        except ReadFailed as err:
+            self._r.quarantine(held.record.span_id)
+            raise PrefixLost(err.reason, str(err)) from None
+        if given is None:
+            raise ImpressError(f"{self.policy.name}: this prefix was stored without importance")
+        rows = slice(held.first * self._window, (held.first + held.count) * self._window)
+        return given[:, rows]
+
+    def _note(
+        self, layer: int, selection: Selection, used: list[Load], rows: Load, begin_s: float,
+        ahead_bytes: int,
+    ) -> None:  # fmt: skip
+        """The layer's line in the report."""
+        g = self._r.geometry
+        moved = {"ssd": ahead_bytes}  # of which some were read for nothing
+        for load in used:
+            for tier, n in load.bytes_by_tier.items():
+                moved[tier] = moved.get(tier, 0) + n
+        n_rows = selection.n_rows(self.n_tokens)
+        n_keys = self.n_tokens if K not in rows.planes else n_rows  # all were read, to choose by
+        records = 0
+        if self._codec is not None and self._plane is not None:
+            records = self.n_tokens // self._codec.group * self._codec.probe_bytes(g)
+        self._layers.append(
+            {
+                "layer": layer,
+                "rows": {tier: n for tier, n in rows.rows_by_tier.items() if n},
+                "bytes": {tier: n for tier, n in moved.items() if n},
+                "wait_ms": (monotonic() - begin_s) * 1e3,
+                "ahead_bytes": ahead_bytes,
+                "ahead_used_bytes": rows.ahead_used_bytes,
+                "ahead_hit_rows": rows.ahead_hit_rows,
+                "map_ms": sum(load.map_ms for load in used),
+                "chosen": n_rows,
+                "probe": None if self._codec is None else self._codec.name,
+                "wanted_bytes": n_keys * g.k_row_bytes + n_rows * g.v_row_bytes + records,
+                "fell_back": selection.fell_back,
+                "reason": selection.reason,
+                "estimated_missing_mass": selection.estimated_missing_mass,
+                "missing_mass_worst_head": selection.missing_mass_worst_head,
+                "agreement": selection.agreement,
+            }
+        )
+
+    def close(self) -> bool:
+        for load in self._probes.values():
+            load.abandon()
+        self._probes.clear()
+        self._foresight.close()
+        return super().close()
+
+
+def session_of(reading: Reading, lease: Lease, policy: Policy) -> Session:
+    """A session under any policy.
+
+    Raises ImpressError where none has an identifier for it, BadInput on a cap it can never keep.
+    """
+    if isinstance(policy, Exact | KeepAll):
+        return Session(lease, policy, reading)
+    if select.dispatch(type(policy)) is select.dispatch(object):  # which serves nothing
+        raise ImpressError(f"session: policy {policy!r} is not one this version can serve")
+    check_cap(policy, reading.geometry, lease.sources[0].held.record.window)
+    return SparseSession(lease, policy, reading)
+
+
+def _taken(keys: torch.Tensor, positions: npt.NDArray[np.int64] | None) -> torch.Tensor:
+    """Rows of keys [heads, n, dim] at these positions."""
+    if positions is None:
+        return keys
+    import torch
+
+    return keys.index_select(1, torch.from_numpy(np.array(positions)))

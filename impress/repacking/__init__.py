@@ -1,0 +1,1 @@
+"""Rows read together moved together, in the background."""

@@ -1,0 +1,123 @@
+"""Whether a span is worth packing anew, and in which order. Pure: data in, data out.
+
+What a request reads is estimated from how often each row was chosen, as if rows were chosen
+independently: a piece is read when any row in it is chosen, and a run of pieces is one request to
+the medium, which costs as much as `gap_bytes` read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from impress.spans.layout import PlaneLayout
+from impress.spans.order import RowOrder, by_worth
+
+Floats = npt.NDArray[np.floating[Any]]
+Groups = Sequence[tuple[int, int]]  # (first, count), of windows or rows
+
+#: A span that would save less of its reads than this is left alone: moving it costs writes.
+LEAST_GAIN: Final = 0.1
+#: Where only importance is known, so many of a layer's rows are taken to be chosen (paper, 4.1).
+KEPT_SHARE: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a request for a span's chosen rows reads, all layers, on average."""
+
+    pieces: float = 0.0
+    requests: float = 0.0
+    n_bytes: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.pieces + other.pieces,
+            self.requests + other.requests,
+            self.n_bytes + other.n_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Repacking:
+    """A new order for a span, and what it would save. `slots` [n_layers, n_rows]: row by slot.
+
+    `gain`: the share saved of the cost of reading chosen rows; or of the chunks that a read of
+    each node whole takes, where that is more: rows of a node split since lie in its sibling's too.
+    """
+
+    slots: npt.NDArray[np.int64]
+    before: Cost
+    after: Cost
+    gain: float
+
+    @property
+    def worth_it(self) -> bool:
+        return self.gain >= LEAST_GAIN
+
+
+def tiled(views: Groups, n_windows: int) -> list[tuple[int, int]]:
+    """Runs of windows that nodes view, with what nobody views between them: a span, whole."""
+    groups, end = [], 0
+    for first, count in [*sorted(views), (n_windows, 0)]:
+        if first > end:
+            groups.append((end, first - end))
+        if count:
+            groups.append((first, count))
+        end = first + count
+    return groups
+
+
+def likely_chosen(importance: Floats) -> Floats:
+    """[n_layers, n_rows]: 1 for the most important rows of each layer, else 0."""
+    kept = max(1, round(importance.shape[1] * KEPT_SHARE))
+    chosen = np.zeros(importance.shape, dtype=np.float32)
+    top = np.argpartition(-importance, kept - 1, axis=1)[:, :kept]
+    np.put_along_axis(chosen, top, 1.0, axis=1)
+    return chosen
+
+
+def expected(chosen: Floats, plane: PlaneLayout) -> Cost:
+    """The cost of one plane of one layer; `chosen` [n_rows]: how often each slot's row is."""
+    missed = (1.0 - chosen.astype(np.float64).clip(0, 1)).reshape(-1, plane.piece_rows)
+    read = 1.0 - missed.prod(axis=1)
+    before = np.concatenate(([0.0], read[:-1]))
+    pieces = float(read.sum())
+    return Cost(pieces, float((read * (1.0 - before)).sum()), pieces * plane.piece_bytes)
+
+
+def chunks_of(ordinals: npt.NDArray[np.int64], groups: Groups, window: int) -> int:
+    """Chunks read when every group's rows are read whole, each by itself."""
+    n_chunks = 0
+    for first, count in groups:
+        if count:
+            own = ordinals[first : first + count] // window
+            n_chunks += int(own.max() - own.min()) + 1
+    return n_chunks
+
+
+def plan_repack(
+    worth: Floats, chosen: Floats, order: RowOrder | None, groups: Groups,
+    planes: Sequence[PlaneLayout], window: int, gap_bytes: int,
+) -> Repacking:  # fmt: skip
+    """Rows by worth inside each group (of rows); both arrays [n_layers, n_rows], by position."""
+    worth = np.nan_to_num(worth.astype(np.float32), nan=0.0)
+    slots = np.empty(worth.shape, dtype=np.int64)
+    before, after, n_chunks = Cost(), Cost(), 0
+    for layer in range(len(worth)):
+        old = np.arange(worth.shape[1]) if order is None else order.slots(layer)
+        now = np.empty(len(old), dtype=np.int64)
+        now[old] = np.arange(len(old))
+        slots[layer] = by_worth(worth[layer], groups, now)
+        n_chunks += chunks_of(now, groups, window)
+        for plane in planes:
+            before += expected(chosen[layer][old], plane)
+            after += expected(chosen[layer][slots[layer]], plane)
+    costs = [cost.n_bytes + cost.requests * gap_bytes for cost in (before, after)]
+    gain = 1.0 - costs[1] / costs[0] if costs[0] else 0.0
+    of_nodes = 1.0 - worth.size // window / n_chunks
+    return Repacking(slots, before, after, max(gain, of_nodes))

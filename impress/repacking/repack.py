@@ -1,0 +1,336 @@
+"""The repacker: rows that are chosen often move together, span by span, behind everything else.
+And of a span that is mostly dead, its other windows evicted, what lives is rewritten.
+
+decide (packing.py) → copy on lane REPACK (span_copy.py) → one transaction swaps the spans
+(commit.py) → the tree shows the new one; the old one is reclaimed after its last lease (home.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+
+import numpy as np
+
+from impress.config import Config
+from impress.errors import StoreFailed
+from impress.repacking.packing import Cost, Repacking, likely_chosen, plan_repack, tiled
+from impress.repacking.span_copy import Copier, Gone, SpanPart, Stopped
+from impress.spans.format import SpanHeader, SpanRecord, meta_bytes
+from impress.spans.layout import K, SpanLayout, V
+from impress.spans.tables import read_header
+from impress.stats import Counters
+from impress.tree.catalog import Held
+from impress.types import Geometry
+from impress.write.budget import Clock, Pace
+from impress.write.home import COMMIT_TIMEOUT_S, Home
+from impress.write.jobs import SwapJob, Swapped
+from tiers.base import Slot
+from tiers.errors import MediumError, ReadFailed
+from tiers.iopool import IoPool
+
+log = logging.getLogger("impress")
+
+#: Longest that a slice stands back for requests under way, and how often it looks: where there is
+#: always one, a pass goes on at some 4 MiB a second.
+PATIENCE_S = 0.25
+NAP_S = 0.002
+#: Leases a span must have had since it was last looked at for the background to look again.
+LEAST_LEASES = 8
+#: A span of which more than this share is dead is rewritten without it.
+DEAD_SHARE = 0.5
+#: Outcomes by which a copy took a span's place.
+REWRITTEN = "rewritten"
+DONE = (Swapped.YES.value, REWRITTEN)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanReport:
+    """What packing a span anew would take and save; costs are a request's, by an estimate."""
+
+    span: int
+    n_tokens: int
+    move_bytes: int  # to be written, and as many read
+    before: Cost
+    after: Cost
+    gain: float  # see Repacking
+    outcome: str
+
+
+@dataclass(slots=True)
+class RepackReport:
+    """One pass. Spans of which nothing is known are not in it."""
+
+    dry_run: bool
+    spans: list[SpanReport] = field(default_factory=list)
+
+    @property
+    def moved(self) -> int:
+        """Spans moved or rewritten."""
+        return sum(span.outcome in DONE for span in self.spans)
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(s.move_bytes for s in self.spans if s.outcome in DONE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A held span and what might take its place."""
+
+    held: Held
+    part: SpanPart
+    layout: SpanLayout  # of the copy
+    plan: Repacking | None  # None: a rewrite, for the sake of the windows that are dead
+
+    @property
+    def n_bytes(self) -> int:
+        return self.layout.data_bytes + self.held.record.meta.length
+
+    def report(self, outcome: str) -> SpanReport:
+        record, plan = self.held.record, self.plan
+        n_tokens = record.n_windows * record.window
+        if plan is None:
+            gain = 1 - self.part.count / record.n_windows
+            return SpanReport(record.span_id, n_tokens, self.n_bytes, Cost(), Cost(), gain, outcome)
+        return SpanReport(
+            record.span_id, n_tokens, self.n_bytes, plan.before, plan.after, plan.gain, outcome
+        )
+
+
+class Repacker:
+    """One pass at a time, one span at a time. Thread-safe."""
+
+    def __init__(
+        self, home: Home, pool: IoPool, geometry: Geometry, config: Config, counters: Counters,
+        busy: Callable[[], bool], clock: Clock = monotonic,
+    ) -> None:  # fmt: skip
+        """`busy`: whether requests are being served, whose turn comes first."""
+        self._home = home
+        self._geometry = geometry
+        self._config = config
+        self._counters = counters
+        self._stop = threading.Event()
+        pace = Pace(config.repack_bytes_per_s, clock, self._stop.wait)
+        self._copier = Copier(
+            home.ssd, pool, geometry, pace, partial(self._stand_back, busy, clock)
+        )
+        self._pass = threading.Lock()  # held for a whole pass; only passes take it
+        self._looked: dict[int, int] = {}  # span -> its leases when the background last looked
+        self._draft: SpanRecord | None = None  # space that no span owns yet
+        self._sync_failures = 0  # the tier's, when it was reserved
+        self._thread: threading.Thread | None = None
+        if config.repack_every_s:
+            self._thread = threading.Thread(target=self._work, name="impress-repack", daemon=True)
+            self._thread.start()
+
+    def run(self, *, dry_run: bool, max_bytes: int | None = None) -> RepackReport:
+        """A pass over every span, hottest first; writes at most max_bytes. Waits for another's.
+
+        Spans that are mostly dead come before all others: they give space back.
+        """
+        with self._pass:
+            heat = self._home.catalog.heat()
+            spans = [record.span_id for record in self._home.catalog.records()]
+            spans.sort(key=lambda span: -heat.get(span, (0, 0))[0])
+            return self._run(spans, dry_run, max_bytes)
+
+    def run_leased(self) -> RepackReport:
+        """A pass over spans that are mostly dead, or leased often since it last looked at them."""
+        with self._pass:
+            heat = {span: hits for span, (hits, _) in self._home.catalog.heat().items()}
+            known = {span: n for span, n in self._looked.items() if span in heat}
+            due = [s for s, hits in heat.items() if hits - known.get(s, 0) >= LEAST_LEASES]
+            self._looked = known | {span: heat[span] for span in due}
+            due.sort(key=lambda span: -heat[span])
+            return self._run(due, False, None)
+
+    def drafts(self) -> list[SpanRecord]:
+        """The copy under way: space that no span owns yet."""
+        draft = self._draft
+        return [] if draft is None else [draft]
+
+    def close(self, timeout_s: float) -> None:
+        """Stop after the slice under way; what is half copied is given back."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        if self._pass.acquire(timeout=timeout_s):  # a pass that someone else runs
+            self._pass.release()
+
+    # ---- a pass ----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while not self._stop.wait(self._config.repack_every_s):
+            try:
+                self.run_leased()
+            except Exception:
+                log.exception("a repack pass failed; the next one tries again")
+
+    def _mostly_dead(self) -> dict[int, None]:
+        """Spans to rewrite, as a set in order."""
+        dead = self._home.catalog.dead()
+        return dict.fromkeys(d.span for d in dead if d.n_dead > DEAD_SHARE * d.n_windows)
+
+    def _run(self, spans: list[int], dry_run: bool, max_bytes: int | None) -> RepackReport:
+        report = RepackReport(dry_run)
+        dead = self._mostly_dead()
+        for span in [*dead, *(span for span in spans if span not in dead)]:
+            found = self._home.catalog.hold_span(span)
+            if self._stop.is_set() or found is None:
+                continue
+            held, views = found
+            try:
+                runs = [(view.first, view.n_windows) for view in views]
+                move = self._examine(held, runs, rewrite=span in dead)
+                if move is not None:
+                    left = None if max_bytes is None else max_bytes - report.moved_bytes
+                    report.spans.append(move.report(self._deal_with(move, dry_run, left)))
+            except Stopped:
+                break
+            finally:
+                self._home.release([held])
+        return report
+
+    def _examine(self, held: Held, views: list[tuple[int, int]], *, rewrite: bool) -> _Move | None:
+        """What to do with a span; None where nothing is known of its rows, or it cannot be read."""
+        found: list[SpanHeader] = []
+        try:
+            self._copier.do(lambda: found.append(read_header(self._home.ssd, held.record)))
+        except ReadFailed:
+            self._home.quarantine(held.record.span_id)
+            return None
+        (header,) = found
+        if rewrite:
+            first, end = min(first for first, _ in views), max(first + n for first, n in views)
+            part = SpanPart.as_it_lies(header, first, end - first)
+            return _Move(held, part, part.layout(self._geometry, part.count), None)
+        return self._order(held, header, views)
+
+    def _order(self, held: Held, header: SpanHeader, views: list[tuple[int, int]]) -> _Move | None:
+        """The order a span should have; None where nothing is known of its rows."""
+        worth = chosen = self._home.history.average(held.record.span_id)
+        if worth is None and header.importance is not None:
+            worth = np.nan_to_num(header.importance, nan=0.0)
+            chosen = likely_chosen(worth)
+        if worth is None or chosen is None:
+            return None
+        window, n_windows = held.record.window, held.record.n_windows
+        layout = SpanPart(header, 0, n_windows, None).layout(self._geometry, n_windows)
+        groups = [(a * window, n * window) for a, n in tiled(views, n_windows)]
+        gap, planes = self._config.read_gap_bytes, [layout.planes[plane] for plane in (K, V)]
+        plan = plan_repack(worth, chosen, header.order, groups, planes, window, gap)
+        return _Move(held, SpanPart(header, 0, n_windows, plan.slots), layout, plan)
+
+    def _deal_with(self, move: _Move, dry_run: bool, left: int | None) -> str:
+        """Move it, or say why not."""
+        if move.plan is not None and not move.plan.worth_it:
+            return "lies well"
+        if move.n_bytes > self._config.repack_space_bytes:
+            return "larger than repack_space_bytes"
+        if left is not None and move.n_bytes > left:
+            return "over this pass's bytes"
+        if dry_run:
+            return "would move" if move.plan is not None else "would rewrite"
+        if self._home.health.refusal():
+            return "read-only"
+        draft = self._reserve(move)
+        if draft is None:
+            return "no room for a copy"
+        if not self._home.budget.allow(move.n_bytes):
+            self._give_back(draft)
+            return "daily_write_bytes are spent"
+        outcome = self._move(move, draft)
+        self._counters.add(f"repacks/{outcome.name.lower()}")
+        if outcome is Swapped.YES:  # with its leases, which it keeps
+            self._looked[draft.span_id] = self._looked.get(move.held.record.span_id, 0)
+            if move.plan is None:
+                return REWRITTEN
+        return str(outcome.value)
+
+    # ---- a move ----------------------------------------------------------------------------
+
+    def _reserve(self, move: _Move) -> SpanRecord | None:
+        """Room for the copy where there is some; nothing is evicted for it."""
+        ssd, record = self._home.ssd, move.held.record
+        self._sync_failures = ssd.sync_failures
+        with suppress(MediumError):
+            data = ssd.reserve(move.layout.data_bytes)
+            if data is None:
+                return None
+            size = meta_bytes(
+                len(data.parts), move.part.count, record.window, self._geometry.n_layers,
+                move.layout.n_sums,
+            )  # fmt: skip
+            meta = ssd.reserve(size)
+            if meta is not None and len(meta.parts) == 1:  # a header is one extent, for scans
+                span = next(self._home.span_ids)
+                self._draft = move.part.record(span, meta.parts[0], data.parts)
+                return self._draft
+            for slot in (data, meta):
+                if slot is not None:
+                    ssd.free(slot)
+        return None
+
+    def _give_back(self, draft: SpanRecord) -> None:
+        self._home.spoil(draft.span_id)
+        self._home.reclaim([draft])
+        self._draft = None
+
+    def _move(self, move: _Move, draft: SpanRecord) -> Swapped:
+        """Copy, then commit. Raises Stopped; whatever happens, the space is somebody's."""
+
+        def alive() -> bool:
+            return self._home.catalog.heat_of(move.held.record.span_id) is not None
+
+        try:
+            sums = self._copier.copy(move.part, Slot(draft.parts), alive)
+            header = move.part.header_of(draft, sums)
+        except MediumError as err:
+            if isinstance(err, ReadFailed):
+                self._home.quarantine(move.held.record.span_id)
+            else:
+                self._home.health.trouble(str(err))
+            log.warning("span %d was not repacked: %s", move.held.record.span_id, err)
+            self._give_back(draft)
+            return Swapped.FAILED
+        except Gone:
+            self._give_back(draft)
+            return Swapped.GONE
+        except BaseException:
+            self._give_back(draft)
+            raise
+        return self._commit(move, header)
+
+    def _commit(self, move: _Move, header: SpanHeader) -> Swapped:
+        """Hand the copy to the committer, which owns it from here on."""
+        assert self._home.committer is not None
+        ended, outcomes = threading.Event(), [Swapped.FAILED]
+
+        def done(outcome: Swapped) -> None:
+            outcomes.append(outcome)
+            self._draft = None
+            ended.set()
+
+        old, skip = move.held.record.span_id, move.part.first
+        job = SwapJob(old, header, self._home.spoil, done, skip, self._sync_failures)
+        try:
+            self._home.committer.swap(job)
+        except StoreFailed:  # closed
+            self._give_back(header.record)
+            raise Stopped from None
+        ended.wait(COMMIT_TIMEOUT_S)
+        return outcomes[-1]
+
+    def _stand_back(self, busy: Callable[[], bool], clock: Clock) -> bool:
+        """Let requests under way go first, for a while; False when the store is closing."""
+        give_up_s = clock() + PATIENCE_S
+        while busy() and clock() < give_up_s:
+            if self._stop.wait(NAP_S):
+                return False
+        return True

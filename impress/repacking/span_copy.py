@@ -1,0 +1,191 @@
+"""Rows of a span copied to another place on home: verified as read, in their turn, at a pace.
+
+decide (repack.py) ─> SpanPart: which windows, in which order ─> Copier ─> sums of what is there
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from impress.blockhash import key_after
+from impress.spans.format import ORDER_PACKED, ORDER_POSITION, SpanHeader, SpanRecord
+from impress.spans.layout import K, SpanLayout, V
+from impress.spans.order import RowOrder, Rows
+from impress.spans.rows import move_rows
+from impress.types import Geometry
+from impress.write.budget import Pace
+from tiers.base import Bytes, Extent, Read, Slot, Sums, sums_of
+from tiers.errors import Cancelled, MediumError
+from tiers.iopool import IoPool, Lane, Task
+from tiers.slots import aligned
+from tiers.ssd import SsdTier
+
+log = logging.getLogger("impress")
+
+#: One read or write: a demand never waits longer for a thread than this takes.
+SLICE_BYTES: Final = 1 << 20
+
+
+class Stopped(Exception):
+    """The store is closing."""
+
+
+class Gone(Exception):
+    """The span left the tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPart:
+    """Windows [first, first + count) of a span, as a span of their own.
+
+    `slots` int64 [n_layers, count * window]: the row in each slot, counted from the part's first
+    row; None: the rows lie in position order and stay so.
+    """
+
+    header: SpanHeader
+    first: int
+    count: int
+    slots: Rows | None
+
+    @classmethod
+    def as_it_lies(cls, header: SpanHeader, first: int, count: int) -> SpanPart:
+        """In the order of the span: a row stays inside what was its group."""
+        if header.order is None:
+            return cls(header, first, count, None)
+        low, n_rows = first * header.record.window, count * header.record.window
+        lying = [header.order.slots(layer) - low for layer in range(header.geometry.n_layers)]
+        slots = np.stack([rows[(rows >= 0) & (rows < n_rows)] for rows in lying])
+        return cls(header, first, count, slots)
+
+    def layout(self, geometry: Geometry, n_windows: int) -> SpanLayout:
+        """Of a span like it with so many windows."""
+        window = self.header.record.window
+        probe_bytes = [probe.window_bytes(window) for probe in self.header.probes]
+        return SpanLayout.of(geometry, window, n_windows, probe_bytes)
+
+    def record(self, span_id: int, meta: Extent, parts: tuple[Extent, ...]) -> SpanRecord:
+        """Of the copy: the same keys and labels for the same windows."""
+        old = self.header.record
+        size = 4 * old.window
+        labels = old.labels[self.first * size : (self.first + self.count) * size]
+        before = key_after(old.key_before, old.labels[: self.first * size], old.window)
+        return replace(
+            old, span_id=span_id, meta=meta, parts=parts, labels=labels, key_before=before,
+            key_after=key_after(before, labels, old.window), n_windows=self.count,
+            first_window=old.first_window + self.first,
+            order=ORDER_POSITION if self.slots is None else ORDER_PACKED,
+        )  # fmt: skip
+
+    def header_of(self, record: SpanRecord, sums: Sums) -> SpanHeader:
+        """The copy's header."""
+        rows = slice(self.first * record.window, (self.first + self.count) * record.window)
+        old, order = self.header, None
+        if self.slots is not None:
+            order = RowOrder.of(self.slots, (old.order.epoch if old.order else 0) + 1)
+        importance = None if old.importance is None else old.importance[:, rows]
+        return replace(old, record=record, sums=sums, importance=importance, order=order)
+
+
+class Copier:
+    """One copy at a time."""
+
+    def __init__(
+        self, ssd: SsdTier, pool: IoPool, geometry: Geometry, pace: Pace, turn: Callable[[], bool]
+    ) -> None:
+        self._ssd = ssd
+        self._pool = pool
+        self._geometry = geometry
+        self._pace = pace
+        self._turn = turn  # waits for those that go first; False when the store is closing
+
+    def copy(self, part: SpanPart, to: Slot, alive: Callable[[], bool]) -> Sums:
+        """Every plane of every layer; the sums of what was written. Raises Stopped, MediumError.
+
+        Gone when `alive()`, asked before each layer, says so.
+        """
+        new = part.layout(self._geometry, part.count)
+        old = part.layout(self._geometry, part.header.record.n_windows)
+        low, order = part.first * part.header.record.window, part.header.order
+        sums = np.zeros(new.n_sums, dtype=np.uint64)
+        for layer in range(new.n_layers):
+            if not alive():
+                raise Gone
+            rows = None  # slot in the old span, by slot of the copy
+            if part.slots is not None:
+                rows = part.slots[layer] + low
+                rows = rows if order is None else order.at(layer, rows)
+            for plane in range(len(new.planes)):
+                to_be = rows if plane in (K, V) else None
+                self._copy_plane(part, to, (old, new), layer, plane, to_be, sums)
+        return sums
+
+    def _copy_plane(
+        self, part: SpanPart, to: Slot, layouts: tuple[SpanLayout, SpanLayout], layer: int,
+        plane: int, rows: Rows | None, sums: Sums,
+    ) -> None:  # fmt: skip
+        """Read what is wanted of a layer's plane, verified; write it with these rows in place."""
+        old, new = layouts
+        window, shape = part.header.record.window, new.planes[plane]
+        n = shape.chunk_bytes
+        low, high = part.first, part.first + part.count
+        if rows is not None:
+            low, high = int(rows.min()) // window, int(rows.max()) // window + 1
+        data = self._read_plane(part.header, old, layer, plane, low, high)
+        for first, count in _runs(0, part.count, n):
+            if rows is None:
+                some = data[first * n : (first + count) * n]
+            else:
+                some = aligned(count * n)[: count * n]
+                wanted = rows[first * window : (first + count) * window] - low * window
+                move_rows(data, wanted, shape, some)
+            at, off = new.sums_at(layer, plane, first), new.chunk_off(layer, plane, first)
+            sums[at : at + count * shape.pieces] = sums_of(some, shape.piece_bytes)
+            self._slice(len(some), partial(self._ssd.write, to, off, some))
+
+    def _read_plane(
+        self, header: SpanHeader, layout: SpanLayout, layer: int, plane: int, low: int, high: int
+    ) -> Bytes:
+        """Chunks [low, high) of a plane."""
+        shape = layout.planes[plane]
+        n = shape.chunk_bytes
+        data = aligned((high - low) * n)[: (high - low) * n]
+        for first, count in _runs(low, high, n):
+            part = data[(first - low) * n : (first - low + count) * n]
+            at = layout.sums_at(layer, plane, first)
+            want = header.sums[at : at + count * shape.pieces]
+            off = layout.chunk_off(layer, plane, first)
+            read = Read(Slot(header.record.parts), off, part, want, shape.piece_bytes)
+            self._slice(len(part), partial(self._ssd.read, [read]))
+        return data
+
+    def _slice(self, n_bytes: int, task: Callable[[], None]) -> None:
+        """One read or write in its turn and at its pace. Raises Stopped, MediumError."""
+        if not self._pace.go(n_bytes) or not self._turn():
+            raise Stopped
+        self.do(task)
+
+    def do(self, task: Task) -> None:
+        """On lane REPACK, to its end: a write given up while it runs could land on another's."""
+        ticket = self._pool.submit(Lane.REPACK, [task])
+        try:
+            while not ticket.wait(60.0):
+                log.warning("repack: a read or write has taken a minute so far")
+        except Cancelled:
+            raise Stopped from None
+        finally:  # Ctrl-C too
+            while not ticket.done:
+                with suppress(MediumError):
+                    ticket.wait(60.0)
+
+
+def _runs(low: int, high: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """(first, count) of windows that make a slice."""
+    step = max(1, SLICE_BYTES // chunk_bytes)
+    return [(w, min(step, high - w)) for w in range(low, high, step)]

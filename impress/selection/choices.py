@@ -1,0 +1,254 @@
+"""Choosing rows by column sums: the paper's vote, a bound on missing mass, and the references.
+
+Pure NumPy. Column sums are float32 [heads, n tokens], over n_rows query rows (scores.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from impress.policy import Paper, Quality
+from impress.selection.quant import Floats
+
+Positions = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+#: A selection that would save less than this share of a layer's bytes loads the layer whole: one
+#: sequential read costs less than the pieces, and the missing mass becomes zero.
+LEAST_SAVED: Final = 0.1
+#: Orders tried for the smallest set that bounds every head.
+_ROUNDS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The rows of one layer to load.
+
+    `positions` int64 ascending, not writeable; None: all of them. The estimates are of the softmax
+    weight (over prefix and new tokens) on rows not chosen, mean over query rows: over heads, and
+    of the worst head; by the heads the identifier saw, nan where it saw none. `fell_back`: the
+    identifier did not decide itself. `agreement`: the paper's mean Jaccard index, else nan.
+    `reason`: agree | disagree | ungated | bound | capped | diffuse | given | not finite.
+    """
+
+    positions: Positions | None
+    estimated_missing_mass: float
+    missing_mass_worst_head: float
+    fell_back: bool
+    reason: str
+    agreement: float = math.nan
+
+    def n_rows(self, n_tokens: int) -> int:
+        """Rows chosen of a prefix of n_tokens."""
+        return n_tokens if self.positions is None else len(self.positions)
+
+
+def paper_choice(
+    columns: Floats,
+    n_rows: int,
+    policy: Paper,
+    all_columns: Callable[[], Floats],
+    heads_per_kv: int = 1,
+) -> Selection:
+    """Section 4.3 on column sums [probe heads, n] over n_rows query rows.
+
+    A row holds all heads, so the union of the KV heads' own top k is loaded by fallback "heads":
+    up to n_kv_heads × k rows. Query heads of one KV head are summed first.
+    """
+    if not np.isfinite(columns).all():
+        return whole("not finite", fell_back=True)
+    n = columns.shape[1]
+    k = n_kept(policy.keep, n)
+    tops = np.stack([top_k(head, k) for head in columns])
+    agreement = mean_jaccard(tops)
+    if policy.gate and (not policy.alpha or agreement < threshold(k, n, policy.alpha)):
+        if policy.fallback == "layer":
+            return whole("disagree", fell_back=True, agreement=agreement)
+        everything = all_columns()
+        by_kv = everything.reshape(-1, heads_per_kv, n).sum(axis=1)
+        union = np.any([top_k(head, k) for head in by_kv], axis=0)
+        return _chosen(
+            union, everything / np.float32(n_rows), "disagree", agreement, fell_back=True
+        )
+    reason = "agree" if policy.gate else "ungated"
+    return _chosen(vote(tops, columns, k), columns / np.float32(n_rows), reason, agreement)
+
+
+def quality_choice(
+    columns: Floats, n_rows: int, policy: Quality, row_bytes: int, probe_bytes: int, window: int
+) -> Selection:
+    """The smallest set that holds the wanted mass, on column sums [n_heads, n] of n_rows rows.
+
+    probe_bytes: of the whole layer, counted against `max_bytes` with the rows chosen. At least one
+    row, unless the cap is below that (none then: check the cap before reading a sketch). Loads the
+    whole layer where that costs hardly more (LEAST_SAVED, or a window) and the cap allows.
+    """
+    if not np.isfinite(columns).all():
+        return whole("not finite", fell_back=True)
+    mass = columns / np.float32(n_rows)
+    n = mass.shape[1]
+    if policy.per == "mean":
+        order = mass.mean(axis=0)
+        m = _least(order, policy.max_missing_mass)
+    else:
+        order, m = _least_by_head(mass, policy.max_missing_mass)
+    room = n
+    if policy.max_bytes is not None:
+        room = max(0, min(n, (policy.max_bytes - probe_bytes) // row_bytes))
+    saved = (n - m) * row_bytes
+    if room == n and saved < max(LEAST_SAVED * n * row_bytes + probe_bytes, window * row_bytes):
+        return whole("diffuse", fell_back=False)
+    return _chosen(top_k(order, min(m, room)), mass, "capped" if m > room else "bound")
+
+
+def top_choice(columns: Floats, n_rows: int, keep: float) -> Selection:
+    """H2O: the top k by the column sums [n_heads, n] of all heads together."""
+    if not np.isfinite(columns).all():
+        return whole("not finite", fell_back=True)
+    k = n_kept(keep, columns.shape[1])
+    return _chosen(top_k(columns.sum(axis=0), k), columns / np.float32(n_rows), "given")
+
+
+def random_choice(n: int, keep: float, seed: int, layer: int) -> Selection:
+    """k rows by chance."""
+    rng = np.random.default_rng([seed, layer])
+    return _blind(rng.choice(n, n_kept(keep, n), replace=False), n)
+
+
+def recent_choice(n: int, keep: float) -> Selection:
+    """The last k rows."""
+    return _blind(np.arange(n - n_kept(keep, n), n), n)
+
+
+def static_choice(importance: Floats, keep: float) -> Selection:
+    """The top k by importance [n] given at storing."""
+    n = len(importance)
+    values = np.nan_to_num(importance.astype(np.float32))
+    return _blind(np.flatnonzero(top_k(values, n_kept(keep, n))), n)
+
+
+# ---- parts -----------------------------------------------------------------------------------
+
+
+def n_kept(keep: float, n: int) -> int:
+    """k = max(1, ⌈keep · n⌉); a product a billionth over an integer is that integer."""
+    return max(1, min(n, math.ceil(round(keep * n, 9))))
+
+
+def threshold(k: int, n: int, alpha: float) -> float:
+    """t = j^alpha, where j is the Jaccard index expected of two random sets of k of n."""
+    kept = k / n
+    return float((kept / (2 - kept)) ** alpha)
+
+
+def top_k(scores: Floats, k: int) -> Mask:
+    """The k largest of scores [n]; of equal ones, those at lower positions. No NaN."""
+    n = len(scores)
+    if k >= n:
+        return np.ones(n, dtype=bool)
+    if k <= 0:
+        return np.zeros(n, dtype=bool)
+    least = np.partition(scores, n - k)[n - k]
+    chosen: Mask = scores > least
+    ties = np.flatnonzero(scores == least)
+    chosen[ties[: k - int(chosen.sum())]] = True
+    return chosen
+
+
+def mean_jaccard(sets: Mask) -> float:
+    """Mean over pairs of |A ∩ B| / |A ∪ B| of sets [heads, n]; 1 for a single head."""
+    pairs = [
+        np.count_nonzero(a & b) / np.count_nonzero(a | b)
+        for a, b in itertools.combinations(sets, 2)
+    ]
+    return sum(pairs) / len(pairs) if pairs else 1.0
+
+
+def vote(sets: Mask, columns: Floats, k: int) -> Mask:
+    """k tokens: those in most sets first, then the larger sum over heads, then the lower position.
+
+    sets and columns [heads, n].
+    """
+    votes, totals = sets.sum(axis=0, dtype=np.uint8), columns.sum(axis=0)
+    chosen = np.zeros(len(votes), dtype=bool)
+    for n_votes in range(len(sets), -1, -1):
+        if not k:
+            break
+        level = np.flatnonzero(votes == n_votes)
+        chosen[level[top_k(totals[level], k)]] = True
+        k -= min(k, len(level))
+    return chosen
+
+
+def whole(reason: str, *, fell_back: bool, agreement: float = math.nan) -> Selection:
+    """Every row."""
+    return Selection(None, 0.0, 0.0, fell_back, reason, agreement)
+
+
+def _chosen(
+    chosen: Mask, mass: Floats, reason: str, agreement: float = math.nan, *, fell_back: bool = False
+) -> Selection:
+    """A selection with the mass [heads, n] (mean over query rows) it leaves out."""
+    if chosen.all():
+        return whole(reason, fell_back=fell_back, agreement=agreement)
+    missing = np.minimum(mass @ (~chosen).astype(np.float32), 1.0)
+    mean, worst = float(missing.mean()), float(missing.max())
+    return Selection(_frozen(np.flatnonzero(chosen)), mean, worst, fell_back, reason, agreement)
+
+
+def _blind(positions: npt.NDArray[np.intp], n: int) -> Selection:
+    """A selection made without a look at the query."""
+    if len(positions) == n:
+        return whole("given", fell_back=False)
+    return Selection(_frozen(np.sort(positions)), math.nan, math.nan, False, "given")
+
+
+def _frozen(positions: npt.NDArray[np.intp]) -> Positions:
+    made = positions.astype(np.int64)
+    made.flags.writeable = False
+    return made
+
+
+def _least(weight: Floats, bound: float) -> int:
+    """The least m ≥ 1 such that all but the m largest of weight [n] add up to at most bound."""
+    left = np.cumsum(np.sort(weight), dtype=np.float64)
+    return max(1, len(weight) - int(np.searchsorted(left, bound, side="right")))
+
+
+def _least_by_head(mass: Floats, bound: float) -> tuple[Floats, int]:
+    """An order [n] and a small m: its m first tokens leave at most `bound` of each head [heads, n].
+
+    Covering every head with the fewest tokens is a hard problem: orders by a weighted sum of the
+    heads are tried, with weight moved to the heads that were left with most.
+    """
+    weights = np.ones(len(mass), dtype=np.float32)
+    best: tuple[Floats, int] | None = None
+    for _ in range(_ROUNDS):
+        order = weights @ mass
+        m = _least_order(order, mass, bound)
+        if best is None or m < best[1]:
+            best = (order, m)
+        left = mass @ (~top_k(order, max(1, int(m * 0.9)))).astype(np.float32)
+        weights *= np.sqrt(left / max(float(left.mean()), 1e-30))
+    assert best is not None
+    return best
+
+
+def _least_order(order: Floats, mass: Floats, bound: float) -> int:
+    """The least m ≥ 1 whose m first tokens by `order` leave at most bound of every head."""
+    low, high = 1, len(order)
+    while low < high:
+        middle = (low + high) // 2
+        left = mass @ (~top_k(order, middle)).astype(np.float32)
+        if float(left.max()) <= bound * (1 + 1e-6):  # float32 sums
+            high = middle
+        else:
+            low = middle + 1
+    return low

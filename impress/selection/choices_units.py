@@ -1,0 +1,37 @@
+"""Choosing rows by units of several tokens in a row, and by importance smoothed over neighbours.
+
+Pure NumPy, as choices.py. Units are counted from the prefix's start, all of one size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from impress.selection.choices import Selection, n_kept, top_k, whole
+from impress.selection.quant import Floats
+
+
+def unit_choice(scores: Floats, n_tokens: int, keep: float) -> Selection:
+    """All tokens of the best `keep` of the units, by scores [n units]; of n_tokens in all.
+
+    Its scores bound or stand for attention, so nothing is said of the mass left out.
+    """
+    if not np.isfinite(scores).all():
+        return whole("not finite", fell_back=True)
+    n_units = len(scores)
+    kept = top_k(scores, n_kept(keep, n_units))
+    if kept.all():
+        return whole("given", fell_back=False)
+    positions = np.flatnonzero(np.repeat(kept, n_tokens // n_units)).astype(np.int64)
+    positions.flags.writeable = False
+    return Selection(positions, math.nan, math.nan, False, "given")
+
+
+def pooled(values: Floats, width: int) -> Floats:
+    """For each of values [n] the largest of the `width` (odd) around it; fewer at the ends."""
+    half = width // 2
+    padded = np.pad(values.astype(np.float32), half, constant_values=-np.inf)
+    most: Floats = np.lib.stride_tricks.sliding_window_view(padded, width).max(axis=1)
+    return most

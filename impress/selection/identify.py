@@ -1,0 +1,243 @@
+"""Identifiers: which rows of a layer a request needs. Pure: scores and numbers in, a Selection out.
+
+    policy + Asked ─select→ Selection
+
+A new identifier is a policy with a function registered for it (`select.register`), and, if it
+wants one, a probe codec of its own (probes.register). Column sums are made where the query is;
+from there on everything is NumPy on the host, the same from every tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import singledispatch
+from typing import TYPE_CHECKING, Any
+
+from impress.errors import BadInput, ImpressError
+from impress.policy import (
+    AllHeads,
+    Contiguous,
+    Exact,
+    KeepAll,
+    Pages,
+    Paper,
+    Quality,
+    Random,
+    Recency,
+    SnapWindow,
+    StaticH2O,
+)
+from impress.selection.choices import (
+    Selection,
+    paper_choice,
+    quality_choice,
+    random_choice,
+    recent_choice,
+    static_choice,
+    top_choice,
+    whole,
+)
+from impress.selection.choices_units import pooled, unit_choice
+from impress.selection.probes import PROBE_HEADS, ProbeCodec
+from impress.selection.quant import Floats
+from impress.selection.scores import Scorer, column_sums, key_scores
+from impress.types import Geometry
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an identifier may look at: one layer of one request.
+
+    query [n_heads, q, head_dim] after RoPE; suffix_lse float32 [n_heads, q]. `records`: the probe
+    codec's, uint8 [groups, probe_bytes] of the whole prefix, contiguous. `all_keys` reads the keys
+    [n_kv_heads, n_tokens, head_dim] of the layer: what it reads is the caller's to account for.
+    `importance` reads what was given when the prefix was stored, float32 [n_tokens]; ImpressError
+    where nothing was. `earlier`: what was chosen in this request's layers so far, by layer.
+    """
+
+    layer: int
+    n_tokens: int
+    geometry: Geometry
+    window: int
+    query: torch.Tensor | None = None
+    scaling: float = 1.0
+    suffix_lse: torch.Tensor | None = None
+    codec: ProbeCodec | None = None
+    records: Any = None
+    params: bytes | None = None
+    all_keys: Callable[[], torch.Tensor] | None = None
+    importance: Callable[[], Floats] | None = None
+    earlier: Mapping[int, Selection] = field(default_factory=dict)
+
+    @property
+    def heads_per_kv(self) -> int:
+        return self.geometry.n_heads // self.geometry.n_kv_heads
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in the layer, keys and values."""
+        return self.geometry.k_row_bytes + self.geometry.v_row_bytes
+
+    @property
+    def probe_bytes(self) -> int:
+        """Bytes of the layer's probe records."""
+        if self.codec is None:
+            return 0
+        return self.n_tokens // self.codec.group * self.codec.probe_bytes(self.geometry)
+
+
+@singledispatch
+def select(policy: Any, asked: Asked) -> Selection:
+    """The rows a policy wants. Raises ImpressError on a policy without an identifier."""
+    raise ImpressError(f"policy {policy!r} has no identifier (identify.select.register)")
+
+
+@select.register
+def _(policy: Exact | KeepAll, asked: Asked) -> Selection:
+    return whole("given", fell_back=False)
+
+
+@select.register
+def _(policy: Paper, asked: Asked) -> Selection:
+    query, suffix_lse = _seen(asked)
+    columns = column_sums(_scorer(asked), query, suffix_lse[:PROBE_HEADS])
+
+    def all_columns() -> Floats:
+        return _all_columns(asked, "paper: fallback 'heads'")
+
+    return paper_choice(columns, query.shape[1], policy, all_columns, asked.heads_per_kv)
+
+
+@select.register
+def _(policy: Quality, asked: Asked) -> Selection:
+    query, suffix_lse = _seen(asked)
+    columns = column_sums(_scorer(asked), query, suffix_lse)
+    return quality_choice(
+        columns, query.shape[1], policy, asked.row_bytes, asked.probe_bytes, asked.window
+    )
+
+
+@select.register
+def _(policy: AllHeads, asked: Asked) -> Selection:
+    columns = _all_columns(asked, "all_heads")
+    query, _ = _seen(asked)
+    return top_choice(columns, query.shape[1], policy.keep)
+
+
+@select.register
+def _(policy: Random, asked: Asked) -> Selection:
+    return random_choice(asked.n_tokens, policy.keep, policy.seed, asked.layer)
+
+
+@select.register
+def _(policy: Recency, asked: Asked) -> Selection:
+    return recent_choice(asked.n_tokens, policy.keep)
+
+
+@select.register
+def _(policy: StaticH2O, asked: Asked) -> Selection:
+    return static_choice(_importance(asked, policy.name), policy.keep)
+
+
+@select.register
+def _(policy: SnapWindow, asked: Asked) -> Selection:
+    return static_choice(pooled(_importance(asked, policy.name), policy.pool), policy.keep)
+
+
+@select.register
+def _(policy: Pages, asked: Asked) -> Selection:
+    query, suffix_lse = _seen(asked)
+    columns = column_sums(_scorer(asked), query, suffix_lse)
+    return unit_choice(columns.sum(axis=0), asked.n_tokens, policy.keep)
+
+
+@select.register
+def _(policy: Contiguous, asked: Asked) -> Selection:
+    first = asked.layer - asked.layer % policy.period
+    if asked.layer != first:
+        if first not in asked.earlier:
+            raise ImpressError(
+                f"contiguous: layer {asked.layer} shares the rows of layer {first}, "
+                "which was not retrieved before it"
+            )
+        return asked.earlier[first]
+    if asked.window % policy.unit:
+        raise ImpressError(
+            f"contiguous: unit {policy.unit} does not divide the window of {asked.window} tokens"
+        )
+    columns = _all_columns(asked, policy.name).mean(axis=0)
+    return unit_choice(columns.reshape(-1, policy.unit).sum(axis=1), asked.n_tokens, policy.keep)
+
+
+def check_cap(policy: Any, geometry: Geometry, window: int) -> None:
+    """Raises BadInput on a byte cap under one window's rows of a layer."""
+    least = window * (geometry.k_row_bytes + geometry.v_row_bytes)
+    if isinstance(policy, Quality) and policy.max_bytes is not None and policy.max_bytes < least:
+        raise BadInput(
+            f"quality: max_bytes {policy.max_bytes} is under one window of a layer: {least} bytes"
+        )
+
+
+def paper_select(
+    query: torch.Tensor,
+    probe_keys: torch.Tensor,
+    scaling: float,
+    suffix_lse: torch.Tensor,
+    policy: Paper,
+    heads_per_kv: int = 1,
+    all_keys: Callable[[], torch.Tensor] | None = None,
+) -> Selection:
+    """The paper's identifier on keys at hand: probe_keys [KV heads of query heads 0–2, n, dim].
+
+    query [n_heads, q, dim]; suffix_lse float32 [n_heads, q]. `all_keys` is asked only where the
+    heads disagree and the fallback is "heads"; ImpressError without it.
+    """
+
+    def probes(rows: torch.Tensor) -> Any:
+        return key_scores(rows[:PROBE_HEADS], probe_keys, scaling, heads_per_kv)
+
+    def all_columns() -> Floats:
+        if all_keys is None:
+            raise ImpressError("paper: fallback 'heads' needs the layer's keys")
+        keys = all_keys()
+        return column_sums(_on(keys, scaling, heads_per_kv), query, suffix_lse)
+
+    columns = column_sums(probes, query, suffix_lse[:PROBE_HEADS])
+    return paper_choice(columns, query.shape[1], policy, all_columns, heads_per_kv)
+
+
+def _seen(asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
+    if asked.query is None or asked.suffix_lse is None:
+        raise ImpressError("this policy needs the query and suffix_lse")
+    return asked.query, asked.suffix_lse
+
+
+def _importance(asked: Asked, who: str) -> Floats:
+    if asked.importance is None:
+        raise ImpressError(f"{who}: this prefix was stored without importance")
+    return asked.importance()
+
+
+def _scorer(asked: Asked) -> Scorer:
+    """Scores by the probe records."""
+    codec, geometry = asked.codec, asked.geometry
+    if codec is None or asked.records is None:
+        raise ImpressError("this policy needs probe records")
+    return lambda rows: codec.score(asked.records, rows, geometry, asked.scaling, asked.params)
+
+
+def _all_columns(asked: Asked, who: str) -> Floats:
+    """Column sums [n_heads, n] by the stored keys of all heads."""
+    query, suffix_lse = _seen(asked)
+    if asked.all_keys is None:
+        raise ImpressError(f"{who} needs the layer's keys")
+    score = _on(asked.all_keys(), asked.scaling, asked.heads_per_kv)
+    return column_sums(score, query, suffix_lse)
+
+
+def _on(keys: torch.Tensor, scaling: float, heads_per_kv: int) -> Scorer:
+    return lambda rows: key_scores(rows, keys, scaling, heads_per_kv)

@@ -1,0 +1,1 @@
+"""What a span is, as bytes: layout, header records, row order, sums tables, codec parameters."""

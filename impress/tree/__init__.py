@@ -1,0 +1,1 @@
+"""Metadata in memory: the radix tree, the catalog, leases, who leaves first."""

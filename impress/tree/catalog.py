@@ -1,0 +1,399 @@
+"""Metadata of a store under one short lock: the tree, its spans, who holds them.
+
+Decides nothing about media and does no I/O; every method returns soon.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from impress.spans.format import (
+    SpanRecord,
+    decode_index,
+    encode_index,
+    extents_of,
+    place_of,
+    split_index,
+)
+from impress.tree.eviction import Dead, Score, least
+from impress.tree.places import Places, split_all
+from impress.tree.radix import NONE, Graft, RadixTree, View
+from impress.tree.trace import Trace, path_of, trace, walk
+from impress.types import Prefix
+from tiers.base import Extent
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A pinned run of windows of one span: [first, first + count) of it, on a lease."""
+
+    record: SpanRecord
+    first: int
+    count: int
+
+
+class Catalog:
+    """Thread-safe. A span lives while a node views it or a holder pins it."""
+
+    def __init__(self, window: int) -> None:
+        self.lock = threading.Lock()
+        self.window = window
+        self._tree = RadixTree(4 * window)
+        self._kept: dict[int, bytes] = {}  # span -> index value without labels
+        self._views: dict[int, int] = {}  # span -> nodes that view it
+        self._pins: dict[int, int] = {}
+        self._heirs: dict[int, int] = {}  # replaced while pinned -> what its holders keep instead
+        self._gone: set[int] = set()  # retired, its index value deleted: reclaim when unpinned
+        self._retired: set[int] = set()  # no node views it; the index may still hold it
+        self._dead: dict[int, int] = {}  # span in the tree -> its windows that no node views
+        self._n_spans = 0  # with a view
+        self._tick = 0
+
+    # ---- a request ------------------------------------------------------------------------
+
+    @property
+    def tick(self) -> int:
+        """Leases so far."""
+        return self._tick
+
+    def lookup(self, root: bytes, labels: bytes) -> int:
+        """Windows stored of this prefix. Pure."""
+        with self.lock:
+            return self._tree.match(root, labels).n_windows
+
+    def hold(self, root: bytes, labels: bytes, *, count: bool) -> list[Held]:
+        """Match and pin, in prefix order. `count`: this is a use, for heat and eviction."""
+        with self.lock:
+            match = self._tree.match(root, labels)
+            if count:
+                self._tick += 1
+                self._tree.touch(match, self._tick)
+            held = []
+            for view in self._tree.views(match):
+                self._pins[view.span] = self._pins.get(view.span, 0) + 1
+                held.append(Held(self._record(view.span), view.first, view.n_windows))
+            return held
+
+    def release(self, spans: Iterable[int]) -> list[SpanRecord]:
+        """Unpin; the spans whose space may now be reclaimed."""
+        free = []
+        with self.lock:
+            todo = list(spans)
+            while todo:
+                span = todo.pop()
+                left = self._pins[span] - 1
+                if left:
+                    self._pins[span] = left
+                    continue
+                del self._pins[span]
+                if span in self._heirs:
+                    todo.append(self._heirs.pop(span))
+                if span in self._gone:
+                    free.append(self._forget(span))
+        return free
+
+    # ---- a commit -------------------------------------------------------------------------
+
+    def publish(self, record: SpanRecord, prefix: bytes) -> int:
+        """Make a READY span visible; the windows it added to the tree.
+
+        `prefix`: labels from the root to the span's end. 0 when all of it is stored by now, or
+        its ancestors went bad meanwhile: then the span is retired.
+        """
+        span = record.span_id
+        with self.lock:
+            self._kept[span] = split_index(encode_index(record))[0]
+            above = self._tree.root(record.root)
+            graft = self._tree.graft(above, prefix, span, record.first_window)
+            self._views[span] = 0
+            self._count_graft(span, graft, record.n_windows)
+            if graft.added:
+                self._tree.used[graft.node] = self._tick  # new is not the same as never wanted
+            else:
+                self._retired.add(span)
+            return graft.added
+
+    def evict(self, n_bytes: int, score: Score, spare: Iterable[int] = ()) -> list[int]:
+        """Take leaves of least score out until spans of n_bytes are retired; their ids.
+
+        Never of a span that is held or spared. The lock is let go between batches.
+        """
+        retired: list[int] = []
+        progress = True
+        while n_bytes > 0 and progress:
+            with self.lock:
+                progress = False
+                for leaf in least(self._tree, {*self._pins, *spare}, score):
+                    progress = True
+                    span = self._tree.view(leaf).span
+                    if self._remove(leaf):
+                        retired.append(span)
+                        record = self._record(span)
+                        n_bytes -= record.data_bytes + record.meta.length
+                    if n_bytes <= 0:
+                        break
+        return retired
+
+    def quarantine(self, span: int) -> list[int]:
+        """Take everything at and below a bad span out of the tree; spans retired by it."""
+        retired = []
+        with self.lock:
+            for node in self._tree.of_span(span):
+                if self._tree.view(node).span != span:
+                    continue  # went with an earlier subtree
+                for below in self._tree.subtree(node):
+                    gone = self._tree.view(below).span
+                    if self._remove(below):
+                        retired.append(gone)
+        return retired
+
+    def purge(self, root: bytes) -> list[int]:
+        """Take everything under a root key out of the tree, held or not; spans retired by it."""
+        retired = []
+        with self.lock:
+            top = self._tree.roots.get(root)
+            for child in list(self._tree.children(top)) if top is not None else []:
+                for below in self._tree.subtree(child):
+                    gone = self._tree.view(below).span
+                    if self._remove(below):
+                        retired.append(gone)
+        return retired
+
+    def deleted(self, spans: Iterable[int]) -> list[SpanRecord]:
+        """Their index values are gone for good; those of them that can be reclaimed now."""
+        free = []
+        with self.lock:
+            for span in spans:
+                if span not in self._kept:
+                    continue  # damaged: it never had space of its own here
+                self._gone.add(span)
+                if span not in self._pins:
+                    free.append(self._forget(span))
+        return free
+
+    # ---- a repack -------------------------------------------------------------------------
+
+    def hold_span(self, span: int) -> tuple[Held, list[View]] | None:
+        """Pin all of a span that is in the tree, and how nodes view it; None: it is not."""
+        with self.lock:
+            if not self._views.get(span):
+                return None
+            self._pins[span] = self._pins.get(span, 0) + 1
+            views = [self._tree.view(node) for node in self._tree.of_span(span)]
+            return Held(record := self._record(span), 0, record.n_windows), views
+
+    def heat_of(self, span: int) -> tuple[int, int] | None:
+        """(leases, lease counter at the last), the most of its nodes; None: not in the tree."""
+        with self.lock:
+            nodes = self._tree.of_span(span)
+            return max(((self._tree.hits[n], self._tree.used[n]) for n in nodes), default=None)
+
+    def replace(self, old: int, record: SpanRecord) -> bool:
+        """Nodes that view `old` view this READY span of all their windows; old is retired.
+
+        Whoever holds old keeps its bytes, and the new span from eviction, to the end. False when
+        old has left the tree: then the new one is retired.
+        """
+        new = record.span_id
+        with self.lock:
+            self._kept[new] = split_index(encode_index(record))[0]
+            first = place_of(self._kept[old])[0] if old in self._kept else 0
+            nodes = self._tree.replace(old, new, record.first_window - first)
+            self._views[new] = len(nodes)
+            if not nodes:
+                self._retired.add(new)
+                return False
+            viewed = sum(self._tree.view(node).n_windows for node in nodes)
+            self._dead.pop(old, None)
+            self._note_dead(new, record.n_windows - viewed)
+            self._views[old] = 0
+            self._retired.add(old)
+            if old in self._pins:
+                self._heirs[old] = new
+                self._pins[new] = self._pins.get(new, 0) + 1
+            return True
+
+    # ---- opening --------------------------------------------------------------------------
+
+    def load(
+        self, values: Iterable[tuple[int, bytes]], heat: dict[int, tuple[int, int]]
+    ) -> tuple[list[int], list[int]]:
+        """Fill an empty catalog from index values in id order.
+
+        Returns ids of those that added nothing, retired; and of the damaged, passed over.
+
+        Spans hang from keys: where a span begins behind a window, that window's place is noted
+        when its own span is grafted. So nothing is compared but what really overlaps. Ids only
+        grow, so a span comes after those it hangs from; one that does not waits for the end. (By
+        id, not by depth: a path's nodes then lie near each other in memory.)
+        """
+        self._kept, labels, damaged = split_all(values, self.window)
+        early: list[tuple[int, int, bytes]] = []
+        retired = []
+        with self.lock:
+            places = Places(self._kept.values())
+            for span, own in zip(self._kept, labels, strict=True):
+                first, _, before, _ = place_of(self._kept[span])
+                if first and before not in places.of:
+                    early.append((first, span, own))
+                elif not self._replant(span, own, places, heat):
+                    retired.append(span)
+            for _, span, own in sorted(early):
+                if not self._replant(span, own, places, heat):
+                    retired.append(span)
+            self._retired.update(retired)
+        return retired, damaged
+
+    def _replant(
+        self, span: int, labels: bytes, places: Places, heat: dict[int, tuple[int, int]]
+    ) -> bool:
+        """Hang a loaded span where it belongs; False when it adds nothing, or nowhere is left."""
+        first, root, before, after = place_of(self._kept[span])
+        self._views[span] = 0
+        if not first:
+            above = self._tree.root(root)
+        elif before in places.of:
+            above, split = self._tree.end_at(*places.of[before])
+            if split != NONE:
+                self._views[split] += 1
+        else:
+            return False
+        graft = self._tree.graft(above, labels, span, 0)
+        self._count_graft(span, graft, len(labels) // (4 * self.window))
+        if not graft.added:
+            return False
+        if span in heat:
+            self._warm(graft.node, heat[span])
+        places.note(graft.node, before, labels, after, self.window)
+        return True
+
+    def _warm(self, node: int, heat: tuple[int, int]) -> None:
+        self._tree.hits[node], self._tree.used[node] = heat
+        self._tick = max(self._tick, heat[1])
+
+    def _count_graft(self, span: int, graft: Graft, n_windows: int) -> None:
+        if graft.added:
+            self._views[span] = 1
+            self._n_spans += 1
+            self._note_dead(span, n_windows - graft.added)
+        if graft.split != NONE:
+            self._views[graft.split] += 1
+
+    # ---- looking --------------------------------------------------------------------------
+
+    def heat(self) -> dict[int, tuple[int, int]]:
+        """Span -> (leases, lease counter at the last), the most of its nodes; leased ones only."""
+        with self.lock:
+            rows = self._tree.leased()
+        return {span: (hits, used) for span, hits, used in rows}
+
+    def hottest(self, n: int) -> list[Prefix]:
+        """The n most leased leaves, as paths."""
+        with self.lock:
+            return [
+                path_of(self._tree, leaf, 4 * self.window)
+                for leaf in self._tree.hottest(n).tolist()
+            ]
+
+    def trace(self, root: bytes, labels: bytes) -> Trace:
+        """How far a prefix matches, and what is stored where it stops. Pins and counts nothing."""
+        with self.lock:
+            return trace(self._tree, root, labels, 4 * self.window, self._tick)
+
+    def walk(self) -> list[tuple[int, View, Prefix]]:
+        """(depth, view, path) of every node, parents before children, for printing a tree."""
+        with self.lock:
+            return walk(self._tree, 4 * self.window)
+
+    def records(self) -> list[SpanRecord]:
+        """Every span in the tree."""
+        with self.lock:
+            return [self._record(span) for span, n in self._views.items() if n]
+
+    def all_records(self) -> list[SpanRecord]:
+        """Every span that still owns space: in the tree, or retired and not yet reclaimed."""
+        with self.lock:
+            return [self._record(span) for span in self._kept]
+
+    def retired_records(self, spans: Iterable[int]) -> list[SpanRecord]:
+        """Those of these spans that are not reclaimed yet."""
+        with self.lock:
+            return [self._record(span) for span in spans if span in self._kept]
+
+    def extents(self) -> tuple[list[Extent], int]:
+        """All space spans own, in no order, and the largest span id (0 when there is none)."""
+        with self.lock:
+            found: list[Extent] = []
+            for kept in self._kept.values():
+                found += extents_of(kept)
+            return found, max(self._kept, default=0)
+
+    def counts(self) -> dict[str, int]:
+        with self.lock:
+            return {
+                "spans": self._n_spans,
+                "nodes": self._tree.n_nodes,
+                "windows": self._tree.n_windows,
+                "pinned_spans": len(self._pins),
+                "retired_spans": len(self._retired),
+            }
+
+    def dead(self) -> list[Dead]:
+        """What spans in the tree own of windows that are no longer in it: kept for the others."""
+        with self.lock:
+            rows = [(span, self._kept[span], n) for span, n in self._dead.items()]
+        return [Dead.of(decode_index(span, kept), n) for span, kept, n in rows]
+
+    def check(self) -> None:
+        """Assert that tree, views, pins and retirements account for every span."""
+        with self.lock:
+            self._tree.check()
+            views: dict[int, int] = {}
+            viewed: dict[int, int] = {}
+            for node in self._tree.nodes().tolist():
+                view = self._tree.view(node)
+                views[view.span] = views.get(view.span, 0) + 1
+                viewed[view.span] = viewed.get(view.span, 0) + view.n_windows
+                record = self._record(view.span)
+                assert view.first >= 0 and view.first + view.n_windows <= record.n_windows
+            dead = {span: self._record(span).n_windows - n for span, n in viewed.items()}
+            assert {s: n for s, n in dead.items() if n} == self._dead, "dead windows miscounted"
+            assert views == {s: n for s, n in self._views.items() if n}, "views miscounted"
+            assert len(views) == self._n_spans, "spans miscounted"
+            assert set(self._kept) == set(views) | self._retired, "a span is nobody's"
+            assert self._gone <= self._retired, "reclaimable but not retired"
+            assert set(self._pins) <= set(self._kept), "a pinned span is gone"
+            assert set(self._heirs) <= set(self._pins) & self._retired, "an heir too early"
+            assert set(self._heirs.values()) <= set(self._pins), "an heir is not kept"
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    def _record(self, span: int) -> SpanRecord:
+        return decode_index(span, self._kept[span])
+
+    def _remove(self, node: int) -> bool:
+        """Take a leaf out; True when that retired its span."""
+        _, _, n_windows = span, *_ = self._tree.view(node)
+        self._tree.remove(node)
+        self._views[span] -= 1
+        if self._views[span]:
+            self._note_dead(span, n_windows)
+            return False
+        self._dead.pop(span, None)
+        self._n_spans -= 1
+        self._retired.add(span)
+        return True
+
+    def _note_dead(self, span: int, n_windows: int) -> None:
+        if n_windows:
+            self._dead[span] = self._dead.get(span, 0) + n_windows
+
+    def _forget(self, span: int) -> SpanRecord:
+        record = self._record(span)
+        self._gone.discard(span)
+        self._retired.discard(span)
+        self._views.pop(span, None)
+        del self._kept[span]
+        return record

@@ -1,0 +1,132 @@
+"""Which leaves of the tree leave home first. Pure.
+
+all leaves ─score─> a batch of the least ─pop─> gone; its parent, if a leaf now, joins the batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from impress.spans.format import SpanRecord
+from impress.tree.radix import Ids, RadixTree
+from impress.usage.history import HALF_LIFE
+
+Floats = npt.NDArray[np.floating[Any]]
+
+#: (span, hits, used) of some leaves -> a number each; the least goes first.
+Score = Callable[[Ids, Ids, Ids], Floats]
+#: What a leaf is sorted by: its score, its last use, its span's age; then the node itself.
+Key = tuple[float, int, int, int]
+#: Leaves looked at in one go.
+BATCH: Final = 1024
+#: A share of important rows below this counts as this: a span that is used is worth something.
+LEAST_SHARE: Final = 1 / 1024
+
+
+class Leaves(NamedTuple):
+    """Nodes without children, in arrays of one length. `used`: as the tree's."""
+
+    node: Ids
+    span: Ids
+    hits: Ids
+    used: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """A span of n_windows of which n_dead are in no node any more; n_bytes is what these own."""
+
+    span: int
+    n_dead: int
+    n_windows: int
+    n_bytes: int
+
+    @classmethod
+    def of(cls, record: SpanRecord, n_dead: int) -> Dead:
+        n_bytes = record.data_bytes * n_dead // record.n_windows
+        return cls(record.span_id, n_dead, record.n_windows, n_bytes)
+
+
+def by_last_use(span: Ids, hits: Ids, used: Ids) -> Floats:
+    """LRU."""
+    return used.astype(np.float64)
+
+
+def by_uses(span: Ids, hits: Ids, used: Ids) -> Floats:
+    """LFU."""
+    return hits.astype(np.float64)
+
+
+class ByWorth:
+    """Uses × mean share of important rows, fading with age; in log2.
+
+    Being stored counts as one use; a span nobody has leased yet is taken to be leased once, or it
+    would go before all that were. Uses fade from the last one on, by half every HALF_LIFE leases,
+    so that the order of two spans that are left alone never changes. `shares`: span -> mean share
+    of rows that mattered; a span without one counts by its uses alone.
+    """
+
+    def __init__(self, shares: Mapping[int, float]) -> None:
+        self._spans = np.array(sorted(shares), dtype=np.int64)
+        self._log2 = np.log2([max(shares[s], LEAST_SHARE) for s in self._spans.tolist()])
+
+    def __call__(self, span: Ids, hits: Ids, used: Ids) -> Floats:
+        worth = np.log2(np.maximum(hits, 1) + 1.0) + used / HALF_LIFE
+        if len(self._spans):
+            at = np.minimum(np.searchsorted(self._spans, span), len(self._spans) - 1)
+            worth += np.where(self._spans[at] == span, self._log2[at], 0.0)
+        return np.asarray(worth)
+
+
+def score_of(eviction: str, shares: Mapping[int, float]) -> Score:
+    """What `Config.eviction` says. Raises KeyError for a name it does not have."""
+    scores: dict[str, Score]
+    scores = {"lru": by_last_use, "lfu": by_uses, "importance": ByWorth(shares)}
+    return scores[eviction]
+
+
+def least(
+    tree: RadixTree, pinned: Collection[int], score: Score, limit: int = BATCH
+) -> Iterator[int]:
+    """Leaves to take out, least score first, never of a span that is held; at most about `limit`.
+
+    Whoever iterates removes each before asking for the next: then its parent may be one. Ends
+    where a leaf that was not looked at might score less: begin again for more. Vectorised.
+    """
+    leaves = tree.leaves()
+    queue, bound = _queue(Leaves(leaves, *tree.columns(leaves)), pinned, score, limit)
+    while queue and queue[0][0] <= bound:
+        *_, leaf = heappop(queue)
+        above = tree.parent(leaf)
+        yield leaf
+        if tree.is_leaf(above):
+            span = tree.view(above).span
+            if span not in pinned:
+                heappush(queue, _key(score, above, span, tree.hits[above], tree.used[above]))
+
+
+def _queue(
+    leaves: Leaves, pinned: Collection[int], score: Score, limit: int
+) -> tuple[list[Key], float]:
+    """At most `limit` keys, ascending, and a bound: no leaf left out scores less."""
+    if pinned:
+        free = ~np.isin(leaves.span, np.fromiter(pinned, dtype=np.int64, count=len(pinned)))
+        leaves = Leaves(*(column[free] for column in leaves))
+    scores, bound = score(leaves.span, leaves.hits, leaves.used), np.inf
+    if len(scores) > limit:
+        best = np.argpartition(scores, limit - 1)[:limit]
+        leaves, scores = Leaves(*(column[best] for column in leaves)), scores[best]
+        bound = float(scores.max())
+    columns = (scores, leaves.used, leaves.span, leaves.node)
+    return sorted(zip(*(column.tolist() for column in columns), strict=True)), bound
+
+
+def _key(score: Score, node: int, span: int, hits: int, used: int) -> Key:
+    value = score(*(np.array([n], dtype=np.int64) for n in (span, hits, used)))
+    return float(value[0]), used, span, node

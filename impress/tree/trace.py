@@ -1,0 +1,105 @@
+"""How far a prompt matches what is stored, and what stands where it stops. Pure, over the tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from impress.tree.radix import NONE, RadixTree, View
+from impress.types import Prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node of the match: the windows it holds, its leases, the lease counter at the last."""
+
+    view: View
+    hits: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """What is stored behind the match instead of the prompt's next window.
+
+    `same_tokens`: how many of that window's tokens agree before one differs; 0 too where either
+    window is known by a digest alone (`sealed`). `n_windows`: of the whole stored prompt, its
+    most leased way on taken at every fork; `hits`: leases through its last node.
+    """
+
+    span: int
+    same_tokens: int
+    sealed: bool
+    n_windows: int
+    hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """`n_ways`: different windows stored behind the match; `near` is the nearest of them, if any
+    and if the prompt goes on there. `tick`: the lease counter now."""
+
+    steps: tuple[Step, ...]
+    n_windows: int
+    n_ways: int
+    near: Near | None
+    tick: int
+
+
+def trace(tree: RadixTree, root: bytes, labels: bytes, size: int, tick: int) -> Trace:
+    """Follow whole windows of `size` bytes from a root. Changes nothing."""
+    match = tree.match(root, labels)
+    steps = tuple(
+        Step(view, tree.hits[node], tree.used[node])
+        for node, view in zip(match.nodes, tree.views(match), strict=True)
+    )
+    ways = _ways(tree, root, match.nodes, match.last_count * size)
+    wanted = labels[match.n_windows * size : (match.n_windows + 1) * size]
+    near = _nearest(tree, ways, wanted, match.n_windows) if ways and wanted else None
+    return Trace(steps, match.n_windows, len(ways), near, tick)
+
+
+def _ways(tree: RadixTree, root: bytes, nodes: list[int], cut: int) -> list[tuple[int, int]]:
+    """(node, where its label goes on) of everything stored right behind a match."""
+    if nodes and cut < len(tree.label(nodes[-1])):
+        return [(nodes[-1], cut)]
+    above = nodes[-1] if nodes else tree.roots.get(root, NONE)
+    return [] if above == NONE else [(child, 0) for child in tree.children(above)]
+
+
+def _nearest(tree: RadixTree, ways: list[tuple[int, int]], wanted: bytes, n_before: int) -> Near:
+    size = len(wanted)
+    ours = np.frombuffer(wanted, dtype="<i4")
+    windows = b"".join(tree.label(node)[at : at + size] for node, at in ways)
+    theirs = np.frombuffer(windows, dtype="<i4").reshape(len(ways), -1)
+    sealed = (theirs[:, 0] < 0) | (ours[0] < 0)
+    same = np.where(sealed, 0, np.argmax(theirs != ours, axis=1))  # none is equal: not a match
+    best = int(np.argmax(same - sealed))
+    node, at = ways[best]
+    span = tree.view(node).span
+    n_bytes = len(tree.label(node)) - at
+    while children := tree.children(node):
+        node = max(children, key=lambda child: tree.hits[child])
+        n_bytes += len(tree.label(node))
+    n_windows = n_before + n_bytes // size
+    return Near(span, int(same[best]), bool(sealed[best]), n_windows, tree.hits[node])
+
+
+def path_of(tree: RadixTree, node: int, size: int) -> Prefix:
+    """The prompt that ends with this node."""
+    path = tree.path(node)
+    labels = b"".join(tree.label(n) for n in path)
+    root = tree.label(tree.parent(path[0]))
+    return Prefix(root, len(labels) // size, tree.hits[node], tree.used[node], labels)
+
+
+def walk(tree: RadixTree, size: int) -> list[tuple[int, View, Prefix]]:
+    """(depth, view, path) of every node, parents before children."""
+    rows = []
+    todo = [(0, child) for root in tree.roots.values() for child in tree.children(root)]
+    while todo:
+        depth, node = todo.pop()
+        rows.append((depth, tree.view(node), path_of(tree, node, size)))
+        todo += [(depth + 1, child) for child in tree.children(node)]
+    return rows

@@ -1,0 +1,275 @@
+"""The index made again from the segments alone: what `impress rebuild` does.
+
+segments ─scan→ header records ─resolve→ one owner for each byte ─verify→ spans ─> a new index
+
+Every page of every segment is looked at: a header record begins on a page with the magic, a right
+checksum and this store's uuid. Of two that claim the same bytes the higher generation wins; of two
+that hold the same windows too. Rows are judged by their sums. The old index is set aside, not
+deleted, and takes part in nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from impress.errors import FormatError, StoreFailed
+from impress.spans.format import (
+    MAGIC,
+    SpanHeader,
+    decode_header,
+    encode_index,
+    header_page_length,
+)
+from impress.spans.layout import SpanLayout
+from impress.spans.records import wrong_record
+from impress.write.directory import IDENTITY, Identity, Shard, read_identity, restore_identity
+from impress.write.index import Index
+from tiers.base import PAGE, Extent, Read, Slot
+from tiers.coalesce import slices
+from tiers.errors import MediumError
+from tiers.files import sync_path
+from tiers.iopool import IoPool, Lane
+from tiers.slots import BufferPool
+from tiers.space import Space
+from tiers.ssd import SsdTier
+
+_BLOCK_BYTES: Final = 8 << 20
+_SLICE_BYTES: Final = 2 << 20
+_READ_BYTES: Final = 32 << 20  # of rows, read and summed together
+_THREADS: Final = 8
+_TIMEOUT_S: Final = 600.0
+_BATCH: Final = 1024  # spans a transaction
+_MAGIC_WORD: Final = np.frombuffer(MAGIC, dtype=np.uint64)[0]
+
+Progress = Callable[[str, int, int], None]  # what, bytes done, of so many
+
+
+@dataclass(slots=True)
+class Rebuilt:
+    """What was found in the segments. Nothing that counts in `torn` or `damaged` is served."""
+
+    spans: int = 0
+    windows: int = 0
+    n_bytes: int = 0  # of the spans kept, rows and headers
+    superseded: int = 0  # older copies, or space that is another span's now
+    torn: int = 0  # headers that do not read back whole: a store the crash cut off
+    damaged: int = 0  # sound headers whose rows do not match their sums
+    foreign: int = 0  # headers of another store
+    notes: list[str] = field(default_factory=list)
+
+
+def rebuild_store(
+    path: Path, *, dry_run: bool = False, progress: Progress | None = None
+) -> Rebuilt:
+    """Scan, verify, and put a new index in place (not when `dry_run`). Needs the writer's lock.
+
+    Raises FormatError (no store, no segments), StoreLocked, StoreFailed.
+    """
+    say = progress or (lambda what, done, of: None)
+    shard = Shard(path)
+    if not shard.segments.is_dir():
+        read_identity(path)  # says what is wrong with a path that is no store
+        raise FormatError(f"{path}: no segments to rebuild from")
+    shard.lock()
+    try:
+        found = Rebuilt()
+        try:
+            headers = list(_scan(shard.segments, found, say))
+            identity = _identity(path, headers, found, dry_run=dry_run)
+            kept = _resolved(headers, identity, shard.segments, found)
+            sound = _verified(kept, identity, shard.segments, found, say)
+        except MediumError as err:
+            raise StoreFailed(str(err)) from None
+        found.spans = len(sound)
+        found.windows = sum(h.record.n_windows for h in sound)
+        found.n_bytes = sum(h.record.data_bytes + h.record.meta.length for h in sound)
+        if not dry_run:
+            _install(shard, sound)
+        return found
+    finally:
+        shard.unlock()
+
+
+# ---- scan ------------------------------------------------------------------------------------
+
+
+def _scan(folder: Path, found: Rebuilt, say: Progress) -> Iterator[SpanHeader]:
+    """Every header record that reads back whole, in no order."""
+    paths = sorted(folder.glob("[0-9]*.seg"))
+    total, done = sum(p.stat().st_size for p in paths), 0
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size // PAGE * PAGE
+            for start in range(0, size, _BLOCK_BYTES):
+                say("scanning", done + start, total)
+                block = os.pread(fd, min(_BLOCK_BYTES, size - start), start)
+                firsts = np.frombuffer(block, dtype=np.uint64)[:: PAGE // 8]
+                for page in np.flatnonzero(firsts == _MAGIC_WORD).tolist():
+                    header = _header_at(fd, int(path.stem), start + page * PAGE)
+                    if header is None:
+                        found.torn += 1
+                    else:
+                        yield header
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+        done += size
+    say("scanning", total, total)
+
+
+def _header_at(fd: int, segment: int, off: int) -> SpanHeader | None:
+    try:
+        length = header_page_length(os.pread(fd, PAGE, off))
+        if length > os.fstat(fd).st_size - off:
+            return None
+        return decode_header(os.pread(fd, length, off), Extent(segment, off, length))
+    except FormatError:
+        return None
+
+
+def _identity(
+    path: Path, headers: Sequence[SpanHeader], found: Rebuilt, *, dry_run: bool
+) -> Identity:
+    """The store's, or what its headers say where that file is lost."""
+    if (path / IDENTITY).exists() or not headers:
+        return read_identity(path)
+    first = max(headers, key=lambda header: header.record.span_id)
+    identity = Identity(1, first.store_uuid, first.geometry, first.record.window)
+    found.notes.append(f"{IDENTITY} was missing: made again from a span's header")
+    if not dry_run:
+        restore_identity(path, identity)
+    return identity
+
+
+# ---- resolve ---------------------------------------------------------------------------------
+
+
+def _resolved(
+    headers: Sequence[SpanHeader], identity: Identity, folder: Path, found: Rebuilt
+) -> list[SpanHeader]:
+    """One owner for each byte, one span for each run of windows: the highest generation."""
+    space = Space()
+    for path in folder.glob("[0-9]*.seg"):
+        space.add(int(path.stem), path.stat().st_size // PAGE * PAGE)
+    kept: list[SpanHeader] = []
+    places: set[tuple[bytes, bytes]] = set()
+    for header in sorted(headers, key=lambda h: h.record.span_id, reverse=True):
+        record = header.record
+        if header.store_uuid != identity.uuid:
+            found.foreign += 1
+            continue
+        layout = _layout(header)
+        wrong = header.geometry != identity.geometry or len(header.sums) != layout.n_sums
+        if wrong or wrong_record(record, identity.geometry, identity.window):
+            found.torn += 1
+            continue
+        if (record.key_before, record.key_after) in places or not _claimed(space, header):
+            found.superseded += 1
+            continue
+        places.add((record.key_before, record.key_after))
+        kept.append(header)
+    return kept
+
+
+def _claimed(space: Space, header: SpanHeader) -> bool:
+    """Take all its space, or none of it."""
+    taken: list[Extent] = []
+    for extent in (header.record.meta, *header.record.parts):
+        try:
+            space.claim([extent])
+        except ValueError:
+            space.give(taken)
+            return False
+        taken.append(extent)
+    return True
+
+
+def _layout(header: SpanHeader) -> SpanLayout:
+    record = header.record
+    probe_bytes = [probe.window_bytes(record.window) for probe in header.probes]
+    return SpanLayout.of(header.geometry, record.window, record.n_windows, probe_bytes)
+
+
+# ---- verify ----------------------------------------------------------------------------------
+
+
+def _verified(
+    headers: Sequence[SpanHeader], identity: Identity, folder: Path, found: Rebuilt, say: Progress
+) -> list[SpanHeader]:
+    """Those whose every piece matches its sum."""
+    ssd = SsdTier(folder, PAGE, None, read_only=True)
+    pool, buffers = IoPool(_THREADS, "impress-rebuild"), BufferPool(None)
+    total, done, sound = sum(h.record.data_bytes for h in headers), 0, []
+    try:
+        for header in headers:
+            say("verifying", done, total)
+            if _rows_match(header, ssd, pool, buffers):
+                sound.append(header)
+            else:
+                found.damaged += 1
+            done += header.record.data_bytes
+        say("verifying", total, total)
+    finally:
+        pool.close(0.1)
+        ssd.close()
+    return sound
+
+
+def _rows_match(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferPool) -> bool:
+    slot, layout = Slot(header.record.parts), _layout(header)
+    for layer in range(layout.n_layers):
+        for plane, shape in enumerate(layout.planes):
+            step = max(1, _READ_BYTES // shape.chunk_bytes)
+            for first in range(0, layout.n_windows, step):
+                count = min(step, layout.n_windows - first)
+                off = layout.chunk_off(layer, plane, first)
+                at = layout.sums_at(layer, plane, first)
+                sums = header.sums[at : at + count * shape.pieces]
+                buffer = buffers.acquire(count * shape.chunk_bytes)
+                assert buffer is not None, "the pool has no budget"
+                read = Read(slot, off, buffer.array, sums, shape.piece_bytes)
+                tasks = [partial(ssd.read, part) for part in slices([read], _SLICE_BYTES)]
+                try:
+                    if not pool.submit(Lane.DEMAND, tasks).wait(_TIMEOUT_S):
+                        raise StoreFailed(f"rebuild: a read took more than {_TIMEOUT_S:g} s")
+                except MediumError:
+                    return False
+                finally:
+                    buffer.release()
+    return True
+
+
+# ---- install ---------------------------------------------------------------------------------
+
+
+def _install(shard: Shard, headers: Sequence[SpanHeader]) -> None:
+    """A new index beside the old one, then in its place. A crash leaves one of the two."""
+    draft, aside = shard.path / "index.new", shard.path / "index.old"
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        index = Index(draft, create=True)
+        try:
+            ordered = sorted(headers, key=lambda h: h.record.span_id)
+            for at in range(0, len(ordered), _BATCH):
+                part = ordered[at : at + _BATCH]
+                names = {h.record.root: h.name for h in part if h.name}
+                puts = {h.record.span_id: encode_index(h.record) for h in part}
+                index.commit(puts, names=names)
+        finally:
+            index.close()
+        if shard.index.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            shard.index.rename(aside)
+        draft.rename(shard.index)
+        sync_path(shard.path)
+    except OSError as err:
+        raise StoreFailed(f"rebuild: {err.filename or shard.path}: {err.strerror}") from None

@@ -1,0 +1,336 @@
+"""Reads a whole store and compares everything with its checksums and invariants. Writes nothing.
+
+index values → headers → every piece of every span. Beside a live writer: a span whose index value
+is gone or replaced by the end was evicted meanwhile, and whatever was found about it is dropped.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Final
+
+import lmdb
+import numpy as np
+
+from impress.blockhash import key_after
+from impress.errors import FormatError, StoreFailed
+from impress.spans.format import (
+    ProbeRecord,
+    SpanHeader,
+    SpanRecord,
+    decode_header,
+    decode_index,
+    split_index,
+)
+from impress.spans.layout import K, SpanLayout, V
+from impress.spans.params import NONE, Params
+from impress.spans.records import wrong_record
+from impress.tree.catalog import Catalog
+from impress.write.directory import Identity, Shard, read_identity
+from impress.write.index import Index
+from tiers.base import Read, Slot, Sums, round_up, sums_of
+from tiers.coalesce import locate
+from tiers.errors import MediumError
+from tiers.iopool import IoPool, Lane, Ticket
+from tiers.slots import BufferPool, aligned
+from tiers.ssd import SsdTier
+
+#: Bytes one task reads and sums; a chunk that is larger is read whole.
+PART_BYTES: Final = 4 << 20
+_BATCH: Final = 32  # tasks a ticket
+_THREADS: Final = 8
+_TIMEOUT_S: Final = 600.0  # of one batch: a disk that takes longer is stuck
+
+#: What LMDB says of a file that is not sound, as opposed to one that may not be opened.
+_DAMAGE: Final = (
+    lmdb.BadDbiError, lmdb.CorruptedError, lmdb.InvalidError, lmdb.NotFoundError,
+    lmdb.PageNotFoundError, lmdb.VersionMismatchError,
+)  # fmt: skip
+
+Progress = Callable[[int, int], None]  # bytes read so far, of so many
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong; where it is not a span's or a segment's, None."""
+
+    what: str
+    span: int | None = None
+    segment: int | None = None
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was read and what is wrong with it."""
+
+    spans: int = 0
+    pieces: int = 0
+    n_bytes: int = 0  # of rows; headers not counted
+    gone: int = 0  # spans evicted while this ran
+    problems: list[Problem] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Bad:
+    """Pieces of one span in one segment that do not match."""
+
+    n_pieces: int
+    first: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Windows [first, first + count) of one plane of a span: one task."""
+
+    record: SpanRecord
+    layout: SpanLayout
+    sums: Sums
+    layer: int
+    plane: int
+    first: int
+    count: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.count * self.layout.planes[self.plane].chunk_bytes
+
+
+def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
+    """Check a store from end to end. Raises FormatError (no store), StoreFailed (no access)."""
+    identity = read_identity(path)
+    shard = Shard(path)
+    if not shard.index.is_dir():
+        if any(shard.segments.glob("*.seg")):
+            return Verdict(problems=[Problem(f"index: {shard.index} is missing")])
+        return Verdict()
+    try:
+        index = Index(shard.index, create=False)
+    except (StoreFailed, FormatError) as err:
+        if isinstance(err, FormatError) or isinstance(err.__cause__, _DAMAGE):
+            return Verdict(problems=[Problem(str(err))])
+        raise
+    pool = IoPool(_THREADS, "impress-verify")
+    try:
+        return _Verification(identity, shard, index, pool).run(progress or (lambda done, of: None))
+    except _DAMAGE as err:
+        return Verdict(problems=[Problem(f"index: {shard.index}: {err}")])
+    finally:
+        pool.close(0.1)  # its threads are daemons: one stuck in a read does not hold the process
+        index.close()
+
+
+class _Verification:
+    """One run over one store."""
+
+    def __init__(self, identity: Identity, shard: Shard, index: Index, pool: IoPool) -> None:
+        self._identity = identity
+        self._index = index
+        self._values = dict(index.spans())  # before the segments are listed: all it names exist
+        try:
+            self._ssd = SsdTier(shard.segments, PART_BYTES, None, read_only=True)
+        except MediumError as err:
+            raise StoreFailed(str(err)) from None
+        self._params = Params(shard.params, write=False)
+        self._pool = pool
+        self._buffers = BufferPool(None)
+        self._verdict = Verdict()
+        self._bad: dict[tuple[int, int], _Bad] = {}
+
+    def run(self, progress: Progress) -> Verdict:
+        try:
+            records = self._read_index()
+            self._check_space(records)
+            self._check_tree(records)
+            self._read_rows(records, progress)
+        finally:
+            self._ssd.close()
+        for (span, segment), bad in sorted(self._bad.items()):
+            what = f"{bad.n_pieces} pieces do not match their checksums, first: {bad.first}"
+            self._report(what, span, segment)
+        self._drop_evicted()
+        return self._verdict
+
+    def _report(self, what: str, span: int | None = None, segment: int | None = None) -> None:
+        self._verdict.problems.append(Problem(what, span, segment))
+
+    # ---- the index -------------------------------------------------------------------------
+
+    def _read_index(self) -> list[SpanRecord]:
+        """Spans whose index values are sound."""
+        records = []
+        for span, value in self._values.items():
+            try:
+                kept, labels = split_index(value)
+                record = decode_index(span, kept, labels)
+            except (FormatError, ValueError, struct.error) as err:
+                self._report(str(err), span)
+                continue
+            wrong = wrong_record(record, self._identity.geometry, self._identity.window)
+            if wrong:
+                self._report(f"index value: {wrong}", span)
+            else:
+                records.append(record)
+        self._verdict.spans = len(self._values)
+        return records
+
+    def _check_space(self, records: list[SpanRecord]) -> None:
+        """No byte of a segment belongs to two spans."""
+        owned = sorted((e, r.span_id) for r in records for e in (r.meta, *r.parts))
+        for (before, one), (extent, other) in pairwise(owned):
+            if before.segment == extent.segment and before.off + before.length > extent.off:
+                what = f"its space at byte {extent.off} is also span {one}'s"
+                self._report(what, other, extent.segment)
+
+    def _check_tree(self, records: list[SpanRecord]) -> None:
+        """The tree these spans make is sound, and no span hangs in the air."""
+        catalog = Catalog(self._identity.window)
+        sound = {record.span_id for record in records}
+        try:
+            loose, _ = catalog.load(((s, v) for s, v in self._values.items() if s in sound), {})
+            catalog.check()
+        except AssertionError as err:
+            self._report(f"tree: {err}")
+            return
+        for record in catalog.retired_records(loose):
+            # One that repeats what other spans hold is only waiting to be reclaimed.
+            if record.first_window and not self._follows(record, records):
+                self._report("the windows before it are not stored, so it is never found",
+                             record.span_id)  # fmt: skip
+
+    def _follows(self, record: SpanRecord, records: list[SpanRecord]) -> bool:
+        """Whether some span reaches the window this one begins behind."""
+        for other in records:
+            n_windows = record.first_window - other.first_window
+            if other.root == record.root and 0 < n_windows <= other.n_windows:
+                labels = other.labels[: n_windows * 4 * record.window]
+                if key_after(other.key_before, labels, record.window) == record.key_before:
+                    return True
+        return False
+
+    # ---- the segments ----------------------------------------------------------------------
+
+    def _read_rows(self, records: list[SpanRecord], progress: Progress) -> None:
+        """Read every header and every piece, a batch ahead of the slowest."""
+        total = sum(record.data_bytes for record in records)
+        parts = (part for record in records for part in self._parts(record))
+        under_way: deque[tuple[Ticket, int]] = deque()
+        done = 0
+        progress(0, total)
+        try:
+            while batch := list(islice(parts, _BATCH)):
+                tasks = [lambda part=part: self._read_part(part) for part in batch]
+                ticket = self._pool.submit(Lane.DEMAND, tasks)
+                under_way.append((ticket, sum(part.n_bytes for part in batch)))
+                if len(under_way) > 1:
+                    done += self._settled(*under_way.popleft())
+                    progress(done, total)
+            while under_way:
+                done += self._settled(*under_way.popleft())
+                progress(done, total)
+        finally:
+            for ticket, _ in under_way:
+                ticket.cancel()
+
+    def _settled(self, ticket: Ticket, n_bytes: int) -> int:
+        if not ticket.wait(_TIMEOUT_S):
+            raise StoreFailed(f"verify: a read took more than {_TIMEOUT_S:g} s")
+        return n_bytes
+
+    def _layout(self, record: SpanRecord, probes: Sequence[ProbeRecord] = ()) -> SpanLayout:
+        window = self._identity.window
+        probe_bytes = [probe.window_bytes(window) for probe in probes]
+        return SpanLayout.of(self._identity.geometry, window, record.n_windows, probe_bytes)
+
+    def _parts(self, record: SpanRecord) -> Iterator[_Part]:
+        """What to read of a span; nothing when its header, where the sums are, is not sound."""
+        header = self._read_header(record)
+        if header is None:
+            return
+        layout, sums = self._layout(record, header.probes), header.sums
+        for probe in header.probes:
+            if probe.params != NONE and self._params.layers(probe.params) is None:
+                what = f"{probe.codec} parameters {probe.params.hex()[:12]}…: missing or damaged"
+                self._report(what, record.span_id)
+        self._verdict.pieces += layout.n_sums
+        self._verdict.n_bytes += layout.data_bytes
+        for layer in range(layout.n_layers):
+            for plane in range(len(layout.planes)):
+                step = max(1, PART_BYTES // layout.planes[plane].chunk_bytes)
+                for first in range(0, record.n_windows, step):
+                    count = min(step, record.n_windows - first)
+                    yield _Part(record, layout, sums, layer, plane, first, count)
+
+    def _read_header(self, record: SpanRecord) -> SpanHeader | None:
+        """The header, when it is sound and says what the index says."""
+        segment = record.meta.segment
+        raw = aligned(record.meta.length)[: record.meta.length]
+        try:
+            self._ssd.read([Read(Slot((record.meta,)), 0, raw, None, round_up(len(raw)))])
+            header = decode_header(raw, record.meta)
+        except (FormatError, MediumError, ValueError, struct.error) as err:
+            self._report(f"header: {err}", record.span_id, segment)
+            return None
+        differs = [
+            name
+            for name in ("span_id", "namespace", "root", "key_before", "key_after",
+                         "first_window", "n_windows", "window", "parts", "labels", "order")
+            if getattr(header.record, name) != getattr(record, name)
+        ]  # fmt: skip
+        if header.store_uuid != self._identity.uuid:
+            differs.append("store_uuid")
+        if header.geometry != self._identity.geometry:
+            differs.append("geometry")
+        if len(header.sums) != self._layout(record, header.probes).n_sums:
+            differs.append("sums")
+        if differs:
+            what = f"header: not what the index says ({', '.join(differs)})"
+            self._report(what, record.span_id, segment)
+            return None
+        return header
+
+    def _read_part(self, part: _Part) -> None:
+        """Read one part and compare its pieces with their sums; on a pool thread."""
+        shape = part.layout.planes[part.plane]
+        slot = Slot(part.record.parts)
+        off = part.layout.chunk_off(part.layer, part.plane, part.first)
+        at = part.layout.sums_at(part.layer, part.plane, part.first)
+        wanted = part.sums[at : at + part.count * shape.pieces]
+        buffer = self._buffers.acquire(part.n_bytes)
+        assert buffer is not None, "the pool has no budget"
+        try:
+            dest = buffer.array
+            self._ssd.read([Read(slot, off, dest, None, shape.piece_bytes)])
+            bad = np.flatnonzero(sums_of(dest, shape.piece_bytes) != wanted)
+        except MediumError as err:
+            segment = locate(slot, off, part.n_bytes)[0].segment
+            self._report(f"cannot be read: {err}", part.record.span_id, segment)
+            return
+        finally:
+            buffer.release()
+        for piece in bad.tolist():
+            self._note(part, slot, off + piece * shape.piece_bytes, piece // shape.pieces)
+
+    def _note(self, part: _Part, slot: Slot, off: int, window: int) -> None:
+        """Count a bad piece. Pool threads: a lost count under a race would still be a problem."""
+        segment, start, _ = locate(slot, off, 1)[0]
+        plane = {K: "keys", V: "values"}.get(part.plane, "probes")
+        first = f"layer {part.layer} {plane}, window {part.first + window}, segment byte {start}"
+        bad = self._bad.setdefault((part.record.span_id, segment), _Bad(0, first))
+        bad.n_pieces += 1
+
+    # ---- a live writer ---------------------------------------------------------------------
+
+    def _drop_evicted(self) -> None:
+        """Forget what was found about spans that a writer removed while this ran."""
+        evicted = set()
+        for span in {p.span for p in self._verdict.problems if p.span is not None}:
+            if next(self._index.spans(span - 1), None) != (span, self._values[span]):
+                evicted.add(span)
+        self._verdict.gone = len(evicted)
+        self._verdict.problems = [p for p in self._verdict.problems if p.span not in evicted]
+        self._verdict.problems.sort(key=lambda p: (p.span or 0, p.segment or 0, p.what))

@@ -1,0 +1,1 @@
+"""What requests have shown: rows chosen, chunks used, windows seen before."""

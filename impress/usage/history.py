@@ -1,0 +1,359 @@
+"""What requests have shown of a span: how often each row was chosen, how often each chunk was used.
+
+    request ends ─notes→ History ─> average (order of a repack) · scores, ranks (which copies stay)
+                            │ committer, now and then
+                            └─> index, database `history`
+
+Time is the number of requests noted, never a clock: the same requests leave the same history.
+Before a request's first token only averages are asked for, by a session that reads ahead.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from impress.errors import FormatError
+from impress.usage.remembered import Remembered, decode, encode, head_of
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+#: Weight of the newest request in a row's average, once there have been as many; until then the
+#: average is the plain mean.
+NEWEST: Final = 1 / 16
+#: A use counts half after this many requests.
+HALF_LIFE: Final = 512
+#: Requests between two saves in the background.
+SAVE_EVERY: Final = 256
+#: A sixty-fourth of the DRAM budget, at least 4 MiB: two bytes a row and layer are .05 % of the KV
+#: where a row has 4 KiB.
+SHARE: Final = 64
+LEAST_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One request looked at rows [first, first + count) of a layer of a span, whole windows.
+
+    `chosen`: of these, the rows within the span it chose, int64 ascending; None: all of them,
+    without an identifier's decision (exact, fallback). `ordinals`: where the rows used (chosen,
+    or all looked at) lie in the order of the span's chunks; None: in position order.
+    """
+
+    span: int
+    n_rows: int  # of the span
+    layer: int
+    first: int
+    count: int
+    chosen: Ids | None
+    ordinals: Ids | None = None
+
+
+class Worth(NamedTuple):
+    """What the chunks of a span's layer are worth."""
+
+    ranks: npt.NDArray[np.float64]  # see History.ranks
+    shares: Floats | None  # see History.shares
+
+
+class History:
+    """Thread-safe. Holds at most budget_bytes; spans noted longest ago are forgotten first."""
+
+    def __init__(
+        self,
+        n_layers: int,
+        window: int,
+        budget_bytes: int,
+        fetch: Callable[[int], bytes | None] = lambda span: None,
+        tick: int = 0,
+    ) -> None:
+        """`fetch`: a span's saved value, or None; asked when the span is first wanted."""
+        self.tick = tick
+        """Requests noted so far, by this process and those before it."""
+        self.used_bytes = 0
+        self._n_layers = n_layers
+        self._window = window
+        self._shape = (n_layers, window)
+        self._budget_bytes = budget_bytes
+        self._fetch = fetch
+        self._lock = threading.Lock()
+        self._spans: OrderedDict[int, Remembered] = OrderedDict()
+        self._changed: set[int] = set()
+        self._saved_tick = tick
+
+    # ---- learning --------------------------------------------------------------------------
+
+    def request(self, notes: Iterable[Note]) -> None:
+        """One request's notes: time goes on by one."""
+        with self._lock:
+            self.tick += 1
+        for n in notes:
+            self.note(n.span, n.n_rows, n.layer, n.first, n.count, n.chosen, n.ordinals)
+
+    def note(
+        self,
+        span_id: int,
+        n_rows_of_span: int,
+        layer: int,
+        first_row: int,
+        count: int,
+        chosen: Ids | None,
+        ordinals: Ids | None = None,
+    ) -> None:
+        """See `Note`. Where nothing was decided, uses are counted and averages stay."""
+        window = self._window
+        self._recall(span_id)
+        with self._lock:
+            known = self._spans.get(span_id)
+            if known is None or known.n_rows != n_rows_of_span:
+                known = self._put(
+                    span_id, Remembered.empty(self._n_layers, n_rows_of_span // window, window)
+                )
+            self._spans.move_to_end(span_id)
+            self._changed.add(span_id)
+            if ordinals is None:
+                ordinals = np.arange(first_row, first_row + count) if chosen is None else chosen
+            uses = known.uses[layer]
+            uses *= np.float32(_faded(self.tick - int(known.ticks[layer])))
+            used = np.zeros(len(uses), dtype=bool)
+            used[ordinals // window] = True
+            uses += used
+            known.ticks[layer] = self.tick
+            known.summed = None
+            if chosen is not None:
+                _average(known, layer, first_row, count, chosen)
+            self._shrink()
+
+    def carry(self, old_span: int, new_span: int, first: int = 0, count: int | None = None) -> None:
+        """Windows [first, first + count) stand in a new span now, maybe in another order of rows.
+
+        Averages go with their rows. Which chunks are used has to be learnt again: each begins
+        with the uses of its layer's most used one.
+        """
+        self._recall(old_span)
+        with self._lock:
+            known = self._spans.get(old_span)
+            if known is None:
+                return
+            copy = known.part(first, known.seen.shape[1] - first if count is None else count)
+            copy.uses[:] = copy.uses.max(axis=1, keepdims=True, initial=0)
+            self._put(new_span, copy)
+            self._changed.add(new_span)
+            self._shrink()
+
+    def forget(self, span_id: int) -> None:
+        """The span is gone; the committer deletes its saved value."""
+        with self._lock:
+            self._take_out(span_id)
+
+    # ---- answering -------------------------------------------------------------------------
+
+    def average(self, span_id: int) -> Floats | None:
+        """float32 [n_layers, n_rows] in position order: how often each row was chosen, in 0..1.
+
+        A moving average over the requests that looked; 0 where none has, None where nothing was
+        ever decided.
+        """
+        self._recall(span_id)
+        with self._lock:
+            known = self._spans.get(span_id)
+            if known is None or not known.seen.any():
+                return None
+            return known.average.astype(np.float32)
+
+    def scores(self, span_id: int, layer: int, ordinals: Ids | None = None) -> Floats | None:
+        """float32 [n_chunks]: uses × share of important rows (the paper's score of a chunk).
+
+        Uses are of recent requests, fading with each one. The share is the mean of the chunk's
+        rows' averages, 1 while nothing was decided about them. `ordinals` [n_rows]: where each
+        row, in position order, lies in the order of chunks. None: a span nothing is known of.
+        """
+        self._recall(span_id)
+        with self._lock:
+            known = self._spans.get(span_id)
+            if known is None:
+                return None
+            age = self.tick - int(known.ticks[layer])
+            uses: Floats = known.uses[layer] * np.float32(_faded(age))
+            return uses * _shares(known, layer, ordinals)
+
+    def ranks(
+        self, span_id: int, layer: int, ordinals: Ids | None = None
+    ) -> npt.NDArray[np.float64] | None:
+        """float64 [n_chunks]: log2 of the scores as they will stand to others at any later time.
+
+        All scores fade alike, so a rank never needs an update for that. -inf: never used.
+        """
+        worth = self.worth(span_id, layer, ordinals)
+        return None if worth is None else worth.ranks
+
+    def worth(self, span_id: int, layer: int, ordinals: Ids | None = None) -> Worth | None:
+        """Ranks and shares at once."""
+        self._recall(span_id)
+        with self._lock:
+            known = self._spans.get(span_id)
+            if known is None:
+                return None
+            shares = _shares(known, layer, ordinals)
+            ranks = _ranks(known.uses[layer], shares, int(known.ticks[layer]))
+            return Worth(ranks, shares if known.seen[layer].any() else None)
+
+    def ranks_if_used(
+        self, span_id: int, layer: int, n_chunks: int, used: Ids, ordinals: Ids | None = None
+    ) -> npt.NDArray[np.float64]:
+        """float64 [n_chunks]: ranks as they will be when a use of these chunks has been noted."""
+        self._recall(span_id)
+        with self._lock:
+            known, now = self._spans.get(span_id), self.tick + 1
+            uses, shares = np.zeros(n_chunks, dtype=np.float32), np.ones(n_chunks, dtype=np.float32)
+            if known is not None and known.seen.shape[1] == n_chunks:
+                uses += known.uses[layer] * np.float32(_faded(now - int(known.ticks[layer])))
+                shares = _shares(known, layer, ordinals)
+            uses[used] += 1
+            return _ranks(uses, shares, now)
+
+    def shares(self, span_id: int, layer: int, ordinals: Ids | None = None) -> Floats | None:
+        """float32 [n_chunks]: the mean of the rows' averages; None where nothing was decided."""
+        self._recall(span_id)
+        with self._lock:
+            known = self._spans.get(span_id)
+            if known is None or not known.seen[layer].any():
+                return None
+            return _shares(known, layer, ordinals)
+
+    def summary(self, span_id: int) -> tuple[float, float] | None:
+        """(mean score of the span's chunks now, mean share of important rows or nan); cheap.
+
+        None: a span nothing is known of. Chunks are taken in position order.
+        """
+        with self._lock:
+            known = self._spans.get(span_id)
+            if known is not None:
+                score, share = known.summary()
+                return score * _faded(self.tick - int(known.ticks.max())), share
+        head = head_of(self._fetch(span_id))
+        if head is None:
+            return None
+        return head.score * _faded(self.tick - head.tick), head.share
+
+    def important_share(self) -> float | None:
+        """Mean share of important rows over the spans in memory; None where none is known of."""
+        with self._lock:
+            known = list(self._spans.values())
+            found = [(one.summary()[1], int((one.seen > 0).sum())) for one in known]
+        total = sum(n for _, n in found)
+        return sum(share * n for share, n in found if n) / total if total else None
+
+    def known_shares(self) -> dict[int, float]:
+        """Span -> mean share of important rows, of the spans in memory where any is known."""
+        with self._lock:
+            shares = {span: known.summary()[1] for span, known in self._spans.items()}
+        return {span: share for span, share in shares.items() if not math.isnan(share)}
+
+    # ---- keeping ---------------------------------------------------------------------------
+
+    @property
+    def due(self) -> bool:
+        """Whether enough was noted since the last `dump` to be worth another."""
+        return self.tick - self._saved_tick >= SAVE_EVERY
+
+    def dump(self) -> dict[int, bytes]:
+        """Span -> value, of those that changed since the last dump. Compresses outside the lock."""
+        with self._lock:
+            copies = {span: self._spans[span].copy() for span in self._changed}
+            self._changed.clear()
+            self._saved_tick = self.tick
+        return {span: encode(known) for span, known in copies.items()}
+
+    def check(self) -> None:
+        """Assert that the accounts agree."""
+        with self._lock:
+            assert self.used_bytes == sum(known.n_bytes for known in self._spans.values())
+            assert self.used_bytes <= self._budget_bytes, "history: over its budget"
+            assert self._changed <= set(self._spans), "history: a change to nothing"
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _recall(self, span: int) -> None:
+        """Bring back what was saved of a span, unless it is here. No lock is held while reading."""
+        with self._lock:
+            if span in self._spans:
+                return
+        known = self._saved(span)
+        if known is not None:
+            with self._lock:
+                if span not in self._spans:
+                    self._put(span, known)
+                    self._shrink()
+
+    def _saved(self, span: int) -> Remembered | None:
+        """None also for what is damaged, newer, or of another shape: it is forgotten."""
+        raw = self._fetch(span)
+        try:
+            known = None if raw is None else decode(raw)
+        except FormatError:
+            return None
+        fits = known is not None and (len(known.seen), known.window) == self._shape
+        return known if fits else None
+
+    def _put(self, span: int, known: Remembered) -> Remembered:
+        self._take_out(span)
+        self._spans[span] = known
+        self.used_bytes += known.n_bytes
+        return known
+
+    def _take_out(self, span: int) -> None:
+        known = self._spans.pop(span, None)
+        self._changed.discard(span)
+        if known is not None:
+            self.used_bytes -= known.n_bytes
+
+    def _shrink(self) -> None:
+        while self.used_bytes > self._budget_bytes:
+            self._take_out(next(iter(self._spans)))
+
+
+def budget_of(dram_bytes: int) -> int:
+    """Bytes a store's history may hold."""
+    return max(dram_bytes // SHARE, LEAST_BYTES)
+
+
+def _faded(requests: int) -> float:
+    """What a use this many requests ago counts."""
+    return math.exp2(-max(requests, 0) / HALF_LIFE)
+
+
+def _average(known: Remembered, layer: int, first: int, count: int, chosen: Ids) -> None:
+    """Move the averages of the rows looked at towards what was chosen."""
+    window = known.window
+    seen = known.seen[layer, first // window : (first + count) // window]
+    np.add(seen, 1, out=seen, where=seen < 1 / NEWEST)
+    was = np.zeros(count, dtype=np.float32)
+    was[chosen - first] = 1
+    rows = known.average[layer, first : first + count]
+    rows += (was - rows) / np.repeat(seen, window)
+
+
+def _ranks(uses: Floats, shares: Floats, tick: int) -> npt.NDArray[np.float64]:
+    """Of uses as of `tick`."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log2(uses * shares.astype(np.float64)) + tick / HALF_LIFE)
+
+
+def _shares(known: Remembered, layer: int, ordinals: Ids | None) -> Floats:
+    """Mean of the rows' averages by chunk; a row nothing was decided about counts 1."""
+    rows = known.average[layer].astype(np.float32)
+    rows.reshape(-1, known.window)[known.seen[layer] == 0] = 1
+    if ordinals is not None:
+        placed = np.empty_like(rows)
+        placed[ordinals] = rows
+        rows = placed
+    return np.asarray(rows.reshape(-1, known.window).mean(axis=1))

@@ -1,0 +1,166 @@
+"""Who may write, and where: from a prompt to a draft with space reserved, and back when refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from impress.blockhash import Tokens, key_after
+from impress.errors import BadInput
+from impress.spans.format import ProbeRecord, SpanRecord, meta_bytes
+from impress.spans.layout import SpanLayout
+from impress.spans.tables import TableCache
+from impress.stats import Counters
+from impress.tree.catalog import Held
+from impress.types import Geometry
+from impress.write.commit import Committer
+from impress.write.draft import Draft, Media, Stored
+from impress.write.fitting import Fitter
+from impress.write.home import Home
+from impress.write.jobs import StoreJob
+from impress.write.writer import Writer
+from tiers.base import Extent, Slot, round_up
+from tiers.errors import MediumError, ReadFailed
+
+#: Longest wait for the header of the span a new one hangs from; it is read with most leases.
+HEADER_TIMEOUT_S: Final = 10.0
+
+
+class Admission:
+    """Opens writers and takes them back. Thread-safe."""
+
+    def __init__(
+        self, geometry: Geometry, window: int, namespace: bytes, name: str, home: Home,
+        committer: Committer, media: Media, counters: Counters, tables: TableCache, fitter: Fitter,
+    ) -> None:  # fmt: skip
+        self._geometry = geometry
+        self._window = window
+        self._namespace = namespace
+        self._name = name
+        self._home = home
+        self._committer = committer
+        self._media = media
+        self._counters = counters
+        self._tables = tables
+        self.fitter = fitter
+        self._drafts: dict[int, Draft] = {}  # space reserved, not yet READY or given back
+
+    def writer(
+        self, root: bytes, labels: bytes, tokens: Tokens, start: int, wait_s: float
+    ) -> Writer:
+        """A writer for the windows of this prompt that are not stored; see PrefixStore.writer."""
+        if not isinstance(start, int) or not 0 <= start <= len(tokens):
+            raise BadInput(f"store: start {start!r} is not in 0..{len(tokens)}")
+        held = self._home.catalog.hold(root, labels, count=False)  # ancestors stay until the commit
+        first = sum(h.count for h in held)
+        n_windows = len(labels) // (4 * self._window)
+        if start > first * self._window:
+            self._home.release(held)
+            raise BadInput(
+                f"store: start {start} is beyond what is stored ({first * self._window} tokens)"
+            )
+        stored = Stored(n_windows * self._window, (n_windows - first) * self._window)
+        draft = None
+        try:
+            if n_windows > first:
+                found = self._draft(root, labels, first, n_windows - first, self._before(held))
+                if isinstance(found, Draft):
+                    draft = found
+                else:
+                    stored.refused = found
+        except BaseException:
+            self._home.release(held)
+            raise
+        if draft is not None:
+            self._drafts[draft.record.span_id] = draft
+        return Writer(
+            stored, self._geometry, self._window, draft, self._media, wait_s,
+            partial(self._finish, held),
+        )  # fmt: skip
+
+    def drafts(self) -> list[SpanRecord]:
+        """Records of stores under way: space that no span owns yet."""
+        return [draft.record for draft in list(self._drafts.values())]
+
+    def _done(self, draft: Draft, held: Sequence[Held]) -> None:
+        """The committer is through with a draft."""
+        del self._drafts[draft.record.span_id]
+        self._home.release(held)
+        self.fitter.poke(draft.record.n_windows * self._window)
+
+    def _before(self, held: Sequence[Held]) -> tuple[ProbeRecord, ...]:
+        """What the span that the next hangs from was probed with, where that matters."""
+        if not held or not self._media.fits:
+            return ()
+        last = held[-1].record
+        table = self._tables.of([last], HEADER_TIMEOUT_S)[last.span_id]
+        return () if isinstance(table, ReadFailed) else table.probes
+
+    def _draft(
+        self, root: bytes, labels: bytes, first: int, n_windows: int, probed: Sequence[ProbeRecord]
+    ) -> Draft | str:
+        """Reserve space for a span of n_windows from window `first`; or why there is none."""
+        sketches = self._media.sketches(probed)
+        probe_bytes = [sketch.record.window_bytes(self._window) for sketch in sketches]
+        layout = SpanLayout.of(self._geometry, self._window, n_windows, probe_bytes)
+        reserved = self._reserve_both(n_windows, layout)
+        if isinstance(reserved, str):
+            return reserved
+        meta, slot = reserved
+        cut = first * 4 * self._window
+        before = key_after(root, labels[:cut], self._window)
+        own = labels[cut:]
+        record = SpanRecord(
+            next(self._home.span_ids), self._namespace, root, before,
+            key_after(before, own, self._window), first, n_windows, self._window, meta,
+            slot.parts, own,
+        )  # fmt: skip
+        return Draft(record, self._geometry, layout, slot, labels, self._media, sketches)
+
+    def _reserve_both(self, n_windows: int, layout: SpanLayout) -> tuple[Extent, Slot] | str:
+        """Room for a header and for rows, within the day's writes; or why there is none."""
+        home, ssd = self._home, self._media.ssd
+        size = meta_bytes(64, n_windows, self._window, self._geometry.n_layers, layout.n_sums)
+        refused = home.health.refusal()
+        if refused:
+            return refused
+        if not home.budget.allow(size + layout.data_bytes):
+            return "daily write budget"
+        try:
+            meta = self._reserve(size)
+            if meta is not None and len(meta.parts) == 1:  # a header is one extent, for scans
+                slot = self._reserve(layout.data_bytes)
+                if slot is not None:
+                    return meta.parts[0], slot
+            if meta is not None:
+                ssd.free(meta)
+        except MediumError as err:
+            home.health.trouble(str(err))
+        home.budget.refund(size + layout.data_bytes)
+        if ssd.no_room:
+            home.health.trouble(ssd.no_room, layout.data_bytes)
+        return home.health.refusal() or "disk full"
+
+    def _reserve(self, n_bytes: int) -> Slot | None:
+        """Room at home; when there is none, after making some. Raises MediumError."""
+        slot = self._media.ssd.reserve(n_bytes)
+        if slot is None and self._home.make_room(round_up(n_bytes)):
+            slot = self._media.ssd.reserve(n_bytes)
+        return slot
+
+    def _finish(self, held: Sequence[Held], writer: Writer) -> None:
+        """A writer's with-block has ended: commit what is whole, give back what is not."""
+        stored, draft = writer.stored, writer.draft
+        if draft is not None and not stored.refused:
+            done = partial(self._done, draft, held)
+            self._committer.store(StoreJob(draft, stored, self._name, done))
+            return
+        if draft is not None:
+            self._committer.give_up(draft, partial(self._done, draft, held))
+        else:
+            self._home.release(held)
+        if stored.refused:
+            reason = stored.refused.split(":")[0].replace(" ", "_")
+            self._counters.add(f"refused/{reason}")
+        stored.settle(refused=stored.refused)

@@ -1,0 +1,334 @@
+"""The committer: one thread that owns every write to the index.
+
+A store becomes READY here and nowhere else: its rows and header are on stable storage, then one
+index transaction names it, then the tree shows it. Stores that wait together commit together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from impress.errors import ImpressError, StoreFailed
+from impress.quality.ledgers import Ledgers
+from impress.spans.format import ORDER_PACKED, SpanHeader, SpanRecord, encode_header, encode_index
+from impress.stats import Counters
+from impress.tree.catalog import Catalog
+from impress.types import Geometry
+from impress.usage.history import History
+from impress.write.draft import Draft
+from impress.write.index import Index
+from impress.write.jobs import Batch, Duties, GiveUp, Job, StoreJob, SwapJob, Swapped, Trial
+from tiers.base import PAGE, Extent, Slot
+from tiers.errors import MediumError
+from tiers.slots import aligned
+from tiers.ssd import SsdTier
+
+log = logging.getLogger("impress")
+
+#: A write that takes longer than this is stuck; its store fails.
+WRITE_TIMEOUT_S = 120.0
+
+
+class Committer:
+    """Queues jobs from any thread; works on its own."""
+
+    def __init__(
+        self, index: Index, ssd: SsdTier, catalog: Catalog, counters: Counters,
+        geometry: Geometry, uuid: bytes, duties: Duties, history: History, ledgers: Ledgers,
+        *, durable: bool,
+    ) -> None:  # fmt: skip
+        self._index = index
+        self._ssd = ssd
+        self._catalog = catalog
+        self._counters = counters
+        self._geometry = geometry
+        self._uuid = uuid
+        self._duties = duties
+        self._reclaim = duties.reclaim
+        self._history = history
+        self._ledgers = ledgers
+        self._durable = durable
+        self._names: dict[bytes, str] = index.names()
+        self._jobs: deque[Job] = deque()
+        self._wake = threading.Condition()
+        self._open = True
+        self._save_asked = False
+        self._failures: list[Exception] = []
+        self._thread = threading.Thread(target=self._work, name="impress-commit", daemon=True)
+        self._thread.start()
+
+    def store(self, job: StoreJob) -> None:
+        self._put(job)
+
+    def delete(self, spans: list[int]) -> None:
+        """Retired spans: out of the index, then reclaimed when nobody holds them."""
+        if spans:
+            self._put(spans)
+
+    def give_up(self, draft: Draft, done: Callable[[], None]) -> None:
+        """A refused store: its space is free again when its last write has ended."""
+        self._put(GiveUp(draft, done))
+
+    def swap(self, job: SwapJob) -> None:
+        """A repacked span: one transaction puts it in and takes the old one out."""
+        self._put(job)
+
+    def save_history(self) -> None:
+        """Soon: what requests have shown since it was last saved. Never raises."""
+        with self._wake:
+            self._save_asked = True
+            self._wake.notify()
+
+    def try_writing(self, slot: Slot, timeout_s: float) -> None:
+        """Write to a reserved slot, sync and commit; takes the slot. Raises what is in the way."""
+        trial = Trial(slot, threading.Event())
+        self._put(trial)
+        if not trial.ended.wait(timeout_s):
+            raise StoreFailed(f"a write has not ended within {timeout_s:g} s")
+        if trial.error is not None:
+            raise trial.error
+
+    def barrier(self, timeout_s: float) -> bool:
+        """True when all that was queued before has been dealt with."""
+        event = threading.Event()
+        self._put(event)
+        return event.wait(timeout_s)
+
+    def fail(self, error: Exception) -> None:
+        """Keep an error for the next flush to raise."""
+        with self._wake:
+            self._failures.append(error)
+
+    def take_failures(self) -> list[Exception]:
+        with self._wake:
+            failures, self._failures = self._failures, []
+            return failures
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what is queued, record heat, stop."""
+        with self._wake:
+            self._open = False
+            self._wake.notify()
+        self._thread.join(timeout_s)
+
+    def save_last(self) -> None:
+        """After `close`: the history of requests that ended meanwhile. Raises StoreFailed."""
+        if not self._thread.is_alive():  # else it is stuck, and the index with it
+            self._save_history()
+
+    def _put(self, job: Job) -> None:
+        with self._wake:
+            if not self._open:
+                raise StoreFailed("the store is closed")
+            self._jobs.append(job)
+            self._wake.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._jobs or self._save_asked or not self._open)
+                if not self._jobs and not self._open:
+                    break
+                save, self._save_asked = self._save_asked, False
+                batch = Batch()
+                while self._jobs:
+                    batch.add(self._jobs.popleft())
+            try:
+                self._deal_with(batch)
+                if save:
+                    self._save_history()
+            except Exception as err:  # a bug: told by flush, and no later job is left waiting
+                log.exception("the committer failed")
+                self.fail(err)
+            for event in batch.barriers:
+                event.set()
+        try:
+            self._index.commit({}, heat=self._catalog.heat())
+        except StoreFailed as err:
+            self.fail(err)
+
+    def _save_history(self) -> None:
+        tick = self._history.tick
+        values, ledgers = self._history.dump(), self._ledgers.dump()
+        if values or ledgers:
+            try:
+                self._index.save_history(values, tick, ledgers)
+            except StoreFailed as err:  # forgotten; requests will show it again
+                self._duties.trouble(str(err))
+
+    def _deal_with(self, batch: Batch) -> None:
+        self._commit(batch)
+        for job in batch.given_up:
+            with contextlib.suppress(StoreFailed):  # a write that failed has ended too
+                job.draft.settle(WRITE_TIMEOUT_S)
+            self._reclaim([job.draft.record])
+            job.done()
+        for swap in batch.swaps:
+            swap.done(self._swap(swap))
+        for trial in batch.trials:
+            self._try(trial)
+        surplus = self._duties.overfull([job.draft.record.span_id for job in batch.stores])
+        if surplus:
+            self._commit(Batch(deletes=surplus))
+
+    def _try(self, trial: Trial) -> None:
+        try:
+            self._ssd.write(trial.slot, 0, aligned(PAGE))
+            self._ssd.sync([trial.slot])
+            self._index.commit({}, wear=self._duties.wear())
+        except (StoreFailed, MediumError) as err:
+            trial.error = err
+        self._ssd.free(trial.slot)
+        trial.ended.set()
+
+    # ---- one batch -------------------------------------------------------------------------
+
+    def _commit(self, batch: Batch) -> None:
+        written = [job for job in batch.stores if self._write_header(job)]
+        puts = {job.draft.record.span_id: encode_index(job.draft.record) for job in written}
+        names = {
+            job.draft.record.root: job.name
+            for job in written
+            if job.name and self._names.get(job.draft.record.root) != job.name
+        }
+        try:
+            if self._durable and written:
+                self._ssd.sync([_meta_slot(job.draft.record) for job in written])
+                self._ssd.sync([job.draft.slot for job in written])
+            if puts or batch.deletes:
+                born = dict.fromkeys(puts, (0, self._catalog.tick))
+                wear = self._duties.wear()
+                self._index.commit(puts, batch.deletes, born, names, wear)
+        except (StoreFailed, MediumError) as err:
+            self._duties.trouble(str(err))
+            for job in written:
+                self._drop(job, StoreFailed(str(err)))
+            if batch.deletes:
+                self.fail(StoreFailed(str(err)))
+            return
+        self._names.update(names)
+        superfluous = [job.draft.record.span_id for job in written if not self._publish(job)]
+        if superfluous:
+            self._commit(Batch(deletes=superfluous))
+        self._reclaim(self._catalog.deleted(batch.deletes))
+
+    def _write_header(self, job: StoreJob) -> bool:
+        """Wait for the rows, then write the header. False when there is nothing to commit."""
+        draft = job.draft
+        try:
+            draft.settle(WRITE_TIMEOUT_S)
+            if self._catalog.lookup(draft.record.root, draft.prefix) == draft.record.end_window:
+                self._drop(job, None)  # another store of the same tokens was first
+                return False
+            order = draft.order()
+            if order is not None:
+                draft.record = replace(draft.record, order=ORDER_PACKED)
+            header = SpanHeader(
+                self._uuid,
+                self._geometry,
+                draft.record,
+                draft.sums,
+                draft.importance,
+                job.name,
+                draft.probes,
+                order,
+            )
+            draft.record = self._put_header(header)
+            self._check_synced(draft.sync_failures)
+            return True
+        except (ImpressError, MediumError) as err:
+            if isinstance(err, MediumError) or isinstance(
+                err.__cause__, MediumError | TimeoutError
+            ):
+                self._duties.trouble(str(err.__cause__ or err))
+            self._drop(job, StoreFailed(str(err)))
+            return False
+
+    def _check_synced(self, failures_before: int) -> None:
+        """Raises StoreFailed where a sync failed since: whose pages it lost nobody can tell."""
+        if self._ssd.sync_failures != failures_before:
+            raise StoreFailed("store: the disk lost writes while this one was under way")
+
+    def _put_header(self, header: SpanHeader) -> SpanRecord:
+        """Write a header record; the span's record, what it did not need given back."""
+        raw, record, meta = encode_header(header), header.record, header.record.meta
+        assert len(raw) <= meta.length, "header larger than its reservation"
+        memory = aligned(len(raw))
+        memory[:] = np.frombuffer(raw, dtype=np.uint8)
+        self._ssd.write(_meta_slot(record), 0, memory)
+        rest = Extent(meta.segment, meta.off + len(raw), meta.length - len(raw))
+        if rest.length:
+            self._ssd.free(Slot((rest,)))
+        return replace(record, meta=meta._replace(length=len(raw)))
+
+    def _swap(self, job: SwapJob) -> Swapped:
+        """Old or new is in the index at any moment, never both and never neither."""
+        record = job.header.record
+        heat = self._catalog.heat_of(job.old)
+        if heat is None:
+            job.spoil(record.span_id)
+            self._reclaim([record])
+            return Swapped.GONE
+        try:
+            record = self._put_header(job.header)
+            self._check_synced(job.sync_failures)
+            if self._durable:
+                self._ssd.sync([_meta_slot(record), Slot(record.parts)])
+            put = {record.span_id: encode_index(record)}
+            wear = self._duties.wear()
+            self._index.commit(put, [job.old], heat={record.span_id: heat}, wear=wear)
+        except (StoreFailed, MediumError) as err:
+            self._duties.trouble(str(err))
+            log.warning("span %d was not repacked: %s", job.old, err)
+            job.spoil(record.span_id)
+            self._reclaim([record])
+            return Swapped.FAILED
+        self._history.carry(job.old, record.span_id, job.skip, record.n_windows)
+        if not self._catalog.replace(job.old, record):  # it left the tree since heat_of looked
+            job.spoil(record.span_id)
+            self._commit(Batch(deletes=[record.span_id]))
+            return Swapped.GONE
+        job.spoil(job.old)
+        self._reclaim(self._catalog.deleted([job.old]))
+        return Swapped.YES
+
+    def _publish(self, job: StoreJob) -> bool:
+        record = job.draft.record
+        added = self._catalog.publish(record, job.draft.prefix)
+        lost = None
+        if not added and self._catalog.lookup(record.root, job.draft.prefix) < record.end_window:
+            lost = StoreFailed("store: the prefix before these rows went bad meanwhile")
+            self.fail(lost)
+        job.done()
+        job.stored.settle(error=lost)
+        self._counters.add("stored_tokens", added * record.window)
+        self._counters.add("stored_bytes", record.data_bytes if added else 0)
+        return added > 0
+
+    def _drop(self, job: StoreJob, error: Exception | None) -> None:
+        self._reclaim([job.draft.record])
+        job.done()
+        job.stored.settle(error=error)
+        if error is not None:
+            self._counters.add("refused/failed")
+            self.fail(error)
+
+
+def _meta_slot(record: SpanRecord) -> Slot:
+    return Slot((record.meta,))
+
+
+def bury(ssd: SsdTier, record: SpanRecord) -> None:
+    """Wipe a span's header, so that no scan finds it again, and give its space back."""
+    # On a failing disk the header's generation and its rows' sums still give it away.
+    with contextlib.suppress(MediumError):
+        ssd.write(_meta_slot(record), 0, aligned(PAGE))
+    ssd.free(_meta_slot(record))
+    ssd.free(Slot(record.parts))

@@ -1,0 +1,108 @@
+"""What the committer is given to do, and what it is told to do besides."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from impress.spans.format import SpanHeader, SpanRecord
+from impress.write.draft import Draft, Stored
+from tiers.base import Slot
+
+
+@dataclass(slots=True)
+class StoreJob:
+    """A complete draft on its way to READY; `done` gives back what its writer held."""
+
+    draft: Draft
+    stored: Stored
+    name: str
+    done: Callable[[], None]
+
+
+@dataclass(slots=True)
+class GiveUp:
+    """A refused store: its space is free again when its last write has ended."""
+
+    draft: Draft
+    done: Callable[[], None]
+
+
+@dataclass(slots=True)
+class SwapJob:
+    """A written copy of span `old`, its rows in another order, that is to take its place.
+
+    `header`: of the new span, its reserved record in it. `spoil`: told which of the two has lost,
+    before it is reclaimed. `done`: called once, with what came of it.
+    """
+
+    old: int
+    header: SpanHeader
+    spoil: Callable[[int], None]
+    done: Callable[[Swapped], None]
+    skip: int  # windows of `old` before the copy's first; they are in no node any more
+    sync_failures: int  # the tier's, as of the copy's first byte
+
+
+class Swapped(Enum):
+    """What came of a SwapJob. But for YES the new span's space is free again, or soon will be."""
+
+    YES = "moved"
+    GONE = "the span left the tree meanwhile"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Trial:
+    """Write a page to this slot, sync it, commit: does home take writes? `error`: what it says."""
+
+    slot: Slot
+    ended: threading.Event
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Duties:
+    """What else there is to do, and whom to tell; all called by the committer's thread.
+
+    `reclaim`: space nobody holds. `overfull`: takes spans out of a tree whose home is too full,
+    but for those just stored, and names them. `trouble`: a write failed, and why. `wear`: the
+    write budget, to be kept.
+    """
+
+    reclaim: Callable[[Iterable[SpanRecord]], None]
+    overfull: Callable[[Iterable[int]], list[int]]
+    trouble: Callable[[str], None]
+    wear: Callable[[], bytes]
+
+
+Job = StoreJob | GiveUp | SwapJob | Trial | list[int] | threading.Event
+
+
+@dataclass(slots=True)
+class Batch:
+    """Jobs that were waiting together, by kind."""
+
+    stores: list[StoreJob] = field(default_factory=list)
+    deletes: list[int] = field(default_factory=list)
+    given_up: list[GiveUp] = field(default_factory=list)
+    swaps: list[SwapJob] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+    barriers: list[threading.Event] = field(default_factory=list)
+
+    def add(self, job: Job) -> None:
+        match job:
+            case StoreJob():
+                self.stores.append(job)
+            case list():
+                self.deletes += job
+            case GiveUp():
+                self.given_up.append(job)
+            case SwapJob():
+                self.swaps.append(job)
+            case Trial():
+                self.trials.append(job)
+            case _:
+                self.barriers.append(job)

@@ -1,0 +1,261 @@
+"""One store under way: rows arrive in any order and leave for the disk as pieces fill.
+
+The rows are packed into pooled slots inside `put`, so the caller may reuse its tensors. A layer
+put whole with its importance is written in that order, most important first (spans/order.py); any
+other keeps position order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from impress.errors import BadInput
+from impress.spans.layout import K, V
+from impress.spans.order import Rows, by_worth
+from impress.spans.rows import Words, check_rows, host_words, pack
+from impress.types import Geometry
+from impress.write.draft import Draft, Media, Stored
+from tiers.slots import Buffer
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class Writer:
+    """`PrefixStore.writer`: put rows of any layer in any order, then leave the with-block.
+
+    put may be called from several threads for different layers. Leaving the block normally hands
+    the span to the committer (READY comes later: `stored.wait()` or `flush`); leaving by an
+    exception, or with rows missing, keeps nothing.
+    """
+
+    def __init__(
+        self,
+        stored: Stored,
+        geometry: Geometry,
+        window: int,
+        draft: Draft | None,
+        media: Media,
+        wait_s: float,
+        finish: Callable[[Writer], None],
+    ) -> None:
+        self.stored = stored
+        self.draft = draft
+        self._geometry = geometry
+        self._window = window
+        self._media = media
+        self._wait_s = wait_s
+        self._finish = finish
+        self._closed = False
+        n_windows = draft.record.n_windows if draft else 0
+        self._first_token = draft.record.first_window * window if draft else stored.n_tokens
+        self._missing = np.full((geometry.n_layers, n_windows), window, dtype=np.int32)
+        self._partial: dict[tuple[int, int], _Partial] = {}
+
+    def put(self, layer: int, first: int, k: Any, v: Any, importance: Any = None) -> None:
+        """Rows of one layer from absolute position `first`: k, v [n_kv_heads, m, head_dim].
+
+        On return the tensors may be overwritten. Rows already stored, put before, or past the
+        last whole window are passed over. importance float32 [m]. Raises BadInput.
+        """
+        g = self._geometry
+        if not isinstance(layer, int) or not 0 <= layer < g.n_layers:
+            raise BadInput(f"put: layer {layer!r} is not in 0..{g.n_layers - 1}")
+        if not isinstance(first, int) or first < 0:
+            raise BadInput(f"put: first {first!r} is not a token position")
+        m = check_rows(k, g, g.head_dim, f"put: layer {layer} keys")
+        n_values = check_rows(v, g, g.v_dim, f"put: layer {layer} values")
+        if n_values != m:
+            raise BadInput(f"put: layer {layer}: {m} rows of keys, {n_values} of values")
+        scores = importance_of(importance, (m,), "put")
+        if self._closed:
+            raise BadInput("put: this writer is closed")
+        if self.draft is None or self.stored.refused:
+            return
+        begin = max(first, self._first_token)
+        end = min(first + m, self.stored.n_tokens)
+        if begin >= end:
+            return
+        rows, row = slice(begin - first, end - first), begin - self._first_token
+        words = (host_words(k[:, rows], g), host_words(v[:, rows], g))
+        slots = None
+        if scores is not None:
+            self._note(layer, row, scores[rows])
+            slots = self._packed_order(layer, scores[rows])
+        if slots is None:
+            self._put_rows(layer, row, *words)
+        else:
+            self._put_packed(layer, slots, *words)
+
+    def _packed_order(self, layer: int, scores: npt.NDArray[np.float32]) -> Rows | None:
+        """The row for each slot; None where these rows are to lie in position order.
+
+        Only a layer's first and whole put can be packed: what is written stays where it is.
+        """
+        begun = (self._missing[layer] == 0).any() or any(
+            at == layer for at, _ in list(self._partial)
+        )
+        if begun or len(scores) != self._missing.shape[1] * self._window:
+            return None
+        rows = np.arange(len(scores))
+        slots = by_worth(scores, [(0, len(rows))], rows)
+        return None if np.array_equal(slots, rows) else slots
+
+    def _put_packed(self, layer: int, slots: Rows, k: Words, v: Words) -> None:
+        """A whole layer, its rows as `slots` says; probe records from rows in position order."""
+        assert self.draft is not None
+        self.draft.packed[layer] = slots
+        n_windows, shape = self._missing.shape[1], self.draft.layout.planes[K]
+        for window in range(0, n_windows, self._most):
+            count = min(self._most, n_windows - window)
+            rows = slice(window * self._window, (window + count) * self._window)
+            self._send(layer, window, count, k[:, slots[rows]], v[:, slots[rows]])
+            if self._media.codecs and not self.stored.refused:
+                buffer = self._acquire(count * shape.chunk_bytes)
+                if buffer is not None:
+                    pack(k[:, rows], buffer.array, shape)
+                    self.draft.write_probes(layer, window, count, buffer)
+            if self.stored.refused:
+                return
+
+    @property
+    def _most(self) -> int:
+        """Windows that go in one slot."""
+        assert self.draft is not None
+        return max(1, self._media.slot_bytes // self.draft.layout.chunk_bytes)
+
+    def _put_rows(self, layer: int, row: int, k: Words, v: Words) -> None:
+        """Rows from span row `row` on: a ragged head, whole windows, a ragged tail."""
+        size, n = self._window, k.shape[1]
+        at = 0
+        while at < n and not self.stored.refused:
+            window, inside = divmod(row + at, size)
+            whole = (n - at) // size if not inside else 0
+            if whole:
+                count = self._run(layer, window, whole)
+                take = abs(count) * size
+                if count > 0:
+                    part = slice(at, at + take)
+                    self._send(layer, window, count, k[:, part], v[:, part])
+            else:
+                take = min(size - inside, n - at)
+                part = slice(at, at + take)
+                self._fill(layer, window, inside, k[:, part], v[:, part])
+            at += take
+
+    def _run(self, layer: int, window: int, most: int) -> int:
+        """How many of the next windows go in one slot; negative: so many are to be passed over."""
+        if self._missing[layer, window] == 0:
+            return -1
+        most = min(most, self._most)
+        taken = np.flatnonzero(self._missing[layer, window : window + most] == 0)
+        return int(taken[0]) if taken.size else most
+
+    def _send(self, layer: int, window: int, count: int, k: Words, v: Words) -> None:
+        assert self.draft is not None
+        buffer = self._acquire(count * self.draft.layout.chunk_bytes)
+        if buffer is None:
+            return
+        cut = count * self.draft.layout.planes[K].chunk_bytes
+        pack(k, buffer.array[:cut], self.draft.layout.planes[K])
+        pack(v, buffer.array[cut:], self.draft.layout.planes[V])
+        for w in range(window, window + count):
+            partial = self._partial.pop((layer, w), None)
+            if partial is not None:
+                partial.buffer.release()
+        self._missing[layer, window : window + count] = 0
+        self.draft.write(layer, window, count, buffer)
+
+    def _fill(self, layer: int, window: int, inside: int, k: Words, v: Words) -> None:
+        """Part of a window: gathered row by row in a slot of its own until it is whole."""
+        assert self.draft is not None
+        if self._missing[layer, window] == 0:
+            return
+        partial = self._partial.get((layer, window))
+        if partial is None:
+            buffer = self._acquire(self.draft.layout.chunk_bytes)
+            if buffer is None:
+                return
+            partial = _Partial(buffer, np.zeros(self._window, dtype=bool), k, v, self._window)
+            self._partial[layer, window] = partial
+        rows = slice(inside, inside + k.shape[1])
+        partial.k[:, rows], partial.v[:, rows] = k, v
+        partial.there[rows] = True
+        if partial.there.all():
+            del self._partial[layer, window]
+            self._missing[layer, window] = 0
+            cut = self.draft.layout.planes[K].chunk_bytes
+            pack(partial.k, partial.buffer.array[:cut], self.draft.layout.planes[K])
+            pack(partial.v, partial.buffer.array[cut:], self.draft.layout.planes[V])
+            self.draft.write(layer, window, 1, partial.buffer)
+
+    def _acquire(self, n_bytes: int) -> Buffer | None:
+        buffer = self._media.slots.acquire(n_bytes, self._wait_s)
+        if buffer is None:
+            self.stored.refused = "no free write slot"
+        return buffer
+
+    def _note(self, layer: int, row: int, scores: npt.NDArray[np.float32]) -> None:
+        assert self.draft is not None
+        if self.draft.importance is None:
+            shape = (self._geometry.n_layers, self.draft.record.n_windows * self._window)
+            self.draft.importance = np.full(shape, np.nan, dtype=np.float32)
+        self.draft.importance[layer, row : row + len(scores)] = scores
+
+    @property
+    def complete(self) -> bool:
+        return not self._missing.any()
+
+    def close(self, *, keep: bool = True) -> None:
+        """End of the with-block; `keep=False` gives everything back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for partial in self._partial.values():
+            partial.buffer.release()
+        self._partial.clear()
+        if not self.stored.refused and not keep:
+            self.stored.refused = "abandoned"
+        if not self.stored.refused and self.draft is not None and not self.complete:
+            layer, window = (int(i[0]) for i in np.nonzero(self._missing))
+            at = self._first_token + window * self._window
+            self.stored.refused = f"incomplete: rows missing from layer {layer}, token {at} on"
+        self._finish(self)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close(keep=kind is None)
+
+
+class _Partial:
+    """A window of one layer whose rows are still coming in."""
+
+    __slots__ = ("buffer", "k", "there", "v")
+
+    def __init__(
+        self, buffer: Buffer, there: npt.NDArray[np.bool_], k: Words, v: Words, window: int
+    ) -> None:
+        self.buffer = buffer
+        self.there = there
+        self.k = np.zeros((k.shape[0], window, k.shape[2]), dtype=k.dtype)
+        self.v = np.zeros((v.shape[0], window, v.shape[2]), dtype=v.dtype)
+
+
+def importance_of(values: Any, shape: tuple[int, ...], what: str) -> npt.NDArray[np.float32] | None:
+    """Importance as a float32 array of this shape. Raises BadInput."""
+    if values is None:
+        return None
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().numpy()
+    array = np.asarray(values, dtype=np.float32)
+    if array.shape != shape or np.isnan(array).any():
+        raise BadInput(f"{what}: importance wants {list(shape)} numbers, got {list(array.shape)}")
+    return array
