@@ -31,7 +31,8 @@ class Config(BaseModel):
     hbm_bytes: int = Field(default=0, ge=0)
     """Budget of the HBM tier, above DRAM. 0: none."""
     hbm_device: Literal["cuda", "cpu"] = "cuda"
-    """Where it is. "cpu" emulates it in host memory, and every report says so."""
+    """Where it is: on the current CUDA device (written, not yet run on one), or "cpu", which
+    emulates it in host memory, and every report says so."""
     eviction: Literal["importance", "lru", "lfu"] = "importance"
     """What goes first when a tier is full: that whose use × share of important rows is least, or by
     last use, or by uses. Of copies in HBM and DRAM none goes for a newcomer that is worth less."""

@@ -12,10 +12,19 @@ import numpy as np
 import pytest
 
 import impress
+from tiers import hbm
 from tiers.iopool import Lane
 
 MIB = 1 << 20
 SMALL = {"segment_bytes": MIB, "write_buffer_bytes": 8 * MIB, "dram_bytes": 4 * MIB}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is marked gpu runs where there is one (experiments/gpu_recipe.md)."""
+    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
+    lacking = hbm.why_not() if marked else ""
+    for item in marked if lacking else ():
+        item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {lacking}"))
 
 
 @pytest.fixture

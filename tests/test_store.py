@@ -307,9 +307,10 @@ def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last(
 
 
 def test_a_device_that_is_not_there_is_refused_with_the_setting_to_change(
-    open_store: Open, geometry: impress.Geometry
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(impress.Unsupported, match='hbm_device = "cpu"'):
+    monkeypatch.setattr("impress.cache.copies.why_not", lambda: "no CUDA driver")
+    with pytest.raises(impress.Unsupported, match='no CUDA driver; hbm_device = "cpu"'):
         open_store(geometry, hbm_bytes=MIB)
     with pytest.raises(impress.ConfigError, match="cannot hold one chunk"):
         open_store(geometry, hbm_bytes=4096, hbm_device="cpu")

@@ -7,14 +7,14 @@ windows is looked up and pinned without a Python loop.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from impress.cache.heap import MinHeap
-from tiers.base import Bytes, Extent, Slot
+from tiers.base import Bytes, Extent, Slot, Tier
 from tiers.dram import DramTier
 
 Ids = npt.NDArray[np.int64]
@@ -43,15 +43,19 @@ class ChunkCache:
         n_layers: int,
         name: str = "dram",
         eviction: str = "lru",
+        medium: Callable[[int, str], Tier] = DramTier,
     ) -> None:
-        """`planes`: bytes a chunk has in each, by plane number. `eviction`: as in `Config`."""
+        """`planes`: bytes a chunk has in each, by plane number. `eviction`: as in `Config`.
+
+        `medium`: makes the tier of its bytes and name, which is one arena.
+        """
         self.planes = tuple(planes)
         self._sizes = dict(planes)
         sizes = list(planes.values())
         self._offs = {plane: sum(sizes[:i]) for i, plane in enumerate(planes)}
         self.chunk_bytes = sum(sizes)
         self.capacity = budget_bytes // self.chunk_bytes
-        self.tier = DramTier(self.capacity * self.chunk_bytes, name)
+        self.tier = medium(self.capacity * self.chunk_bytes, name)
         self.by_rank = eviction == "importance"
         self._by_count = eviction == "lfu"
         self._n_layers = n_layers

@@ -12,6 +12,8 @@ from impress.spans.layout import K, SpanLayout, V
 from impress.types import Geometry
 from impress.usage.history import SHARE as HISTORY_SHARE
 from tiers.base import Usage, round_up
+from tiers.dram import DramTier
+from tiers.hbm import HbmTier, why_not
 
 #: A sixteenth of the DRAM budget is kept for tables (8 bytes a piece: about .1 % of the KV) and
 #: history.
@@ -35,9 +37,11 @@ class Copies:
         if config.hbm_bytes:
             _check_hbm(config, layout.chunk_bytes)
             budgets = {"hbm": config.hbm_bytes, **budgets}
-        self.emulated = ("hbm",) if config.hbm_bytes else ()
+        on_device = config.hbm_device == "cuda"
+        self.emulated = ("hbm",) if config.hbm_bytes and not on_device else ()
+        media = {"dram": DramTier, "hbm": HbmTier if on_device else DramTier}
         self.chunks = tuple(
-            ChunkCache(n, planes, geometry.n_layers, name, config.eviction)
+            ChunkCache(n, planes, geometry.n_layers, name, config.eviction, media[name])
             for name, n in budgets.items()
         )
         self.probes: dict[tuple[int, int], ChunkCache] = {}  # by plane and bytes a chunk
@@ -109,11 +113,9 @@ def check_budgets(config: Config, geometry: Geometry, window: int) -> None:
 
 def _check_hbm(config: Config, chunk_bytes: int) -> None:
     """Raises Unsupported or ConfigError, naming the setting to change."""
-    if config.hbm_device == "cuda":
-        raise Unsupported(
-            "hbm_bytes: a tier on CUDA is not in this version; "
-            'hbm_device = "cpu" emulates one in host memory'
-        )
+    lacking = why_not() if config.hbm_device == "cuda" else ""
+    if lacking:
+        raise Unsupported(f'hbm_bytes: {lacking}; hbm_device = "cpu" emulates a GPU in host memory')
     if config.hbm_bytes < chunk_bytes:
         raise ConfigError(
             f"config: hbm_bytes {config.hbm_bytes} cannot hold one chunk of {chunk_bytes} bytes"

@@ -1,0 +1,168 @@
+"""The HBM tier: its copies on a device that does nothing until it is waited for, and on a real one.
+
+Only the device is a stand-in where there is none: a queue of copies that happen, in order, when
+somebody waits for one of them. A tier that looks at bytes too early, or gives a stage to the next
+copy too early, gets the wrong ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MIB, assert_serves, prompt, put_prompt, wait_for_promotions
+from tier_contract import TierContract, noise
+
+import impress
+from tiers.base import PAGE, Bytes, Read, Tier, sums_of
+from tiers.errors import MediumError, ReadFailed
+from tiers.hbm import STAGE_BYTES, HbmTier
+from tiers.slots import aligned
+
+Open = Callable[..., impress.PrefixStore]
+
+
+class Queued:
+    """A copy that has not happened yet."""
+
+    def __init__(self, memory: QueuedMemory, to: Bytes, of: Bytes) -> None:
+        self.memory, self.to, self.of = memory, to, of
+
+    def synchronize(self) -> None:
+        with self.memory.lock:
+            while self in self.memory.queue:
+                copy = self.memory.queue.pop(0)
+                if self.memory.broken:
+                    raise RuntimeError("an error of the device's")
+                copy.to[:] = copy.of
+
+
+class QueuedMemory:
+    """Host memory that stands for a device's, behind one stream."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.bytes = np.zeros(n_bytes, dtype=np.uint8)
+        self.queue: list[Queued] = []
+        self.lock = threading.Lock()
+        self.broken = False
+
+    def pinned(self, n_bytes: int) -> Bytes:
+        return aligned(n_bytes)[:n_bytes]
+
+    def up(self, at: int, data: Bytes) -> Queued:
+        return self._add(self.bytes[at : at + len(data)], data)
+
+    def down(self, at: int, dest: Bytes) -> Queued:
+        return self._add(dest, self.bytes[at : at + len(dest)])
+
+    def _add(self, to: Bytes, of: Bytes) -> Queued:
+        copy = Queued(self, to, of)
+        with self.lock:
+            self.queue.append(copy)
+        return copy
+
+
+def queued_tier(n_bytes: int, name: str = "hbm") -> HbmTier:
+    return HbmTier(n_bytes, name, QueuedMemory(n_bytes))
+
+
+class TestHbm(TierContract):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Tier:
+        return queued_tier(4 * MIB)
+
+    def test_copies_longer_than_the_stages_are_whole(self, tier: Tier) -> None:
+        n = 3 * STAGE_BYTES + 5 * PAGE
+        slot, data = tier.reserve(n), noise(n)
+        tier.write(slot, 0, data)
+        cuts = [0, PAGE, STAGE_BYTES + PAGE, n]
+        out = aligned(n)[:n]
+        tier.read(
+            [Read(slot, a, out[a:b], sums_of(data[a:b], PAGE), PAGE) for a, b in pairwise(cuts)]
+        )
+        assert np.array_equal(out, data)
+
+    def test_what_flips_on_the_device_fails_the_read(self, tier: Tier) -> None:
+        slot, data = tier.reserve(MIB), noise(MIB)
+        tier.write(slot, 0, data)
+        tier._memory.bytes[slot.parts[0].off + 5 * PAGE] ^= 1  # type: ignore[attr-defined]
+        with pytest.raises(ReadFailed, match=rf"hbm.* slot byte {5 * PAGE}\b"):
+            tier.read([Read(slot, 0, aligned(MIB), sums_of(data, PAGE), PAGE)])
+
+    def test_an_error_of_the_device_is_a_failed_copy(self, tier: Tier) -> None:
+        slot = tier.reserve(PAGE)
+        tier._memory.broken = True  # type: ignore[attr-defined]
+        with pytest.raises(ReadFailed, match="hbm: a copy from the device failed") as failed:
+            tier.read([Read(slot, 0, aligned(PAGE), None, PAGE)])
+        assert failed.value.reason == "io"
+        with pytest.raises(MediumError, match="hbm: a copy to the device failed"):
+            tier.write(slot, 0, noise(PAGE))
+
+
+@pytest.mark.gpu
+class TestHbmOnCuda(TierContract):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Tier:
+        return HbmTier(4 * MIB)
+
+    def test_more_than_the_device_has_is_refused_with_the_setting(self) -> None:
+        with pytest.raises(MediumError, match="lower hbm_bytes"):
+            HbmTier(1 << 46)
+
+
+@pytest.fixture(params=["queued", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a store with hbm_device = "cuda" finds."""
+    if request.param == "queued":
+        monkeypatch.setattr("impress.cache.copies.why_not", lambda: "")
+        monkeypatch.setattr("impress.cache.copies.HbmTier", queued_tier)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_store_serves_the_same_bits_from_a_device(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, hbm_bytes=2 * MIB, hbm_device="cuda")
+    tokens = prompt(256)
+    put_prompt(store, tokens).wait(60)
+    rows: list[dict[str, Any]] = []
+    for _ in range(4):  # SSD, DRAM, the device, the device
+        assert_serves(store, tokens, 256)
+        wait_for_promotions(store)
+        with store.lease(tokens) as lease, lease.session() as session:
+            session.retrieve(0, None)
+            rows.append(session.report().rows_by_tier)
+        wait_for_promotions(store)
+    assert rows[-1] == {"hbm": 256}
+    assert store.stats()["emulated"] == []
+    store.check()
+
+
+@pytest.mark.usefixtures("device")
+def test_a_bad_copy_on_a_device_is_a_lost_prefix_and_then_read_from_home(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(geometry, hbm_bytes=2 * MIB, hbm_device="cuda")
+    tokens = prompt(256)
+    put_prompt(store, tokens).wait(60)
+    for _ in range(3):
+        assert_serves(store, tokens, 256)
+        wait_for_promotions(store)
+    hbm = store._copies.chunks[0].tier
+    hbm.write(hbm_slot(store), 0, noise(PAGE))
+    with store.lease(tokens) as lease, lease.session() as session:
+        with pytest.raises(impress.PrefixLost, match="checksum"):
+            for layer in range(geometry.n_layers):
+                session.retrieve(layer, None)
+    assert_serves(store, tokens, 256)
+
+
+def hbm_slot(store: impress.PrefixStore) -> Any:
+    """Where the first chunk on the device is."""
+    cache = store._copies.chunks[0]
+    return cache.slot(int(np.flatnonzero(cache._ready)[0]))

@@ -1,0 +1,38 @@
+"""What a medium of one allocation has in common with every other: its accounts of space."""
+
+from __future__ import annotations
+
+import threading
+
+from tiers.base import PAGE, Slot, Usage, round_up
+from tiers.space import Space
+
+
+class Arena:
+    """Slots of one contiguous allocation, numbered segment 0. Thread-safe."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        """The budget is rounded down to pages; 0 gives no slots."""
+        self.n_bytes = budget_bytes // PAGE * PAGE
+        self._space = Space()
+        self._lock = threading.Lock()
+        if self.n_bytes:
+            self._space.add(0, self.n_bytes)
+
+    def reserve(self, n_bytes: int) -> Slot | None:
+        with self._lock:
+            parts = self._space.take(round_up(n_bytes))
+        return None if parts is None else Slot(parts)
+
+    def free(self, slot: Slot) -> None:
+        with self._lock:
+            self._space.give(slot.parts)
+
+    def usage(self) -> Usage:
+        with self._lock:
+            free = self._space.free_bytes
+        return Usage(self.n_bytes, self.n_bytes - free, free)
+
+    def check(self) -> None:
+        with self._lock:
+            self._space.check()

@@ -1,0 +1,193 @@
+"""A GPU's memory as a tier: one arena on the device, copies through pinned host memory.
+
+    write   data ─memcpy─> pinned ─up stream─> arena           returns when it is there
+    read    dest <─memcpy─ pinned <─down stream─ arena         then dest is verified, on the host
+
+Copies of more than a stage are cut, and two stages a thread take turns: one is on the bus while the
+other is copied by the processor.
+
+What the sums cover: the bytes of `dest`, so everything that happened to them since they were
+packed, on the bus and in the device's memory too. What is done with dest afterwards, such as the
+caller's own copy to a device, they do not.
+
+The device is reached through torch, imported when a tier is made: whoever has a GPU for an engine
+has torch, and one process then has one CUDA context. Written, not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+
+from tiers.arena import Arena
+from tiers.base import Bytes, Read, Slot, verify
+from tiers.coalesce import locate
+from tiers.errors import MediumError, ReadFailed
+
+#: Bytes of a stage: some 40 µs of PCIe 4 x16 by its rating; not measured.
+STAGE_BYTES: Final = 1 << 20
+_N_STAGES: Final = 2
+
+
+class Event(Protocol):
+    """Something queued on a stream."""
+
+    def synchronize(self) -> None:
+        """Return when it has happened."""
+
+
+class Memory(Protocol):
+    """Bytes on a device. Copies are queued and happen in order; their host side is `pinned`."""
+
+    def pinned(self, n_bytes: int) -> Bytes:
+        """Host memory the device can reach."""
+
+    def up(self, at: int, data: Bytes) -> Event:
+        """Queue a copy of pinned data to [at, at + len(data))."""
+
+    def down(self, at: int, dest: Bytes) -> Event:
+        """Queue a copy of [at, at + len(dest)) to pinned dest."""
+
+
+class _Stage(NamedTuple):
+    """A copy under way: `host` is the caller's memory, `event` says when `pinned` is done with."""
+
+    event: Event
+    pinned: Bytes
+    host: Bytes
+
+
+class HbmTier(Arena):
+    """A device arena of budget_bytes. A slot's bytes are there when `write` has returned."""
+
+    def __init__(self, budget_bytes: int, name: str = "hbm", memory: Memory | None = None) -> None:
+        """`memory`: at least budget_bytes; None: of the current CUDA device.
+
+        Raises MediumError when the device has not that much.
+        """
+        super().__init__(budget_bytes)
+        self.name = name
+        self._memory = CudaMemory(self.n_bytes) if memory is None else memory
+        self._stages = threading.local()
+
+    def write(self, slot: Slot, off: int, data: Bytes) -> None:
+        under_way: deque[_Stage] = deque()
+        try:
+            for i, (at, host) in enumerate(_stages(slot, off, data)):
+                if len(under_way) == _N_STAGES:
+                    under_way.popleft().event.synchronize()
+                pinned = self._pinned(i)[: len(host)]
+                np.copyto(pinned, host)
+                under_way.append(_Stage(self._memory.up(at, pinned), pinned, host))
+            for stage in under_way:
+                stage.event.synchronize()
+        except RuntimeError as err:  # what torch raises for whatever CUDA reports
+            raise MediumError(f"{self.name}: a copy to the device failed: {err}") from None
+
+    def read(self, reads: Sequence[Read]) -> None:
+        under_way: deque[_Stage] = deque()
+        places = (place for read in reads for place in _stages(read.slot, read.off, read.dest))
+        try:
+            for i, (at, host) in enumerate(places):
+                if len(under_way) == _N_STAGES:
+                    _take(under_way.popleft())
+                pinned = self._pinned(i)[: len(host)]
+                under_way.append(_Stage(self._memory.down(at, pinned), pinned, host))
+            for stage in under_way:
+                _take(stage)
+        except RuntimeError as err:
+            raise ReadFailed("io", f"{self.name}: a copy from the device failed: {err}") from None
+        for read in reads:
+            verify(read, self.name)
+
+    def _pinned(self, i: int) -> Bytes:
+        """This thread's stages, in turn."""
+        try:
+            stages: list[Bytes] = self._stages.of_thread
+        except AttributeError:
+            stages = [self._memory.pinned(STAGE_BYTES) for _ in range(_N_STAGES)]
+            self._stages.of_thread = stages
+        return stages[i % _N_STAGES]
+
+
+def _take(stage: _Stage) -> None:
+    stage.event.synchronize()
+    np.copyto(stage.host, stage.pinned)
+
+
+def _stages(slot: Slot, off: int, host: Bytes) -> Iterator[tuple[int, Bytes]]:
+    """(place in the arena, its part of host), none longer than a stage. Pure."""
+    done = 0
+    for _, start, length in locate(slot, off, len(host)):
+        for at in range(0, length, STAGE_BYTES):
+            n = min(STAGE_BYTES, length - at)
+            yield start + at, host[done + at : done + at + n]
+        done += length
+
+
+# ---- the device ----------------------------------------------------------------------------------
+
+
+def why_not() -> str:
+    """Why there can be no tier on CUDA here, in one line; "" when there can."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no CUDA driver (libcuda.so.1)"
+    count = ctypes.c_int(0)
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "the CUDA driver finds no device"
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} cannot use the device: install a build for CUDA"
+    return ""
+
+
+class CudaMemory:
+    """One allocation on the current CUDA device, with a stream for each direction."""
+
+    def __init__(self, n_bytes: int) -> None:
+        """Raises MediumError when the device has not that much."""
+        import torch
+
+        self._torch: Any = torch
+        device = torch.device("cuda", torch.cuda.current_device())
+        try:
+            self._arena = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            free = torch.cuda.mem_get_info(device)[0]
+            raise MediumError(
+                f"hbm: {n_bytes:,} bytes asked of {device}, which has {free:,} free: "
+                "lower hbm_bytes"
+            ) from None
+        torch.cuda.synchronize(device)  # whoever had this memory before may still be using it
+        self._up: Any = self._torch.cuda.Stream(device)
+        self._down: Any = self._torch.cuda.Stream(device)
+
+    def pinned(self, n_bytes: int) -> Bytes:
+        # The array keeps the tensor, and so the page lock, alive.
+        memory: Bytes = self._torch.empty(n_bytes, dtype=self._torch.uint8, pin_memory=True).numpy()
+        return memory
+
+    def up(self, at: int, data: Bytes) -> Event:
+        there = self._arena[at : at + len(data)]
+        return self._queue(self._up, there, self._torch.from_numpy(data))
+
+    def down(self, at: int, dest: Bytes) -> Event:
+        there = self._arena[at : at + len(dest)]
+        return self._queue(self._down, self._torch.from_numpy(dest), there)
+
+    def _queue(self, stream: Any, to: Any, of: Any) -> Event:
+        with self._torch.cuda.stream(stream):
+            to.copy_(of, non_blocking=True)
+            event: Event = stream.record_event()
+        return event
