@@ -129,7 +129,7 @@ def test_a_plan_brings_each_wanted_row_to_its_place(data: st.DataObject) -> None
         found = gather(parts, 0, data.draw(st.sampled_from([0, 4096, 20_000])))
         rows, end = found.rows, 0
         for part, runs in zip(parts, found.runs, strict=True):
-            for run in runs:
+            for run in runs.each():
                 assert run.to == end and run.first >= 0
                 assert run.first + run.n_pieces <= part.count * shape.pieces
                 end += run.n_pieces

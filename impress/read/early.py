@@ -19,7 +19,7 @@ import numpy as np
 
 from impress.read.ahead import Floats, Mask, Places, Positions, preferred, within
 from impress.read.load import Reading
-from impress.read.plan import Gather, Part, Source, gather, home_read, parts_of
+from impress.read.plan import Gather, Part, Source, gather, home_reads, parts_of
 from tiers.base import Bytes, Read
 from tiers.coalesce import slices
 from tiers.iopool import Lane, Ticket
@@ -90,9 +90,9 @@ class Early:
     def _slices(self, i: int) -> list[tuple[int, list[Read]]]:
         """One plane's reads by thread, and the piece of dest each slice begins at: in its order."""
         reads = [
-            home_read(part, self.layer, self._planes[i], run, self._dests[i])
+            read
             for part, runs in zip(self._parts, self._runs[i], strict=True)
-            for run in runs
+            for read in home_reads(part, self.layer, self._planes[i], runs, self._dests[i])
         ]
         found, first = [], 0
         for some in slices(reads, SLICE):

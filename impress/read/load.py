@@ -21,10 +21,11 @@ from impress.read.plan import (
     Part,
     Positions,
     Run,
+    Runs,
     Source,
     gather,
     gather_whole,
-    home_read,
+    home_reads,
     parts_of,
     plan_reads,
     rows_by_tier,
@@ -227,14 +228,14 @@ class Load:
             self._bad_span[tier.name] = span
             raise
 
-    def _take(self, ahead: Ahead, runs: Sequence[Sequence[Sequence[Run]]]) -> None:
+    def _take(self, ahead: Ahead, runs: Sequence[Sequence[Runs]]) -> None:
         """Queue copies of what was read ahead, behind the reads: by then more of it is there."""
         for buffer in ahead.buffers:
             buffer.retain()
             self.buffers.append(buffer)
         tasks: list[Callable[[], None]] = []
         for i in range(len(self.parts)):
-            takes = [(at, run) for at, by_part in enumerate(runs) for run in by_part[i]]
+            takes = [(at, run) for at, by_part in enumerate(runs) for run in by_part[i].each()]
             room = 0
             for at, run in takes:
                 if room <= 0:
@@ -255,7 +256,8 @@ class Load:
             if ahead.copy(i, self.planes[at], first, to):
                 self._taken[at][run.to : end] = True
             else:
-                missing.append(home_read(part, self.layer, self.planes[at], run, dest))
+                one = Runs(*np.array([[run.first], [run.n_pieces], [run.to]]))
+                missing += home_reads(part, self.layer, self.planes[at], one, dest)
                 self._reread.append(len(to))
         if missing:
             self._read(self.reading.ssd, missing, part.span)

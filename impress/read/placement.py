@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from impress.cache.chunks import ChunkCache, Ids
-from impress.read.plan import Part, Run
+from impress.read.plan import Part, Runs
 from impress.spans.format import SpanRecord
 from impress.spans.layout import PlaneLayout
 
@@ -64,17 +64,18 @@ def levels_of(entries: Sequence[Ids]) -> Ids:
     return found
 
 
-def whole_at(runs: Sequence[Run], shape: PlaneLayout, n_chunks: int) -> Ids:
+def whole_at(runs: Runs, shape: PlaneLayout, n_chunks: int) -> Ids:
     """[n_chunks]: the byte of dest at which each chunk's plane begins; -1: it was not read whole.
 
     `runs`: pieces read of the part's plane, ascending.
     """
     places = np.full(n_chunks, -1, dtype=np.int64)
-    for run in runs:
-        begin = -(-run.first // shape.pieces)
-        end = max(begin, (run.first + run.n_pieces) // shape.pieces)
-        chunks = np.arange(begin, end)
-        places[begin:end] = (run.to - run.first + chunks * shape.pieces) * shape.piece_bytes
+    begins = -(-runs.firsts // shape.pieces)
+    whole = np.maximum((runs.firsts + runs.counts) // shape.pieces - begins, 0)
+    own = np.repeat(np.arange(len(whole)), whole)
+    chunks = begins[own] + np.arange(len(own)) - (np.cumsum(whole) - whole)[own]
+    places[chunks] = (runs.tos - runs.firsts)[own] + chunks * shape.pieces
+    places[chunks] *= shape.piece_bytes
     return places
 
 

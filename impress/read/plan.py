@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import repeat
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from impress.cache.chunks import ChunkCache, Ids
 from impress.spans.format import ProbeRecord
-from impress.spans.layout import PlaneLayout, SpanLayout
+from impress.spans.layout import SpanLayout
 from impress.spans.order import RowOrder
 from impress.tree.catalog import Held
 from tiers.base import Bytes, Read, Slot, Sums
@@ -65,12 +66,35 @@ class Part:
         return self.source.span
 
 
-class Run(NamedTuple):  # not a dataclass: a scattered choice makes thousands
+class Run(NamedTuple):
     """Pieces [first, first + n_pieces) of a part's plane, and the piece of dest they begin at."""
 
     first: int
     n_pieces: int
     to: int
+
+
+class Runs(NamedTuple):
+    """Runs of a part's plane, ascending, as columns: a scattered choice makes thousands."""
+
+    firsts: Positions
+    counts: Positions  # of pieces
+    tos: Positions
+
+    @classmethod
+    def of(cls, wanted: Mask, moves: Positions | int) -> Runs:
+        """Each run of True in `wanted`; a piece goes `moves` ([pieces], or alike) further on."""
+        edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False))
+        firsts, ends = edges[::2], edges[1::2]
+        by = moves if isinstance(moves, int) else moves[firsts]
+        return cls(firsts, ends - firsts, firsts + by)
+
+    def each(self) -> Iterator[Run]:
+        """One by one."""
+        return map(Run, self.firsts.tolist(), self.counts.tolist(), self.tos.tolist())
+
+
+_NONE: Final = Runs(*[np.empty(0, dtype=np.int64)] * 3)
 
 
 @dataclass(slots=True)
@@ -118,10 +142,10 @@ def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None)
     return parts
 
 
-def whole(parts: Sequence[Part], plane: int) -> list[list[Run]]:
+def whole(parts: Sequence[Part], plane: int) -> list[Runs]:
     """Runs of all chunks, in lease order: for each part, one."""
-    shape = parts[0].source.layout.planes[plane]
-    return [[Run(0, p.count * shape.pieces, p.to * shape.pieces)] for p in parts]
+    n = parts[0].source.layout.planes[plane].pieces
+    return [Runs(*np.array([[0], [p.count * n], [p.to * n]])) for p in parts]
 
 
 def rows_of_whole(parts: Sequence[Part]) -> Positions | None:
@@ -144,11 +168,11 @@ def rows_of_whole(parts: Sequence[Part]) -> Positions | None:
 class Gather:
     """Wanted rows of a plane: the runs that hold them, and where each row lands in dest."""
 
-    runs: list[list[Run]]  # for each part
+    runs: list[Runs]  # for each part
     n_pieces: int  # of dest
     rows: Positions | None  # for each wanted position, its row in dest; None: all, as they lie
-    read: list[list[Run]]  # of the pieces of `runs`, those to be read
-    taken: list[list[Run]]  # and those that were read ahead
+    read: list[Runs]  # of the pieces of `runs`, those to be read
+    taken: list[Runs]  # and those that were read ahead
 
 
 def gather(
@@ -162,9 +186,9 @@ def gather(
     """
     shape = parts[0].source.layout.planes[plane]
     gap = gap_bytes // shape.piece_bytes
-    runs: list[list[Run]] = []
-    read: list[list[Run]] = []
-    taken: list[list[Run]] = []
+    runs: list[Runs] = []
+    read: list[Runs] = []
+    taken: list[Runs] = []
     places: list[Positions] = []
     n_pieces = 0
     for i, part in enumerate(parts):
@@ -173,22 +197,22 @@ def gather(
         wanted = np.zeros(part.count * shape.pieces, dtype=bool)
         wanted[pieces] = True
         if ahead is None:
-            firsts, counts, tos = _merged(np.flatnonzero(wanted), gap, n_pieces)
+            found = _merged(np.flatnonzero(wanted), gap, n_pieces)
         else:
             reads, takes = _divided(wanted, ahead[i], gap)
-            firsts, counts, tos = _merged(np.flatnonzero(reads | takes), 0, n_pieces)
-        runs.append([*map(Run, firsts.tolist(), counts.tolist(), tos.tolist())])
+            found = _merged(np.flatnonzero(reads | takes), 0, n_pieces)
+        runs.append(found)
         moves = np.zeros(len(wanted), dtype=np.int64)  # how far a piece moves, by differences
-        moves[firsts] = np.diff(tos - firsts, prepend=0)
+        moves[found.firsts] = np.diff(found.tos - found.firsts, prepend=0)
         moves = np.cumsum(moves)
         places.append((pieces + moves[pieces]) * shape.piece_rows + rows)
-        n_pieces += int(counts.sum())
+        n_pieces += int(found.counts.sum())
         if ahead is not None:
-            read.append([Run(first, n, first + int(moves[first])) for first, n in runs_of(reads)])
-            taken.append([Run(first, n, first + int(moves[first])) for first, n in runs_of(takes)])
+            read.append(Runs.of(reads, moves))
+            taken.append(Runs.of(takes, moves))
     rows = np.concatenate(places)
     if ahead is None:
-        return Gather(runs, n_pieces, rows, runs, [[] for _ in runs])
+        return Gather(runs, n_pieces, rows, runs, [_NONE] * len(runs))
     return Gather(runs, n_pieces, rows, read, taken)
 
 
@@ -199,45 +223,43 @@ def gather_whole(
     shape = parts[0].source.layout.planes[plane]
     gap = gap_bytes // shape.piece_bytes
     runs, rows = whole(parts, plane), rows_of_whole(parts)
-    n_pieces = sum(run.n_pieces for by_part in runs for run in by_part)
+    n_pieces = sum(int(by_part.counts.sum()) for by_part in runs)
     if ahead is None:
-        return Gather(runs, n_pieces, rows, runs, [[] for _ in runs])
-    read: list[list[Run]] = []
-    taken: list[list[Run]] = []
+        return Gather(runs, n_pieces, rows, runs, [_NONE] * len(runs))
+    read, taken = [], []
     for part, there in zip(parts, ahead, strict=True):
         to = part.to * shape.pieces
-        for found, some in zip(
-            (read, taken), _divided(~np.zeros_like(there), there, gap), strict=True
-        ):
-            found.append([Run(first, n, to + first) for first, n in runs_of(some)])
+        reads, takes = _divided(~np.zeros_like(there), there, gap)
+        read.append(Runs.of(reads, to))
+        taken.append(Runs.of(takes, to))
     return Gather(runs, n_pieces, rows, read, taken)
 
 
 def _divided(wanted: Mask, ahead: Mask, gap: int) -> tuple[Mask, Mask]:
     """Pieces to be read, gaps read through, and pieces that were read ahead and need not be."""
     read = np.zeros(len(wanted) + 1, dtype=np.int8)
-    firsts, counts, _ = _merged(np.flatnonzero(wanted & ~ahead), gap, 0)
-    read[firsts] = 1
-    read[firsts + counts] -= 1
+    found = _merged(np.flatnonzero(wanted & ~ahead), gap, 0)
+    read[found.firsts] = 1
+    read[found.firsts + found.counts] -= 1
     reads = np.cumsum(read[:-1]).astype(bool)
     return reads, wanted & ahead & ~reads
 
 
-def _merged(pieces: Positions, gap: int, to: int) -> tuple[Positions, Positions, Positions]:
-    """Ascending pieces as runs: their first pieces, lengths, and where each goes, from `to` on."""
+def _merged(pieces: Positions, gap: int, to: int) -> Runs:
+    """Ascending pieces as runs that go one behind the other, from `to` on."""
     if not len(pieces):
-        return pieces, pieces, pieces
+        return _NONE
     cuts = np.flatnonzero(np.diff(pieces) > gap + 1)
     firsts = pieces[np.concatenate(([0], cuts + 1))]
     counts = pieces[np.concatenate((cuts, [len(pieces) - 1]))] - firsts + 1
-    return firsts, counts, to + np.cumsum(counts) - counts
+    return Runs(firsts, counts, to + np.cumsum(counts) - counts)
 
 
 def plan_reads(
     parts: Sequence[Part],
     layer: int,
     planes: Sequence[int],
-    runs: Sequence[Sequence[Sequence[Run]]],
+    runs: Sequence[Sequence[Runs]],
     cached: Sequence[Sequence[Ids]],
     caches: Sequence[ChunkCache],
     dests: Sequence[Bytes],
@@ -250,82 +272,86 @@ def plan_reads(
     media = [*(cache.tier.name for cache in caches), "ssd"]
     plan = ReadPlan({medium: [] for medium in media})
     for i, part in enumerate(parts):
-        levels = list(zip(caches, (entries[i] for entries in cached), strict=True))
+        entries = [by_part[i] for by_part in cached]
         found: dict[str, list[Read]] = {medium: [] for medium in media}
         for plane, plane_runs, dest in zip(planes, runs, dests, strict=True):
-            for run in plane_runs[i]:
-                for medium, read in _split(part, layer, plane, run, levels, dest):
-                    found[medium].append(read)
+            cut, levels = _cut(plane_runs[i], part.source.layout.planes[plane].pieces, entries)
+            at_home = Runs(*(column[levels < 0] for column in cut))
+            found["ssd"] += home_reads(part, layer, plane, at_home, dest)
+            for level, cache in enumerate(caches):
+                mine = Runs(*(column[levels == level] for column in cut))
+                found[cache.tier.name] += _copies(
+                    part, layer, plane, mine, cache, entries[level], dest
+                )
         for medium, reads in found.items():
             if reads:
                 plan.reads[medium].append((part, reads))
     return plan
 
 
-def _split(
-    part: Part,
-    layer: int,
-    plane: int,
-    run: Run,
-    levels: Sequence[tuple[ChunkCache, Ids]],
-    dest: Bytes,
-) -> Iterator[tuple[str, Read]]:
-    """One run as reads: each cached window from its copy, what lies between from home."""
-    source, shape = part.source, part.source.layout.planes[plane]
-    begin, end = run.first // shape.pieces, -(-(run.first + run.n_pieces) // shape.pieces)
-    cached = there(part, [entries for _, entries in levels])[begin:end]
-    for first, count in runs_of(~cached):
-        lo = max(run.first, (begin + first) * shape.pieces)
-        hi = min(run.first + run.n_pieces, (begin + first + count) * shape.pieces)
-        window, piece = divmod(lo, shape.pieces)
-        off = source.layout.chunk_off(layer, plane, part.first + window)
-        place = (source.slot, off + piece * shape.piece_bytes)
-        yield "ssd", _read(part, layer, plane, place, lo, hi, run, dest)
-    for cache, entries in levels:
-        for window in (begin + np.flatnonzero(entries[begin:end] >= 0)).tolist():
-            lo = max(run.first, window * shape.pieces)
-            hi = min(run.first + run.n_pieces, (window + 1) * shape.pieces)
-            off = cache.plane_off(plane) + lo % shape.pieces * shape.piece_bytes
-            place = (cache.slot(int(entries[window])), off)
-            yield cache.tier.name, _read(part, layer, plane, place, lo, hi, run, dest)
+def _cut(runs: Runs, pieces: int, cached: Sequence[Ids]) -> tuple[Runs, Positions]:
+    """Runs cut where their bytes lie apart, and for each the cache that has it, -1: home.
+
+    Cut at both ends of every cached chunk (of `pieces`): each has a place of its own.
+    """
+    at = np.full(len(cached[0]) if cached else 0, -1, dtype=np.int64)
+    for level, entries in enumerate(cached):
+        at[entries >= 0] = level
+    if not len(at) or at.max() < 0:
+        return runs, np.full(len(runs.firsts), -1, dtype=np.int64)
+    inner = (at[1:] >= 0) | (at[:-1] >= 0)
+    edges = (np.flatnonzero(inner) + 1) * pieces
+    own = np.searchsorted(runs.firsts, edges, side="right") - 1  # the run an edge may lie in
+    edges, own = edges[own >= 0], own[own >= 0]
+    ends = runs.firsts + runs.counts
+    edges = edges[(edges > runs.firsts[own]) & (edges < ends[own])]
+    firsts = np.sort(np.concatenate((runs.firsts, edges)))
+    own = np.searchsorted(runs.firsts, firsts, side="right") - 1
+    counts = np.minimum(np.append(firsts[1:], np.iinfo(np.int64).max), ends[own]) - firsts
+    return Runs(firsts, counts, runs.tos[own] + firsts - runs.firsts[own]), at[firsts // pieces]
 
 
-def home_read(part: Part, layer: int, plane: int, run: Run, dest: Bytes) -> Read:
-    """One run of pieces from home, to where it goes in dest."""
-    source, shape = part.source, part.source.layout.planes[plane]
-    off = source.layout.chunk_off(layer, plane, part.first) + run.first * shape.piece_bytes
-    end = run.first + run.n_pieces
-    return _read(part, layer, plane, (source.slot, off), run.first, end, run, dest)
-
-
-def _read(
-    part: Part, layer: int, plane: int, place: tuple[Slot, int], lo: int, hi: int, run: Run,
-    dest: Bytes,
-) -> Read:  # fmt: skip
-    """Pieces [lo, hi) of a part's plane from `place` to where its run puts them."""
+def home_reads(part: Part, layer: int, plane: int, runs: Runs, dest: Bytes) -> list[Read]:
+    """Runs of pieces from home, to where they go in dest."""
     source = part.source
-    shape: PlaneLayout = source.layout.planes[plane]
-    to = (run.to + lo - run.first) * shape.piece_bytes
-    at = source.layout.sums_at(layer, plane, part.first) + lo
-    n_bytes = (hi - lo) * shape.piece_bytes
-    return Read(
-        place[0], place[1], dest[to : to + n_bytes], source.sums[at : at + hi - lo],
-        shape.piece_bytes,
-    )  # fmt: skip
+    size = source.layout.planes[plane].piece_bytes
+    offs = source.layout.chunk_off(layer, plane, part.first) + runs.firsts * size
+    return _reads(part, layer, plane, runs, repeat(source.slot), offs, dest)
 
 
-def runs_of(wanted: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+def _copies(
+    part: Part, layer: int, plane: int, runs: Runs, cache: ChunkCache, entries: Ids, dest: Bytes
+) -> list[Read]:
+    """Runs of pieces, each in one chunk, from a cache's copies."""
+    if not len(runs.firsts):
+        return []
+    shape = part.source.layout.planes[plane]
+    windows, pieces = np.divmod(runs.firsts, shape.pieces)
+    offs = cache.plane_off(plane) + pieces * shape.piece_bytes
+    slots = map(cache.slot, entries[windows].tolist())
+    return _reads(part, layer, plane, runs, slots, offs, dest)
+
+
+def _reads(
+    part: Part, layer: int, plane: int, runs: Runs, slots: Iterable[Slot], offs: Positions,
+    dest: Bytes,
+) -> list[Read]:  # fmt: skip
+    """Runs of a part's plane, each from `offs` on of its slot, to where it goes in dest."""
+    layout, size = part.source.layout, part.source.layout.planes[plane].piece_bytes
+    sums, at = part.source.sums, layout.sums_at(layer, plane, part.first) + runs.firsts
+    columns = (offs, runs.tos * size, (runs.tos + runs.counts) * size, at, at + runs.counts)
+    return [
+        Read(slot, off, dest[to:to_end], sums[first:end], size)
+        for slot, off, to, to_end, first, end in zip(
+            slots, *(column.tolist() for column in columns), strict=False
+        )
+    ]
+
+
+def runs_of(wanted: Mask) -> list[tuple[int, int]]:
     """(first, count) of each run of True. Pure."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], wanted, [False])).astype(np.int8)))
-    return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def there(part: Part, cached: Sequence[Ids]) -> npt.NDArray[np.bool_]:
-    """Which chunks of a part have a copy in any of the caches. Pure."""
-    found = np.zeros(part.count, dtype=bool)
-    for entries in cached:
-        found |= entries >= 0
-    return found
+    runs = Runs.of(wanted, 0)
+    return list(zip(runs.firsts.tolist(), runs.counts.tolist(), strict=True))
 
 
 def rows_by_tier(
