@@ -33,9 +33,10 @@ class Config(BaseModel):
     hbm_device: Literal["cuda", "cpu"] = "cuda"
     """Where it is: on the current CUDA device (written, not yet run on one), or "cpu", which
     emulates it in host memory, and every report says so."""
-    eviction: Literal["importance", "lru", "lfu"] = "importance"
+    eviction: Literal["importance", "lru", "lfu", "prefix-lru"] = "importance"
     """What goes first when a tier is full: that whose use × share of important rows is least, or by
-    last use, or by uses. Of copies in HBM and DRAM none goes for a newcomer that is worth less."""
+    last use, or by uses, or by last use and of one request's the longest prefix (vLLM's order). Of
+    copies in HBM and DRAM none goes for a newcomer that is worth less."""
     disk_bytes: int | None = Field(default=None, gt=0)
     """Most bytes of segments on disk; None: as much as the file system gives."""
     disk_high: float = Field(default=0.95, gt=0, le=1)

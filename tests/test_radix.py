@@ -88,7 +88,7 @@ def test_leaves_say_when_they_were_last_used() -> None:
     for tick, kind in enumerate([3, 1, 4, 8, 0, 2, 7, 6, 5]):
         tree.touch(tree.match(b"r", labels_of((kind,))), tick + 1)
     leaves = tree.leaves()
-    span, _, used = tree.columns(leaves)
+    span, _, used, _ = tree.columns(leaves)
     oldest = span[np.argsort(used)].tolist()
     assert oldest == [3, 1, 4, 8, 0, 2, 7, 6, 5]
 

@@ -22,16 +22,17 @@ Ranks = npt.NDArray[np.float64]
 Shares = npt.NDArray[np.float32]
 _ABSENT = -1
 
-#: A newcomer's rank (log2 of its score) must beat what it drives out by this, 9 % of a score: of
-#: equals that take turns the first to come stays, until it has not been used for a while.
+#: By importance a newcomer's rank (log2 of its score) must beat what it drives out by this, 9 % of
+#: a score: of equals that take turns the first to come stays, until it has not been used for long.
 MARGIN: Final = 0.125
 
 
 class ChunkCache:
     """A byte budget of chunk copies. Thread-safe; eviction is a drop, home always has the bytes.
 
-    What goes first has the least of (importance) rank, then last use; (lru) last use; (lfu) uses
-    since it came in, then last use. A heap holds exactly the copies that may go: ready, not pinned.
+    What goes first has the least of (importance, prefix-lru) rank, then last use; (lru) last use;
+    (lfu) uses since it came in, then last use. A heap holds exactly the copies that may go: ready,
+    not pinned.
     Entry i is bytes [i·chunk, (i+1)·chunk) of the arena: the pieces of each of `planes`, one
     plane after the other. Filling -> ready -> (pinned while copied out) -> dropped.
     """
@@ -56,7 +57,8 @@ class ChunkCache:
         self.chunk_bytes = sum(sizes)
         self.capacity = budget_bytes // self.chunk_bytes
         self.tier = medium(self.capacity * self.chunk_bytes, name)
-        self.by_rank = eviction == "importance"
+        self.by_rank = eviction in ("importance", "prefix-lru")
+        self._margin = MARGIN if eviction == "importance" else 0.0
         self._by_count = eviction == "lfu"
         self._n_layers = n_layers
         self._lock = threading.Lock()
@@ -128,7 +130,7 @@ class ChunkCache:
             if not self.by_rank or n <= free:
                 return int(min(n, free + len(self._heap)))
             least = self._heap.scores()[: n - free]
-            return free + int((ranks[free : free + len(least)] > least + MARGIN).sum())
+            return free + int((ranks[free : free + len(least)] > least + self._margin).sum())
 
     def admit(
         self, span: int, n_windows: int, layer: int, windows: Ids, ranks: Ranks | None = None
@@ -162,7 +164,10 @@ class ChunkCache:
             return windows, entries
 
     def judge(self, span: int, layer: int, ranks: Ranks, shares: Shares | None) -> None:
-        """What the chunks of a layer are worth now, by window of the span. shares None: unknown."""
+        """What the chunks of a layer are worth now, by window of the span.
+
+        A rank that is nan stays as it was. shares None: unknown.
+        """
         with self._lock:
             table = self._maps.get(span)
             if table is None:
@@ -170,7 +175,8 @@ class ChunkCache:
             windows = np.flatnonzero(table[layer] >= 0)
             entries = table[layer, windows]
             self._share[entries] = np.nan if shares is None else shares[windows]
-            self._rank[entries] = ranks[windows]
+            now = ranks[windows]
+            self._rank[entries] = np.where(np.isnan(now), self._rank[entries], now)
             if self.by_rank:
                 self._file(entries[self._ready[entries] & (self._pins[entries] == 0)])
 
@@ -254,7 +260,7 @@ class ChunkCache:
         victims = self._heap.take(n - free)
         kept = kept[: free + len(victims)]
         if self.by_rank:
-            beaten = ranks[kept[free:]] > self._rank[victims] + MARGIN
+            beaten = ranks[kept[free:]] > self._rank[victims] + self._margin
             self._file(victims[~beaten])
             victims, kept = victims[beaten], kept[: free + int(beaten.sum())]
         self.evictions += len(victims)

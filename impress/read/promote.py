@@ -21,6 +21,7 @@ from impress.cache.chunks import ChunkCache, Ids, Ranks
 from impress.read.load import Load, Reading
 from impress.read.placement import Mask, chunks_by_tier, levels_of, used_chunks, whole_at
 from impress.read.plan import Part, Source, plan_reads, runs_of, whole
+from impress.read.worth import judge, ranks_if_used
 from impress.spans.layout import K, V
 from impress.usage.history import Note, Worth
 from tiers.base import Bytes, Tier
@@ -123,7 +124,7 @@ def _copy_up(
     wanted = part.first + first + np.arange(len(places[0]))
     ranks = None
     if cache.by_rank:
-        ranks = _ranks_if_used(load.reading, part.source, load.layer, wanted)[wanted]
+        ranks = ranks_if_used(load.reading, part.source, load.layer, wanted)
     n_windows = part.source.held.record.n_windows
     granted, entries = cache.admit(part.span, n_windows, load.layer, wanted, ranks)
     at = [where[granted - wanted[0]] for where in places]
@@ -154,7 +155,7 @@ def after(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked])
     try:
         count(reading, looked)
         learn(reading, sources, looked)
-        worths = [[judge(reading, source, one.layer) for source in sources] for one in looked]
+        worths = [_judged(reading, sources, one) for one in looked]
         fetch(reading, sources, looked, worths)
     except Exception:  # nobody waits for it, and the cache may forget
         log.exception("what follows a request failed")
@@ -193,13 +194,13 @@ def notes_of(sources: Sequence[Source], looked: Looked) -> Iterator[Note]:
         )  # fmt: skip
 
 
-def judge(reading: Reading, source: Source, layer: int) -> Worth | None:
-    """Tell every cache what the chunks of a layer are worth now; None: nothing is known."""
-    worth = reading.history.worth(source.span, layer, _ordinals(source, layer))
-    if worth is not None:
-        for cache in reading.copies.chunks:
-            cache.judge(source.span, layer, worth.ranks, worth.shares)
-    return worth
+def _judged(reading: Reading, sources: Sequence[Source], looked: Looked) -> list[Worth | None]:
+    """What each source's chunks of a layer are worth now; the caches are told."""
+    used = [part.first + np.flatnonzero(used_chunks(part)) for part in looked.load.parts]
+    return [
+        judge(reading, source, looked.layer, chunks)
+        for source, chunks in zip(sources, used, strict=True)
+    ]
 
 
 def fetch(
@@ -357,19 +358,3 @@ def _rows_of(source: Source, positions: Ids | None) -> Ids:
         return np.arange(held.first * window, (held.first + held.count) * window, dtype=np.int64)
     cuts = np.searchsorted(positions, (source.at * window, (source.at + held.count) * window))
     return positions[cuts[0] : cuts[1]] + (held.first - source.at) * window
-
-
-def _ordinals(source: Source, layer: int) -> Ids | None:
-    """Where every row of the span lies; None: in position order."""
-    if source.order is None:
-        return None
-    record = source.held.record
-    return source.ordinals(layer, np.arange(record.n_windows * record.window))
-
-
-def _ranks_if_used(reading: Reading, source: Source, layer: int, used: Ids) -> Ranks:
-    """[chunks of the span]: their ranks once this request's use of `used` will have been noted."""
-    n_chunks = source.held.record.n_windows
-    return reading.history.ranks_if_used(
-        source.span, layer, n_chunks, used, _ordinals(source, layer)
-    )

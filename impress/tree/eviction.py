@@ -16,11 +16,12 @@ import numpy.typing as npt
 from impress.spans.format import SpanRecord
 from impress.tree.radix import Ids, RadixTree
 from impress.usage.history import HALF_LIFE
+from impress.usage.prefix_lru import prefix_lru
 
 Floats = npt.NDArray[np.floating[Any]]
 
-#: (span, hits, used) of some leaves -> a number each; the least goes first.
-Score = Callable[[Ids, Ids, Ids], Floats]
+#: (span, hits, used, end) of some leaves -> a number each; the least goes first.
+Score = Callable[[Ids, Ids, Ids, Ids], Floats]
 #: What a leaf is sorted by: its score, its last use, its span's age; then the node itself.
 Key = tuple[float, int, int, int]
 #: Leaves looked at in one go.
@@ -30,12 +31,16 @@ LEAST_SHARE: Final = 1 / 1024
 
 
 class Leaves(NamedTuple):
-    """Nodes without children, in arrays of one length. `used`: as the tree's."""
+    """Nodes without children, in arrays of one length. `used`: as the tree's.
+
+    `end`: windows from the root to the leaf's end.
+    """
 
     node: Ids
     span: Ids
     hits: Ids
     used: Ids
+    end: Ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +58,19 @@ class Dead:
         return cls(record.span_id, n_dead, record.n_windows, n_bytes)
 
 
-def by_last_use(span: Ids, hits: Ids, used: Ids) -> Floats:
+def by_last_use(span: Ids, hits: Ids, used: Ids, end: Ids) -> Floats:
     """LRU."""
     return used.astype(np.float64)
 
 
-def by_uses(span: Ids, hits: Ids, used: Ids) -> Floats:
+def by_uses(span: Ids, hits: Ids, used: Ids, end: Ids) -> Floats:
     """LFU."""
     return hits.astype(np.float64)
+
+
+def by_prefix(span: Ids, hits: Ids, used: Ids, end: Ids) -> Floats:
+    """LRU; of what was used last at once, the longest prefix."""
+    return prefix_lru(used, end)
 
 
 class ByWorth:
@@ -76,7 +86,7 @@ class ByWorth:
         self._spans = np.array(sorted(shares), dtype=np.int64)
         self._log2 = np.log2([max(shares[s], LEAST_SHARE) for s in self._spans.tolist()])
 
-    def __call__(self, span: Ids, hits: Ids, used: Ids) -> Floats:
+    def __call__(self, span: Ids, hits: Ids, used: Ids, end: Ids) -> Floats:
         worth = np.log2(np.maximum(hits, 1) + 1.0) + used / HALF_LIFE
         if len(self._spans):
             at = np.minimum(np.searchsorted(self._spans, span), len(self._spans) - 1)
@@ -87,7 +97,9 @@ class ByWorth:
 def score_of(eviction: str, shares: Mapping[int, float]) -> Score:
     """What `Config.eviction` says. Raises KeyError for a name it does not have."""
     scores: dict[str, Score]
-    scores = {"lru": by_last_use, "lfu": by_uses, "importance": ByWorth(shares)}
+    scores = {
+        "lru": by_last_use, "lfu": by_uses, "prefix-lru": by_prefix, "importance": ByWorth(shares),
+    }  # fmt: skip
     return scores[eviction]
 
 
@@ -108,7 +120,8 @@ def least(
         if tree.is_leaf(above):
             span = tree.view(above).span
             if span not in pinned:
-                heappush(queue, _key(score, above, span, tree.hits[above], tree.used[above]))
+                row = (span, tree.hits[above], tree.used[above], tree.end[above])
+                heappush(queue, _key(score, above, *row))
 
 
 def _queue(
@@ -118,7 +131,7 @@ def _queue(
     if pinned:
         free = ~np.isin(leaves.span, np.fromiter(pinned, dtype=np.int64, count=len(pinned)))
         leaves = Leaves(*(column[free] for column in leaves))
-    scores, bound = score(leaves.span, leaves.hits, leaves.used), np.inf
+    scores, bound = score(*leaves[1:]), np.inf
     if len(scores) > limit:
         best = np.argpartition(scores, limit - 1)[:limit]
         leaves, scores = Leaves(*(column[best] for column in leaves)), scores[best]
@@ -127,6 +140,6 @@ def _queue(
     return sorted(zip(*(column.tolist() for column in columns), strict=True)), bound
 
 
-def _key(score: Score, node: int, span: int, hits: int, used: int) -> Key:
-    value = score(*(np.array([n], dtype=np.int64) for n in (span, hits, used)))
+def _key(score: Score, node: int, span: int, hits: int, used: int, end: int) -> Key:
+    value = score(*(np.array([n], dtype=np.int64) for n in (span, hits, used, end)))
     return float(value[0]), used, span, node

@@ -67,6 +67,7 @@ class RadixTree:
         self._next = array("q")  # NONE, or the next child of the same list
         self._span = array("q")  # NONE for a root, -2 for a free row
         self._first = array("q")
+        self.end = array("q")  # windows from the root to the node's end
         self._n_children = array("q")
         self.used = array("q")  # lease counter of the last lease through the node, or at its birth
         self.hits = array("q")  # leases through the node
@@ -150,9 +151,10 @@ class RadixTree:
         """All nodes without children. Vectorised."""
         return np.flatnonzero((np.array(self._span) >= 0) & (np.array(self._n_children) == 0))
 
-    def columns(self, nodes: Ids) -> tuple[Ids, Ids, Ids]:
-        """Span, hits and `used` of these nodes."""
-        return np.array(self._span)[nodes], np.array(self.hits)[nodes], np.array(self.used)[nodes]
+    def columns(self, nodes: Ids) -> tuple[Ids, Ids, Ids, Ids]:
+        """Span, hits, `used` and windows from the root to the end of these nodes."""
+        span, hits, used, end = map(np.array, (self._span, self.hits, self.used, self.end))
+        return span[nodes], hits[nodes], used[nodes], end[nodes]
 
     def is_leaf(self, node: int) -> bool:
         """Whether this node, no root, has no children."""
@@ -168,8 +170,7 @@ class RadixTree:
         hits = np.array(self.hits)
         rows = np.flatnonzero((np.array(self._span) >= 0) & (hits > 0))
         rows = rows[np.argsort(hits[rows], kind="stable")]
-        columns = (np.array(self._span), hits, np.array(self.used))
-        return list(zip(*(column[rows].tolist() for column in columns), strict=True))
+        return list(zip(*(column.tolist() for column in self.columns(rows)[:3]), strict=True))
 
     def of_span(self, span: int) -> list[int]:
         """Nodes that view this span. Vectorised over all nodes."""
@@ -293,10 +294,12 @@ class RadixTree:
             self._next.append(NONE)
             self._span.append(span)
             self._first.append(first)
+            self.end.append(0)
             self._n_children.append(0)
             self.used.append(0)
             self.hits.append(0)
         self._labels[node] = label
+        self.end[node] = 0 if parent == NONE else self.end[parent] + len(label) // self._size
         return node
 
     def _hash(self, node: int) -> int:
@@ -380,7 +383,8 @@ class RadixTree:
                 assert label and self._span[node] >= 0, f"node {node}: empty"
                 assert len(label) % self._size == 0, f"node {node}: cut inside a window"
                 nodes += 1
-                windows += len(label) // self._size
+                windows += (own := len(label) // self._size)
+                assert self.end[node] - self.end[self._parent[node]] == own, "an end is off"
         assert (nodes, windows) == (self.n_nodes, self.n_windows), "tree: counts are off"
         assert len(self._parent) == nodes + len(self.roots) + len(self._free), "tree: rows leaked"
 
@@ -390,7 +394,6 @@ class RadixTree:
             if span >= 0:
                 children.setdefault(parent, []).append(node)
         todo = list(self.roots.values())
-        while todo:
-            node = todo.pop()
+        for node in todo:  # it grows
+            todo += children.get(node, [])
             yield node, children.get(node, [])
-            todo.extend(children.get(node, []))

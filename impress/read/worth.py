@@ -1,0 +1,56 @@
+"""What chunks are worth to a cache that goes by rank, under `Config.eviction`.
+
+    importance: uses × share of important rows (history.py)
+    prefix-lru: the last request that used it, then where in the prompt it lies (prefix_lru.py)
+
+Both count time in requests noted, never by a clock.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from impress.cache.chunks import Ids, Ranks
+from impress.read.load import Reading
+from impress.read.plan import Source
+from impress.usage.history import Worth
+from impress.usage.prefix_lru import prefix_lru
+
+
+def judge(reading: Reading, source: Source, layer: int, used: Ids) -> Worth | None:
+    """Tell every cache what the chunks of a layer are worth now; None: nothing is known.
+
+    `used`: chunks of the span that the request noted last has used.
+    """
+    worth = reading.history.worth(source.span, layer, _ordinals(source, layer))
+    if reading.config.eviction == "prefix-lru":
+        ranks = np.full(source.held.record.n_windows, np.nan)  # what was not used stays as it was
+        ranks[used] = _by_prefix(source, used, reading.history.tick)
+        worth = Worth(ranks, None if worth is None else worth.shares)
+    if worth is not None:
+        for cache in reading.copies.chunks:
+            cache.judge(source.span, layer, worth.ranks, worth.shares)
+    return worth
+
+
+def ranks_if_used(reading: Reading, source: Source, layer: int, used: Ids) -> Ranks:
+    """The ranks of these chunks of a span once this request's use of them will have been noted."""
+    if reading.config.eviction == "prefix-lru":
+        return _by_prefix(source, used, reading.history.tick + 1)
+    n_chunks = source.held.record.n_windows
+    ranks = reading.history.ranks_if_used(
+        source.span, layer, n_chunks, used, _ordinals(source, layer)
+    )
+    return ranks[used]
+
+
+def _by_prefix(source: Source, chunks: Ids, tick: int) -> Ranks:
+    return prefix_lru(tick, source.held.record.first_window + chunks + 1)
+
+
+def _ordinals(source: Source, layer: int) -> Ids | None:
+    """Where every row of the span lies; None: in position order."""
+    if source.order is None:
+        return None
+    record = source.held.record
+    return source.ordinals(layer, np.arange(record.n_windows * record.window))
