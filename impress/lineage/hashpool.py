@@ -1,0 +1,98 @@
+"""Blocks that no request refers to, kept by hash in case the next one wants them: at most K.
+
+    acquire ──> the leading blocks that are here, shared with whoever else has them
+    release ──> what nobody refers to any more stays, if it is not among the least worth keeping
+
+A block is worth what vLLM's free queue makes of it: its last use, then the shortest prefix. Unlike
+`BlockPool` it owns no fixed memory: what requests hold is theirs, and counts for nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from impress.cache.heap import MinHeap
+from impress.usage.prefix_lru import prefix_lru
+
+Block = TypeVar("Block")
+
+
+@dataclass(slots=True)
+class _Entry(Generic[Block]):
+    block: Block
+    refs: int
+    slot: int = -1  # in the heap, while nobody refers to it
+
+
+class HashPool(Generic[Block]):
+    """Keys are those of blockhash.chain, a block is whatever the caller keeps. Not thread-safe."""
+
+    def __init__(self, most_blocks: int) -> None:
+        """`most_blocks`: K, of blocks that nobody refers to."""
+        self._most = most_blocks
+        self._entries: dict[bytes, _Entry[Block]] = {}
+        self._heap = MinHeap(most_blocks + 1)  # one more, for a newcomer to be weighed
+        self._keys: list[bytes] = [b""] * (most_blocks + 1)  # by slot
+        self._slots = list(range(most_blocks + 1))
+        self._tick = 0  # requests that have ended
+
+    def __len__(self) -> int:
+        """Blocks that nobody refers to."""
+        return len(self._heap)
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks are here, in use or not. Pure."""
+        return sum(1 for _ in takewhile(self._entries.__contains__, keys))
+
+    def acquire(self, keys: Sequence[bytes]) -> list[Block]:
+        """The leading blocks that are here; they stay until as many are released."""
+        entries = [self._entries[key] for key in keys[: self.lookup(keys)]]
+        idle = [entry for entry in entries if not entry.refs]
+        self._heap.discard(np.array([entry.slot for entry in idle], dtype=np.int64))
+        for entry in idle:
+            self._slots.append(entry.slot)
+            entry.slot = -1
+        for entry in entries:
+            entry.refs += 1
+        return [entry.block for entry in entries]
+
+    def release(self, keys: Sequence[bytes], blocks: Sequence[Block], n_acquired: int) -> None:
+        """A request has ended: its blocks, in prompt order, the first n_acquired of them acquired.
+
+        Of a block that is here by now the one that came first is kept.
+        """
+        self._tick += 1
+        for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = _Entry(block, 0)
+            elif i < n_acquired:
+                entry.refs -= 1
+            if not entry.refs:
+                self._keep(key, entry, i + 1)
+
+    def check(self) -> None:
+        """Assert that what may go is what nobody refers to, and no more than K."""
+        self._heap.check()
+        assert len(self) <= self._most, "over its budget"
+        idle = {entry.slot: key for key, entry in self._entries.items() if not entry.refs}
+        assert sorted(idle) == self._heap.items().tolist(), "free and in use"
+        assert all(self._keys[slot] == key for slot, key in idle.items()), "a slot of another"
+        assert sorted([*idle, *self._slots]) == list(range(self._most + 1)), "a slot is lost"
+
+    def _keep(self, key: bytes, entry: _Entry[Block], end: int) -> None:
+        """Used now, and nobody's: in among what may go, the least of which goes if it is full."""
+        if entry.slot < 0:
+            entry.slot = self._slots.pop()
+            self._keys[entry.slot] = key
+        slot = np.array([entry.slot])
+        self._heap.put(slot, prefix_lru(self._tick, end), slot)
+        if len(self) > self._most:
+            victim = int(self._heap.take(1)[0])
+            del self._entries[self._keys[victim]]
+            self._slots.append(victim)
