@@ -30,13 +30,17 @@ _TABLES: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
         "lost": "lost", "left": "left",
     }),
     "overhead": ("overhead", {
-        "way": "way", "write GB/s": "write GB/s", "read GB/s": "read GB/s",
-        "wall saved, writing": "write saved", "wall saved, reading": "read saved",
-        "CPU s/GB read": "read CPU s/GB",
+        "way": "way", "GB/s": "read GB/s", "fio GB/s": "fio GB/s", "CPU s/GB": "CPU s/GB",
+        "of it looking at bytes": "inside s/GB", "others kept busy, cores": "others, cores",
+        "wall saved": "wall saved", "middle half from": "25 %", "to": "75 %",
+    }),
+    "durability": ("overhead", {
+        "way": "way", "GB/s": "write GB/s", "wall saved": "wall saved",
+        "middle half from": "25 %", "to": "75 %",
     }),
     "digest": ("overhead", {
         "piece": "piece", "CPU s/GB": "CPU s/GB", "least": "least", "most": "most",
-        "floor": "floor",
+        "in cache": "in cache", "floor": "floor",
     }),
 }  # fmt: skip
 
