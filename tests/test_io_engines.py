@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,6 +57,22 @@ class EngineContract(SsdContract):
         with pytest.raises(ReadFailed) as failed:
             tier.read(reads)
         assert failed.value.reason == "short"
+
+    def test_a_segment_made_anew_is_not_read_from_the_one_before(self, tier: SsdTier) -> None:
+        """Its name is the same: an engine with files of its own must not go on with the old."""
+        for seed in (1, 2):
+            slot, data = tier.reserve(2 * PAGE), noise(2 * PAGE, seed)
+            tier.write(slot, 0, data)
+            out, sums = aligned(2 * PAGE)[: 2 * PAGE], sums_of(data, PAGE)
+            tier.read([Read(slot, at, out[at:][:PAGE], sums[at // PAGE :][:1], PAGE)
+                       for at in (PAGE, 0)])  # fmt: skip
+            assert np.array_equal(out, data)
+            tier.free(slot)
+            assert tier.trim() == MIB
+        open_files = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        held = [path.stat() for path in open_files]
+        gone = {file.st_ino for file in held if file.st_size == MIB and not file.st_nlink}
+        assert len(gone) <= 1  # the first was let go of when the second was opened
 
 
 class TestPreadv(EngineContract):
@@ -123,6 +142,69 @@ def test_a_queue_left_early_has_nothing_under_way(engine: str, tmp_path: Path) -
     assert second == list(range(5))
     os.close(fd)
     queue.close()
+
+
+class _Kvikio(types.ModuleType):
+    """The library's face, as of 26.10, over plain files: there is no GPU to run the real one on.
+
+    Its third read is refused, its fifth fails under way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("kvikio")
+        self.values = {"num_threads": 1, "task_size": 4 * MIB, "auto_direct_io_read": False}
+        self.defaults = types.ModuleType("kvikio.defaults")
+        self.defaults.get = self.values.__getitem__
+        self.defaults.set = self.values.update
+        self.under_way, self.n_asked = 0, 0
+
+    def CuFile(self, path: str, _flags: str) -> SimpleNamespace:
+        file = Path(path).open("rb")  # noqa: SIM115  # the queue closes it
+
+        def pread(view: np.ndarray, size: int, off: int) -> SimpleNamespace:
+            self.n_asked += 1
+            if self.n_asked == 3:
+                raise RuntimeError("no")
+            number, self.under_way = self.n_asked, self.under_way + 1
+            left = [None]
+
+            def get() -> int:
+                if left:
+                    left.pop()
+                    self.under_way -= 1
+                if number == 5:
+                    raise RuntimeError("KvikIO failure")
+                return os.preadv(file.fileno(), [view[:size]], off)
+
+            return SimpleNamespace(get=get)
+
+        return SimpleNamespace(pread=pread, close=file.close, fileno=file.fileno)
+
+
+def test_what_kvikio_refuses_or_fails_is_told_and_the_rest_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = _Kvikio()
+    monkeypatch.setitem(sys.modules, "kvikio", fake)
+    monkeypatch.setitem(sys.modules, "kvikio.defaults", fake.defaults)
+    path, data, out = tmp_path / "file", noise(8 * PAGE), aligned(8 * PAGE)
+    path.write_bytes(data.tobytes())
+    runs = [Run(0, i * PAGE, [out[i * PAGE : (i + 1) * PAGE]], PAGE, []) for i in range(8)]
+    queue, fd = new_queue("kvikio"), os.open(path, os.O_RDONLY)
+    try:
+        files = [SegmentFile(fd, path)] * 8
+        assert list(queue.read(runs, files)) == [0, 1, ~2, 3, ~4, 5, 6, 7]
+        assert not fake.under_way
+        reading = queue.read(runs, files)
+        assert next(reading) == 0
+        reading.close()  # left early: the memory is the caller's again
+        assert not fake.under_way
+    finally:
+        os.close(fd)
+        queue.close()
+    whole = [i for i in range(8) if i not in (2, 4)]
+    assert all(np.array_equal(runs[i].views[0], data[i * PAGE : (i + 1) * PAGE]) for i in whole)
+    assert fake.values == {"num_threads": 8, "task_size": MIB, "auto_direct_io_read": True}
 
 
 def test_an_engine_that_does_not_go_here_is_refused_with_the_reason(

@@ -2,8 +2,8 @@
 
 Without a CUDA driver its host reads fail, and with a broken one they can hang (measured on kvikio
 26.10): so it is probed first, and then proves itself in a process of its own. It reads into host
-memory here. Straight into device memory stays off until the second sum of a piece, one that a GPU
-can compute, is written: rows that were not verified are never used.
+memory here. Straight into device memory is off: rows there could not be verified before they are
+used (docs/decisions/0019). Host reads were run against a stand-in for the driver, never on a GPU.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ import ctypes
 import importlib.util
 import subprocess
 import sys
+import threading
 from collections.abc import Generator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
-from tiers.coalesce import Run
-from tiers.queues import ReadQueue, SegmentFile
+from tiers.coalesce import RUN_BYTES, Run
+from tiers.queues import OwnFiles, ReadQueue, SegmentFile
 
 _TEST_TIMEOUT_S: Final = 60.0
+#: Its own default is one thread; eight are what the disk of docs/decisions/0005 took.
+_N_THREADS: Final = 8
+_set_up = threading.Lock()
 #: Writes a page, reads it back, compares.
 _SELF_TEST: Final = """
 import os, tempfile
 import numpy as np
 import kvikio, kvikio.defaults
+kvikio.defaults.set({"auto_direct_io_read": True})
 data = np.frombuffer(os.urandom(4096), dtype=np.uint8).copy()
 with tempfile.NamedTemporaryFile() as file:
     file.write(data.tobytes()); file.flush()
@@ -59,48 +63,77 @@ def why_not() -> str:
     return ""
 
 
+def _library() -> Any:
+    """kvikio, told to read past the page cache and with several threads.
+
+    Both are settings of the whole process; a kvikio that knows them not failed the self-test.
+    """
+    import kvikio
+    from kvikio import defaults
+
+    with _set_up:  # setting the threads ends those there are: once, before any reads
+        n_threads = max(_N_THREADS, defaults.get("num_threads"))
+        if not defaults.get("auto_direct_io_read") or defaults.get("num_threads") < n_threads:
+            defaults.set({
+                "num_threads": n_threads, "task_size": RUN_BYTES, "auto_direct_io_read": True,
+            })  # fmt: skip
+    return kvikio
+
+
 class KvikioQueue(ReadQueue):
     """All reads of a batch handed to cuFile's threads at once."""
 
     name = "kvikio"
 
     def __init__(self) -> None:
-        import kvikio
-        import kvikio.defaults
-
-        self._kvikio: Any = kvikio
-        self._files: dict[Path, Any] = {}
+        self._kvikio = _library()
+        self._files: OwnFiles[Any] = OwnFiles()
 
     def read(self, runs: Sequence[Run], files: Sequence[SegmentFile]) -> Generator[int, None, None]:
-        under_way = [self._start(run, file.path) for run, file in zip(runs, files, strict=True)]
+        under_way: list[list[Any]] = [[] for _ in runs]
         try:
+            sent = [
+                self._start(run, file, futures)
+                for run, file, futures in zip(runs, files, under_way, strict=True)
+            ]
             for i, run in enumerate(runs):
-                yield i if _sum(under_way[i]) == run.n_bytes else ~i
+                yield i if sent[i] and _sum(under_way[i]) == run.n_bytes else ~i
         finally:
             for futures in under_way:
                 _sum(futures)
 
-    def _start(self, run: Run, path: Path) -> list[Any]:
-        if path not in self._files:
-            self._files[path] = self._kvikio.CuFile(str(path), "r")
-        off, futures = run.off, []
-        for view in run.views:
-            futures.append(self._files[path].pread(view, len(view), off))
-            off += len(view)
-        return futures
+    def _start(self, run: Run, segment: SegmentFile, futures: list[Any]) -> bool:
+        """Send a run; `futures` get what is under way, also where it is only part of it."""
+        off = run.off
+        try:
+            file = self._file(segment)
+            for view in run.views:
+                futures.append(file.pread(view, len(view), off))
+                off += len(view)
+        except Exception:  # whatever the library raises: it is read again with preadv
+            return False
+        return True
+
+    def _file(self, segment: SegmentFile) -> Any:
+        file = self._files.get(segment)
+        if file is None:
+            for gone in self._files.take_gone():
+                gone.close()
+            file = self._kvikio.CuFile(str(segment.path), "r")
+            self._files.keep(segment, file)
+        return file
 
     def close(self) -> None:
-        for file in self._files.values():
+        for file in self._files.take_all():
             file.close()
-        self._files.clear()
 
 
 def _sum(futures: list[Any]) -> int:
-    """Bytes read by all of them; -1 when one failed. Past a file's end cuFile raises."""
+    """Wait for all: bytes they read; -1 when one failed. Past a file's end cuFile raises."""
     total = 0
     for future in futures:
         try:
             total += int(future.get())
-        except Exception:  # whatever the library raises: it is read again with preadv
+        except Exception:  # as above
             total = -(1 << 62)
     return max(total, -1)

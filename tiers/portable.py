@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Sequence
-from pathlib import Path
 from typing import Any
 
 import aiofiles
 
 from tiers.coalesce import Run
-from tiers.queues import ReadQueue, SegmentFile
+from tiers.queues import OwnFiles, ReadQueue, SegmentFile
 
 
 class AiofilesQueue(ReadQueue):
@@ -23,17 +22,20 @@ class AiofilesQueue(ReadQueue):
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._files: dict[Path, Any] = {}
+        self._files: OwnFiles[Any] = OwnFiles()
 
     def read(self, runs: Sequence[Run], files: Sequence[SegmentFile]) -> Generator[int, None, None]:
         for i, (run, file) in enumerate(zip(runs, files, strict=True)):
-            yield i if self._loop.run_until_complete(self._read(run, file.path)) else ~i
+            yield i if self._loop.run_until_complete(self._read(run, file)) else ~i
 
-    async def _read(self, run: Run, path: Path) -> bool:
+    async def _read(self, run: Run, segment: SegmentFile) -> bool:
         try:
-            file = self._files.get(path)
+            file = self._files.get(segment)
             if file is None:
-                file = self._files[path] = await aiofiles.open(path, "rb", buffering=0)
+                for gone in self._files.take_gone():
+                    await gone.close()
+                file = await aiofiles.open(segment.path, "rb", buffering=0)
+                self._files.keep(segment, file)
             await file.seek(run.off)
             for view in run.views:
                 rest = memoryview(view)
@@ -49,8 +51,7 @@ class AiofilesQueue(ReadQueue):
     def close(self) -> None:
         if self._loop.is_closed():
             return
-        for file in self._files.values():
+        for file in self._files.take_all():
             self._loop.run_until_complete(file.close())
-        self._files.clear()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()

@@ -7,10 +7,11 @@ and read again with preadv.
 from __future__ import annotations
 
 import ctypes
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,6 +29,44 @@ class SegmentFile(NamedTuple):
 
     fd: int
     path: Path
+
+
+class _File(Protocol):
+    def fileno(self) -> int: ...
+
+
+F = TypeVar("F", bound=_File)
+
+
+class OwnFiles(Generic[F]):
+    """What an engine opened for itself, by path. For one thread.
+
+    A segment that was given back may be made again under its name, so what is kept is compared with
+    what the tier has open. Two that are open have two inodes: it is enough to compare these.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[Path, F] = {}
+
+    def get(self, file: SegmentFile) -> F | None:
+        """The file, if what is open under its path is still that one."""
+        mine = self._files.get(file.path)
+        if mine is None or os.fstat(mine.fileno()).st_ino != os.fstat(file.fd).st_ino:
+            return None
+        return mine
+
+    def keep(self, file: SegmentFile, mine: F) -> None:
+        self._files[file.path] = mine
+
+    def take_gone(self) -> list[F]:
+        """Those whose segments were given back: close them, they hold the space."""
+        gone = [path for path, mine in self._files.items() if not os.fstat(mine.fileno()).st_nlink]
+        return [self._files.pop(path) for path in gone]
+
+    def take_all(self) -> list[F]:
+        """All of them, to be closed."""
+        files, self._files = list(self._files.values()), {}
+        return files
 
 
 class ReadQueue(ABC):

@@ -112,7 +112,7 @@ def _measured(name: str, where: Path, slot: Slot, data: Bytes, n_threads: int) -
         tier.close()
     rates = [turn.n_bytes / turn.seconds / 1e9 for turn in turns]
     cpu_s_per_gb = sum(turn.cpu_s for turn in turns) / sum(turn.n_bytes for turn in turns) * 1e9
-    direct = tier.direct and name not in ("aiofiles", "kvikio")
+    direct = tier.direct and name != "aiofiles"
     return Finding(name, "", direct, rates[0], rates[1], cpu_s_per_gb)
 
 
