@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -203,8 +204,10 @@ class SsdTier:
     def close(self) -> None:
         """Give back what the system lent. No read or write may be under way."""
         with self._lock:
-            while self._made:
-                self._made.pop().close()
+            made, self._made = self._made, []
+            # For each the kernel waits until no core can still see it, some 20 ms: all at once.
+            with ThreadPoolExecutor(max(1, len(made))) as at_once:
+                list(at_once.map(lambda queue: queue.close(), made))
             self._local = threading.local()
             for fd in self._fds.values():
                 os.close(fd)

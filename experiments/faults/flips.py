@@ -1,7 +1,8 @@
 """Random bit flips in segments, headers and the index: right answers or honest misses.
 
-Each trial runs in a process forked from one that has everything imported: a damaged index can end a
-process, and that is counted too.
+Each trial runs in a process forked from one that has everything imported: a damaged index can end
+a process, and that is counted too. Some trials run at once, on copies of their own: most of a trial
+is waiting for the kernel.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import logging
 import multiprocessing as mp
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +22,7 @@ from impress.errors import ImpressError
 
 N_PROMPTS = 6
 _HANG_S = 60.0
+_AT_ONCE = 4
 _KINDS = {"rows": 0.5, "headers": 0.25, "index": 0.2, "identity": 0.05}
 
 
@@ -29,12 +33,34 @@ def flips(folder: Path, n: int, seed: int) -> list[Row]:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "experiments.faults.flips"])
     totals = {kind: _total(f"bit flip in {kind}") for kind in _KINDS}
-    for trial in range(n):
-        kind = str(rng.choice(list(_KINDS), p=list(_KINDS.values())))
-        file, first, last = places[kind][int(rng.integers(len(places[kind])))]
-        bit = int(rng.integers(first * 8, last * 8))
-        _try(context, totals[kind], pristine, folder / f"t{trial}", file, bit)
+
+    def tried(trial: _Trial) -> tuple[str, Row]:
+        return trial.kind, _try(context, pristine, folder / f"t{trial.number}", trial)
+
+    with ThreadPoolExecutor(_AT_ONCE) as some:
+        for kind, row in some.map(tried, [_drawn(rng, places, i) for i in range(n)]):
+            totals[kind]["tried"] += 1
+            totals[kind]["acknowledged"] += N_PROMPTS
+            for name, count in row.items():
+                totals[kind][name] += count
     return list(totals.values())
+
+
+class _Trial(NamedTuple):
+    """One bit of one file, relative to the store."""
+
+    number: int
+    kind: str
+    file: str
+    bit: int
+
+
+def _drawn(
+    rng: np.random.Generator, places: dict[str, list[tuple[str, int, int]]], number: int
+) -> _Trial:
+    kind = str(rng.choice(list(_KINDS), p=list(_KINDS.values())))
+    file, first, last = places[kind][int(rng.integers(len(places[kind])))]
+    return _Trial(number, kind, file, int(rng.integers(first * 8, last * 8)))
 
 
 def _total(what: str) -> Row:
@@ -68,34 +94,31 @@ def _make(path: Path) -> tuple[Path, dict[str, list[tuple[str, int, int]]]]:
 
 
 def _try(
-    context: mp.context.ForkServerContext, total: Row, pristine: Path, copy: Path, file: str,
-    bit: int,
-) -> None:  # fmt: skip
+    context: mp.context.ForkServerContext, pristine: Path, copy: Path, trial: _Trial
+) -> Row:  # fmt: skip
+    """What became of one flip: counts to be added."""
     shutil.copytree(pristine, copy)
     try:
-        with (copy / file).open("r+b") as handle:
-            handle.seek(bit // 8)
+        with (copy / trial.file).open("r+b") as handle:
+            handle.seek(trial.bit // 8)
             byte = handle.read(1)[0]
-            handle.seek(bit // 8)
-            handle.write(bytes([byte ^ 1 << bit % 8]))
+            handle.seek(trial.bit // 8)
+            handle.write(bytes([byte ^ 1 << trial.bit % 8]))
         mine, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_look, args=(str(copy), theirs))
         process.start()
         theirs.close()
-        total["tried"] += 1
-        total["acknowledged"] += N_PROMPTS
-        if not mine.poll(_HANG_S):
-            total["hangs"] += 1
-            process.kill()
-        else:
-            try:
-                missed, wrong, refused = mine.recv()
-                total["missed"] += missed
-                total["wrong"] += wrong
-                total["refused"] += refused
-            except EOFError:
-                total["ended"] += 1
-        process.join()
+        try:
+            if not mine.poll(_HANG_S):
+                process.kill()
+                return {"hangs": 1}
+            missed, wrong, refused = mine.recv()
+            return {"missed": missed, "wrong": wrong, "refused": refused}
+        except EOFError:
+            return {"ended": 1}
+        finally:
+            process.join()
+            mine.close()
     finally:
         shutil.rmtree(copy)
 
