@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -195,6 +197,27 @@ def test_a_forked_child_is_refused_in_one_line(
     os.close(came)
     os.close(go)
     assert_serves(store, prompt(128), 128)
+
+
+_CLOSED_LAST = """
+import atexit, pathlib, sys
+from tiers.base import PAGE, Read
+from tiers.slots import aligned
+from tiers.ssd import SsdTier
+
+tier = SsdTier(pathlib.Path(sys.argv[1]), 1 << 20, None)
+slot = tier.reserve(1 << 20)
+tier.write(slot, 0, aligned(1 << 20))
+tier.read([Read(slot, at * PAGE, aligned(PAGE), None, PAGE) for at in (0, 2, 4)])
+atexit.register(lambda: (tier.close(), print("closed")))
+"""
+
+
+def test_what_is_closed_only_when_the_process_ends_closes(tmp_path: Path) -> None:
+    """Engines do: by then an executor takes no work any more."""
+    command = [sys.executable, "-c", _CLOSED_LAST, str(tmp_path / "segments")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("closed\n", "")
 
 
 def test_while_every_thread_is_stuck_requests_are_told_to_compute(

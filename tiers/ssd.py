@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 from collections.abc import Generator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -206,8 +205,12 @@ class SsdTier:
         with self._lock:
             made, self._made = self._made, []
             # For each the kernel waits until no core can still see it, some 20 ms: all at once.
-            with ThreadPoolExecutor(max(1, len(made))) as at_once:
-                list(at_once.map(lambda queue: queue.close(), made))
+            # (Not by an executor: at the interpreter's end there are none any more.)
+            at_once = [threading.Thread(target=queue.close) for queue in made]
+            for thread in at_once:
+                thread.start()
+            for thread in at_once:
+                thread.join()
             self._local = threading.local()
             for fd in self._fds.values():
                 os.close(fd)
