@@ -1,0 +1,76 @@
+"""The environments of `experiments.peers`: one a peer, made once. vLLM's is `make test-vllm`'s."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from experiments.common import console
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PEERS: Final = ROOT / ".venv-peers"
+VLLM: Final = ROOT / ".venv-vllm"
+
+_TORCH: Final = "torch>=2.11,<2.14"  # as constraints.txt: the build for the CPU
+#: What `pip install` is told, one list a call. A peer's own requirements ask for CUDA by the
+#: gigabyte, so these are the ones that its files need on a CPU.
+RECIPES: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
+    "lmcache": (
+        (_TORCH, "numpy<=2.2.6"),
+        ("--no-deps", "lmcache==0.5.6"),
+        (
+            "transformers>=5.4,<5.24", "setuptools<81", "msgspec", "pyyaml", "sortedcontainers",
+            "psutil", "aiofile", "aiofiles", "aiohttp", "pyzmq", "prometheus_client<=0.24.1",
+            "py-cpuinfo", "cachetools", "blake3", "nvtx", "numba", "numpy<=2.2.6", "httpx",
+            "safetensors", "redis", "opentelemetry-sdk", "opentelemetry-exporter-prometheus",
+            "opentelemetry-exporter-otlp", "fastapi", "requests", "cryptography",
+        ),
+    ),
+    "sglang": (
+        (_TORCH, "numpy"),
+        ("--no-deps", "sglang==0.5.23"),
+        (
+            "orjson", "psutil", "pybase64", "msgspec", "pyzmq", "requests", "tqdm", "ipython",
+            "pydantic", "starlette", "pillow", "packaging", "aiohttp",
+        ),
+    ),
+    "mooncake": (("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy"),),
+}  # fmt: skip
+#: System -> whose environment it runs in; impress itself in the one that asks.
+ENVIRONMENTS: Final = {
+    "lmcache": "lmcache",
+    "lmcache direct": "lmcache",
+    "sglang": "sglang",
+    "mooncake": "mooncake",
+    "vllm files": "vllm",
+}
+
+
+def python_of(system: str, peers: Path, vllm: Path) -> Path:
+    """The interpreter that a system runs in; it may not be there."""
+    if system not in ENVIRONMENTS:
+        return Path(sys.executable)
+    name = ENVIRONMENTS[system]
+    return (vllm if name == "vllm" else peers / name) / "bin" / "python"
+
+
+def install(peers: Path) -> None:
+    """Make what is missing. A peer that cannot be had is said so and left out."""
+    for name, recipe in RECIPES.items():
+        folder = peers / name
+        done = folder / ".ready"
+        if done.exists():
+            continue
+        console.print(f"installing {name} in {folder}")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        pip = (str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet")
+        for packages in recipe:
+            asked = subprocess.run([*pip, *packages], check=False, capture_output=True, text=True)
+            if asked.returncode:
+                reason = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
+                console.print(f"{name} cannot be had: {reason[:200]}")
+                break
+        else:
+            done.touch()

@@ -1,0 +1,399 @@
+"""What `experiments.peers` compares, each behind the same few calls, in its own environment.
+
+    fill     rows lie where the system takes them from (its pool in memory)        not timed
+    store    on return the system says that they are stored                        timed
+    settled  whatever has to pass before they can be read from the medium          not timed
+    restore  on return they lie in memory, where an engine would take them from    timed
+
+Peers begin and end in their own pool, so the copy between it and an engine's KV cache is not in
+their time. impress has no such pool: it begins with an engine's tensors and ends in them, packing
+and checksums included. That is in the peers' favour.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from experiments.peers_worker import Shape
+
+Rows = npt.NDArray[np.uint8]
+
+MIB = 1 << 20
+_POLL_S = 0.0005
+_STARTED_S = 30.0
+_OFFLOADED_S = 120.0
+
+
+class System:
+    """Base of all. `children`: processes whose CPU time is the system's too."""
+
+    version = ""
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        self.shape = shape
+        self.children: list[int] = []
+
+    def settled(self, prefix: int) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """The process ends anyhow."""
+
+
+class Impress(System):
+    """This store: a lease, a session, all layers of all rows."""
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        super().__init__(folder, shape)
+        import torch
+
+        import impress
+
+        torch.set_num_threads(1)
+        self.version = version("impress-kv")
+        self._torch = torch
+        geometry = impress.Geometry(
+            shape.n_layers, shape.n_kv_heads, shape.n_kv_heads, shape.head_dim, "bfloat16"
+        )
+        config = impress.Config(
+            dram_bytes=1024 * MIB, segment_bytes=256 * MIB, repack_every_s=0,
+            write_buffer_bytes=256 * MIB,
+        )  # fmt: skip
+        self._store = impress.PrefixStore.open(folder, geometry, "peers", config)
+        self._planes: Any = None
+        self._outs = [(self._out(), self._out()) for _ in range(shape.n_layers)]
+
+    def _out(self) -> Any:
+        """[n_kv_heads, n_tokens, head_dim] as an engine holds it: token-major, page-aligned."""
+        s = self.shape
+        room = np.frombuffer(mmap.mmap(-1, s.n_bytes // s.n_layers // 2), dtype=np.uint8)
+        room[:] = 0  # its pages are there before the clock runs
+        rows = self._torch.from_numpy(room).view(self._torch.bfloat16)
+        return rows.view(s.n_tokens, s.n_kv_heads, s.head_dim).transpose(0, 1)
+
+    def _tensors(self, rows: Rows) -> Any:
+        s = self.shape
+        flat = self._torch.from_numpy(rows).view(self._torch.bfloat16)
+        return flat.view(s.n_layers, 2, s.n_tokens, s.n_kv_heads, s.head_dim).transpose(2, 3)
+
+    def _tokens(self, prefix: int) -> npt.NDArray[np.int32]:
+        return np.arange(self.shape.n_tokens, dtype=np.int32) + prefix * self.shape.n_tokens
+
+    def fill(self, prefix: int, rows: Rows) -> None:
+        self._planes = self._tensors(rows)
+
+    def store(self, prefix: int) -> None:
+        planes = self._planes
+        stored = self._store.store(
+            self._tokens(prefix), list(planes[:, 0]), list(planes[:, 1]), wait_s=60
+        )
+        self._store.flush()
+        assert stored.ready, f"not stored: {stored}"
+
+    def restore(self, prefix: int) -> None:
+        with self._store.lease(self._tokens(prefix)) as lease:
+            assert lease.n_tokens == self.shape.n_tokens, "it is not stored"
+            with lease.session() as session:
+                session.prefetch(self._outs)
+                for layer in range(self.shape.n_layers):
+                    session.retrieve(layer, None)
+
+    def same(self, prefix: int, rows: Rows) -> bool:
+        want = self._tensors(rows)
+        return all(
+            self._torch.equal(k, want[i, 0]) and self._torch.equal(v, want[i, 1])
+            for i, (k, v) in enumerate(self._outs)
+        )
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class LMCache(System):
+    """LMCache's LocalDiskBackend under its StorageManager, without its CPU tier."""
+
+    direct = False
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        super().__init__(folder, shape)
+        os.environ["LMCACHE_TRACK_USAGE"] = "false"
+        os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+        import torch
+        from lmcache.utils import CacheEngineKey
+        from lmcache.v1.config import LMCacheEngineConfig
+        from lmcache.v1.event_manager import EventManager
+        from lmcache.v1.metadata import LMCacheMetadata
+        from lmcache.v1.storage_backend.storage_manager import StorageManager
+
+        self.version = version("lmcache")
+        kind, s = torch.bfloat16, shape
+        config = LMCacheEngineConfig.from_defaults(
+            chunk_size=s.chunk_tokens, local_cpu=False, local_disk=str(folder),
+            max_local_cpu_size=2.5 * s.n_bytes / 2**30, max_local_disk_size=64.0,
+            extra_config={"use_odirect": self.direct},
+        )  # fmt: skip
+        metadata = LMCacheMetadata(
+            model_name="peers", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0,
+            kv_dtype=kind, kv_shape=(s.n_layers, 2, s.chunk_tokens, s.n_kv_heads, s.head_dim),
+            chunk_size=s.chunk_tokens,
+        )  # fmt: skip
+        self._manager = StorageManager(config, metadata, EventManager())
+        self._disk = self._manager.storage_backends["LocalDiskBackend"]
+        self._key = lambda n: CacheEngineKey("peers", 1, 0, n, kind)
+        self._kind = kind
+        self._size = torch.Size([2, s.n_layers, s.chunk_tokens, s.n_kv_heads * s.head_dim])
+        self._filled: list[Any] = []
+        self._got: list[Any] = []
+
+    def _keys(self, prefix: int) -> list[Any]:
+        n = self.shape.n_chunks
+        return [self._key(prefix * n + i) for i in range(n)]
+
+    def fill(self, prefix: int, rows: Rows) -> None:
+        self._filled = [self._manager.allocate(self._size, self._kind) for _ in rows]
+        for made, row in zip(self._filled, rows, strict=True):
+            np.frombuffer(made.byte_array, dtype=np.uint8)[:] = row
+
+    def store(self, prefix: int) -> None:
+        keys = self._keys(prefix)
+        self._manager.batched_put(keys, self._filled)
+        while any(self._disk.exists_in_put_tasks(key) for key in keys):
+            time.sleep(_POLL_S)
+
+    def restore(self, prefix: int) -> None:
+        self._got = self._manager.batched_get(self._keys(prefix), location="LocalDiskBackend")
+
+    def same(self, prefix: int, rows: Rows) -> bool:
+        got, self._got = self._got, []
+        same = all(
+            item is not None and np.array_equal(np.frombuffer(item.byte_array, np.uint8), row)
+            for item, row in zip(got, rows, strict=True)
+        )
+        for item in got:
+            if item is not None:
+                item.ref_count_down()
+        return same
+
+
+class LMCacheDirect(LMCache):
+    """The same with O_DIRECT, which is off by default."""
+
+    direct = True
+
+
+class VllmFiles(System):
+    """vLLM's file tier of its KV offloading, a job a request, as its manager submits them."""
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        super().__init__(folder, shape)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        from vllm.v1.kv_offload.base import make_offload_key
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+        from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+        from vllm.version import __version__
+
+        self.version = __version__
+        memory = mmap.mmap(-1, shape.n_bytes)
+        self._pool = np.frombuffer(memory, dtype=np.uint8).reshape(-1, shape.chunk_bytes)
+        self._key = make_offload_key
+        self._job = TransferJob
+        self._n_jobs = 0
+        # What the tier reads of vLLM's configuration; it makes folder names of it.
+        config = SimpleNamespace(
+            groups=[SimpleNamespace(tokens_per_block=shape.chunk_tokens, layer_names=["all"])],
+            model=SimpleNamespace(name="peers", dtype="bfloat16"),
+            cache=SimpleNamespace(tokens_per_hash=shape.chunk_tokens),
+            parallel=SimpleNamespace(
+                tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True
+            ),
+            canonical_layout=False,
+            replicated_layout=False,
+        )
+        events = SimpleNamespace(enable_kv_cache_events=False)
+        spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=events)
+        self._tier = FileSystemTierManager(spec, memoryview(self._pool), "fs", str(folder))
+
+    def _run(self, prefix: int, *, load: bool) -> None:
+        n = self.shape.n_chunks
+        keys = [self._key((prefix * n + i).to_bytes(32, "big"), 0) for i in range(n)]
+        self._n_jobs += 1
+        places = np.arange(n, dtype=np.int32)
+        asking = SimpleNamespace(req_id=str(prefix))
+        job = self._job(self._n_jobs, keys, places, load, asking)
+        (self._tier.submit_load if load else self._tier.submit_store)(job)
+        while not (done := list(self._tier.get_finished_jobs())):
+            time.sleep(_POLL_S)
+        assert done[0].success, "the job failed"
+
+    def fill(self, prefix: int, rows: Rows) -> None:
+        self._pool[:] = rows
+
+    def store(self, prefix: int) -> None:
+        self._run(prefix, load=False)
+        self._pool[:] = 0
+
+    def restore(self, prefix: int) -> None:
+        self._run(prefix, load=True)
+
+    def same(self, prefix: int, rows: Rows) -> bool:
+        same = np.array_equal(self._pool, rows)
+        self._pool[:] = 0
+        return same
+
+
+class HiCacheFile(System):
+    """SGLang's file backend of HiCache, a page a chunk."""
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        super().__init__(folder, shape)
+        import torch
+        from sglang.srt.mem_cache.hicache_storage import HiCacheFile as Backend
+        from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+        self.version = version("sglang")
+        config = HiCacheStorageConfig(
+            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
+            is_mla_model=False, enable_storage_metrics=False, is_page_first_layout=True,
+            model_name="peers", extra_config={"file_storage_path": str(folder)},
+        )  # fmt: skip
+        self._backend = Backend(config)
+        self._pool = torch.zeros(shape.n_chunks, shape.chunk_bytes, dtype=torch.uint8)
+
+    def _keys(self, prefix: int) -> list[str]:
+        return [f"{prefix}-{i}" for i in range(self.shape.n_chunks)]
+
+    def fill(self, prefix: int, rows: Rows) -> None:
+        self._pool.numpy()[:] = rows
+
+    def store(self, prefix: int) -> None:
+        assert self._backend.batch_set(self._keys(prefix), list(self._pool)), "it was not stored"
+
+    def restore(self, prefix: int) -> None:
+        got = self._backend.batch_get(self._keys(prefix), list(self._pool))
+        assert all(page is not None for page in got), "it is not stored"
+
+    def same(self, prefix: int, rows: Rows) -> bool:
+        same = np.array_equal(self._pool.numpy(), rows)
+        self._pool.zero_()
+        return same
+
+
+class Mooncake(System):
+    """Mooncake's store over TCP on loopback; its copies in memory are cleared, so that the SSD
+    tier is read. A store ends when that tier has it: it is filled once a second, off the path."""
+
+    _LEASE_S = 5.0
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        super().__init__(folder, shape)
+        os.environ["MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS"] = "1"
+        # A file is written once so much waits for it: a prefix.
+        os.environ["MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES"] = str(shape.n_bytes)
+        from mooncake.store import MooncakeDistributedStore
+
+        self.version = version("mooncake-transfer-engine-non-cuda")
+        rpc, meta, metrics = (_free_port() for _ in range(3))
+        self._master = subprocess.Popen(
+            [str(Path(sys.executable).with_name("mooncake_master")), "--rpc_port", str(rpc),
+             "--metrics_port", str(metrics), "--enable_offload=true",
+             "--enable_http_metadata_server=true", "--http_metadata_server_host", "127.0.0.1",
+             "--http_metadata_server_port", str(meta),
+             "--default_kv_lease_ttl", f"{1000 * self._LEASE_S:.0f}"],
+            stdout=2,
+        )  # fmt: skip
+        self.children = [self._master.pid]
+        _answers(meta)
+        self._client = MooncakeDistributedStore()
+        status = self._client.setup(
+            {"local_hostname": "127.0.0.1", "metadata_server": f"http://127.0.0.1:{meta}/metadata",
+             "global_segment_size": str(4 * shape.n_bytes), "local_buffer_size": str(64 * MIB),
+             "protocol": "tcp", "rdma_devices": "", "master_server_addr": f"127.0.0.1:{rpc}",
+             "enable_ssd_offload": "true", "ssd_offload_path": str(folder)}
+        )  # fmt: skip
+        assert status == 0, f"setup: {status}"
+        self._pool = np.zeros((shape.n_chunks, shape.chunk_bytes), dtype=np.uint8)
+        self._client.register_buffer(self._pool.ctypes.data, self._pool.nbytes)
+
+    def _request(self, prefix: int) -> tuple[list[str], list[int], list[int]]:
+        n, size = self._pool.shape
+        places = [self._pool.ctypes.data + i * size for i in range(n)]
+        return [f"{prefix}-{i}" for i in range(n)], places, [size] * n
+
+    def fill(self, prefix: int, rows: Rows) -> None:
+        self._pool[:] = rows
+
+    def store(self, prefix: int) -> None:
+        keys, *where = self._request(prefix)
+        assert not any(self._client.batch_put_from(keys, *where)), "it was not stored"
+        until = time.monotonic() + _OFFLOADED_S
+        while not all(self._on_disk(key) for key in keys):
+            assert time.monotonic() < until, "its SSD tier does not fill"
+            time.sleep(0.1)
+
+    def _on_disk(self, key: str) -> bool:
+        return any(copy.is_local_disk_replica() for copy in self._client.get_replica_desc(key))
+
+    def settled(self, prefix: int) -> None:
+        keys, *_ = self._request(prefix)
+        copies = self._client.get_replica_desc(keys[0])
+        (memory,) = (copy for copy in copies if copy.is_memory_replica())
+        segment = memory.get_memory_descriptor().buffer_descriptor.transport_endpoint
+        time.sleep(self._LEASE_S + 0.5)  # what is leased is not cleared
+        cleared = self._client.batch_replica_clear(keys, segment)
+        assert len(cleared) == len(keys), "its copies in memory stay"
+        self._pool[:] = 0
+
+    def restore(self, prefix: int) -> None:
+        keys, *where = self._request(prefix)
+        got = self._client.batch_get_into(keys, *where)
+        assert all(n == self.shape.chunk_bytes for n in got), f"read: {set(got)}"
+
+    def same(self, prefix: int, rows: Rows) -> bool:
+        same = np.array_equal(self._pool, rows)
+        self._pool[:] = 0
+        return same
+
+    def close(self) -> None:
+        self._client.close()
+        self._master.terminate()
+        self._master.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(port: int) -> None:
+    until = time.monotonic() + _STARTED_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+
+
+SYSTEMS = {
+    "impress": Impress,
+    "lmcache": LMCache,
+    "lmcache direct": LMCacheDirect,
+    "vllm files": VllmFiles,
+    "sglang": HiCacheFile,
+    "mooncake": Mooncake,
+}
