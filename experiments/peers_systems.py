@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
-import subprocess
-import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -26,34 +23,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from experiments.peers_worker import Shape
+from experiments.peers_mooncake import Mooncake
+from experiments.peers_worker import Shape, System
 
 Rows = npt.NDArray[np.uint8]
 
 MIB = 1 << 20
 _POLL_S = 0.0005
-_STARTED_S = 30.0
-_OFFLOADED_S = 120.0
-
-
-class System:
-    """Base of all. `children`: processes whose CPU time is the system's too."""
-
-    version = ""
-
-    def __init__(self, folder: Path, shape: Shape) -> None:
-        self.shape = shape
-        self.children: list[int] = []
-
-    def settled(self, prefix: int) -> None:
-        """Nothing to wait for."""
-
-    def close(self) -> None:
-        """The process ends anyhow."""
 
 
 class Impress(System):
-    """This store: a lease, a session, all layers of all rows."""
+    """This store without its DRAM tier: a lease, a session, all layers of all rows."""
+
+    dram_bytes = 0
 
     def __init__(self, folder: Path, shape: Shape) -> None:
         super().__init__(folder, shape)
@@ -68,7 +50,7 @@ class Impress(System):
             shape.n_layers, shape.n_kv_heads, shape.n_kv_heads, shape.head_dim, "bfloat16"
         )
         config = impress.Config(
-            dram_bytes=1024 * MIB, segment_bytes=256 * MIB, repack_every_s=0,
+            dram_bytes=self.dram_bytes, segment_bytes=256 * MIB, repack_every_s=0,
             write_buffer_bytes=256 * MIB,
         )  # fmt: skip
         self._store = impress.PrefixStore.open(folder, geometry, "peers", config)
@@ -119,6 +101,12 @@ class Impress(System):
 
     def close(self) -> None:
         self._store.close()
+
+
+class ImpressDram(Impress):
+    """The same with it: what a cold read brought is copied up behind it, and read there next."""
+
+    dram_bytes = 2048 * MIB
 
 
 class LMCache(System):
@@ -290,107 +278,9 @@ class HiCacheFile(System):
         return same
 
 
-class Mooncake(System):
-    """Mooncake's store over TCP on loopback; its copies in memory are cleared, so that the SSD
-    tier is read. A store ends when that tier has it: it is filled once a second, off the path."""
-
-    _LEASE_S = 5.0
-
-    def __init__(self, folder: Path, shape: Shape) -> None:
-        super().__init__(folder, shape)
-        os.environ["MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS"] = "1"
-        # A file is written once so much waits for it: a prefix.
-        os.environ["MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES"] = str(shape.n_bytes)
-        from mooncake.store import MooncakeDistributedStore
-
-        self.version = version("mooncake-transfer-engine-non-cuda")
-        rpc, meta, metrics = (_free_port() for _ in range(3))
-        self._master = subprocess.Popen(
-            [str(Path(sys.executable).with_name("mooncake_master")), "--rpc_port", str(rpc),
-             "--metrics_port", str(metrics), "--enable_offload=true",
-             "--enable_http_metadata_server=true", "--http_metadata_server_host", "127.0.0.1",
-             "--http_metadata_server_port", str(meta),
-             "--default_kv_lease_ttl", f"{1000 * self._LEASE_S:.0f}"],
-            stdout=2,
-        )  # fmt: skip
-        self.children = [self._master.pid]
-        _answers(meta)
-        self._client = MooncakeDistributedStore()
-        status = self._client.setup(
-            {"local_hostname": "127.0.0.1", "metadata_server": f"http://127.0.0.1:{meta}/metadata",
-             "global_segment_size": str(4 * shape.n_bytes), "local_buffer_size": str(64 * MIB),
-             "protocol": "tcp", "rdma_devices": "", "master_server_addr": f"127.0.0.1:{rpc}",
-             "enable_ssd_offload": "true", "ssd_offload_path": str(folder)}
-        )  # fmt: skip
-        assert status == 0, f"setup: {status}"
-        self._pool = np.zeros((shape.n_chunks, shape.chunk_bytes), dtype=np.uint8)
-        self._client.register_buffer(self._pool.ctypes.data, self._pool.nbytes)
-
-    def _request(self, prefix: int) -> tuple[list[str], list[int], list[int]]:
-        n, size = self._pool.shape
-        places = [self._pool.ctypes.data + i * size for i in range(n)]
-        return [f"{prefix}-{i}" for i in range(n)], places, [size] * n
-
-    def fill(self, prefix: int, rows: Rows) -> None:
-        self._pool[:] = rows
-
-    def store(self, prefix: int) -> None:
-        keys, *where = self._request(prefix)
-        assert not any(self._client.batch_put_from(keys, *where)), "it was not stored"
-        until = time.monotonic() + _OFFLOADED_S
-        while not all(self._on_disk(key) for key in keys):
-            assert time.monotonic() < until, "its SSD tier does not fill"
-            time.sleep(0.1)
-
-    def _on_disk(self, key: str) -> bool:
-        return any(copy.is_local_disk_replica() for copy in self._client.get_replica_desc(key))
-
-    def settled(self, prefix: int) -> None:
-        keys, *_ = self._request(prefix)
-        copies = self._client.get_replica_desc(keys[0])
-        (memory,) = (copy for copy in copies if copy.is_memory_replica())
-        segment = memory.get_memory_descriptor().buffer_descriptor.transport_endpoint
-        time.sleep(self._LEASE_S + 0.5)  # what is leased is not cleared
-        cleared = self._client.batch_replica_clear(keys, segment)
-        assert len(cleared) == len(keys), "its copies in memory stay"
-        self._pool[:] = 0
-
-    def restore(self, prefix: int) -> None:
-        keys, *where = self._request(prefix)
-        got = self._client.batch_get_into(keys, *where)
-        assert all(n == self.shape.chunk_bytes for n in got), f"read: {set(got)}"
-
-    def same(self, prefix: int, rows: Rows) -> bool:
-        same = np.array_equal(self._pool, rows)
-        self._pool[:] = 0
-        return same
-
-    def close(self) -> None:
-        self._client.close()
-        self._master.terminate()
-        self._master.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _answers(port: int) -> None:
-    until = time.monotonic() + _STARTED_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1.0).close()
-            return
-        except OSError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.1)
-
-
 SYSTEMS = {
     "impress": Impress,
+    "impress dram": ImpressDram,
     "lmcache": LMCache,
     "lmcache direct": LMCacheDirect,
     "vllm files": VllmFiles,

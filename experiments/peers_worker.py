@@ -50,6 +50,22 @@ class Shape:
         return self.n_chunks * self.chunk_bytes
 
 
+class System:
+    """Base of all. `children`: processes whose CPU time is the system's too."""
+
+    version = ""
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        self.shape = shape
+        self.children: list[int] = []
+
+    def settled(self, prefix: int) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """The process ends anyhow."""
+
+
 def rows_of(shape: Shape, seed: int, prefix: int) -> npt.NDArray[np.uint8]:
     """[chunks, chunk bytes], the same in every process."""
     made = np.random.Generator(np.random.SFC64([seed, prefix])).integers(

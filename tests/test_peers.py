@@ -1,0 +1,91 @@
+"""The comparison with peers: rows come back as they were, and what cannot run is named."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import peers
+from experiments.peers import Worker, figures, run
+from experiments.peers_worker import Shape, rows_of
+
+TINY = Shape(2, 2, 64, 256, 128)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "SHAPES", {True: TINY})
+
+
+def _cell(system: str, number: int, **more: Any) -> dict[str, Any]:
+    return {"medium": "disk", "round": number, "system": system, "version": "1", **more}
+
+
+def test_our_store_is_measured_and_a_missing_peer_is_named(small: None, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    status = run(
+        ["--quick", "--json", str(report), "--dir", str(tmp_path), "--media", "disk",
+         "--only", "impress", "sglang", "--peers", str(tmp_path / "none")]
+    )  # fmt: skip
+    said = json.loads(report.read_text())
+    assert status == 0
+    assert said["figures"]["disk.impress.cold"] > 0
+    assert "restore_vs_sglang" not in said["figures"]
+    ours, theirs = said["rows"]
+    assert (ours["note"], ours["version"]) != ("", "")
+    assert theirs["note"] == (
+        f"not run: no environment {tmp_path / 'none' / 'sglang'}: --install makes it"
+    )
+
+
+def test_rows_are_finite_and_the_same_for_whoever_makes_them() -> None:
+    rows = rows_of(TINY, 1, 3)
+    assert rows.shape == (TINY.n_chunks, TINY.chunk_bytes)
+    exponents = rows.view(np.uint16) >> 7 & 0xFF
+    assert exponents.max() < 0xFF
+    assert np.array_equal(rows, rows_of(TINY, 1, 3))
+    assert not np.array_equal(rows, rows_of(TINY, 1, 4))
+
+
+def test_of_two_ways_of_a_peer_the_better_one_is_compared(small: None) -> None:
+    both = [
+        _cell(system, number, do="cold", gb_s=gb_s, cpu=cpu)
+        for number in range(2)
+        for system, gb_s, cpu in (("impress", 2.0, 0.3), ("lmcache", 1.0, 0.1),
+                                  ("lmcache direct", 4.0, 0.2))
+    ]  # fmt: skip
+    said = peers._against(both)
+    assert said["restore_vs_lmcache"] == 0.5
+    assert said["cpu_vs_lmcache"] == pytest.approx(3.0)
+
+
+def test_a_worker_that_dies_is_asked_nothing_more(tmp_path: Path) -> None:
+    says = 'import sys; sys.stdin.readline(); print(\'{"error": "broken"}\')'
+    pipe = subprocess.PIPE
+    worker = Worker(
+        "x", subprocess.Popen([sys.executable, "-c", says], stdin=pipe, stdout=pipe, text=True)
+    )
+    assert worker.ask(do="store", prefix=0) == {}
+    assert worker.why == "broken"
+    assert worker.ask(do="cold", prefix=0) == {}
+    worker.end()
+
+
+def test_what_a_table_has_not_is_left_empty(small: None, capsys: Any) -> None:
+    more = argparse.Namespace(media=("disk",), only=("impress", "sglang"))
+    options = argparse.Namespace(quick=True, more=more)
+    rows = [
+        _cell("impress", 0, do="cold", gb_s=1.0, cpu=0.5),
+        {"medium": "disk", "round": 0, "system": "sglang", "do": "not run", "why": "no wheel"},
+    ]
+    said, lines = figures(rows, options)  # type: ignore[arg-type]
+    assert said == {"disk.impress.cold": 1.0}
+    assert [line["cold"] for line in lines] == [1.0, ""]
+    assert "sglang: not run: no wheel" in capsys.readouterr().out
