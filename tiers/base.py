@@ -111,8 +111,10 @@ def verify(read: Read, where: str) -> None:
     """Compare dest with its sums. Raises ReadFailed("checksum") naming the first bad piece."""
     if read.sums is None:
         return
-    # Lists: for the few pieces of a read they are compared in a third of an array's time.
-    found, want = _digests(read.dest, read.piece_bytes), read.sums.tolist()
+    if len(read.sums) == 1:  # chosen rows come so: three times as fast as by lists, once it is hot
+        found, want = [xxhash.xxh3_64_intdigest(read.dest)], [read.sums.item()]
+    else:  # lists: for the few pieces of a read they are compared in a third of an array's time
+        found, want = _digests(read.dest, read.piece_bytes), read.sums.tolist()
     if found != want:
         bad = [i for i, pair in enumerate(zip(found, want, strict=True)) if pair[0] != pair[1]]
         off, segment = read.off + bad[0] * read.piece_bytes, read.slot.parts[0].segment
