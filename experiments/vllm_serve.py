@@ -78,11 +78,11 @@ def experiment(options: Options) -> tuple[dict[str, float], list[Row]]:
     return _figures(rows), shown
 
 
-def _documents(options: Options, n: int) -> list[tuple[Asked, Asked]]:
+def documents(seed: int, n: int) -> list[tuple[Asked, Asked]]:
     """Two questions about each of n documents: one to store it by, one to measure."""
     found = []
     for i in range(n):
-        document = tasks.document("test", 1000 * options.seed + i, N_TOKENS)
+        document = tasks.document("test", 1000 * seed + i, N_TOKENS)
         first, second = tasks.questions(document, TASKS[i % len(TASKS)], 2)
         found.append(
             (
@@ -97,13 +97,13 @@ def _measure(model: Path, way: Any, options: Options, n: int) -> list[Row]:
     """One way: store, start again, ask."""
     from experiments.vllm_serve_server import Server, bench, since
 
-    documents = _documents(options, n)
+    asked = documents(options.seed, n)
     store = options.folder / f"store {way.name}"
     log = options.folder / f"{way.name}.log"
     rows: list[Row] = []
     if way.policy is not None:
         with Server(model, way, store, log, DTYPE) as server:
-            _ask(server, [first for first, _ in documents], 1)
+            _ask(server, [first for first, _ in asked], 1)
             server.settled()
     policies = {way.name: None, **({"all rows kept": KEEP_ALL} if way.floor else {})}
     with Server(model, way, store, log, DTYPE) as server:
@@ -112,8 +112,8 @@ def _measure(model: Path, way: Any, options: Options, n: int) -> list[Row]:
             for name, policy in policies.items():
                 server.forget()
                 with since(server) as grown:
-                    answers = _ask(server, [second for _, second in documents], concurrency, policy)
-                rows.append(_row(name, concurrency, documents, answers, grown))
+                    answers = _ask(server, [second for _, second in asked], concurrency, policy)
+                rows.append(_row(name, concurrency, asked, answers, grown))
                 leases = server.settled().get("impress_leases", 0.0)
                 rows[-1]["leases"] = int(leases)
         rows[-1]["bench"] = _said(bench(server, model, 8 if options.quick else 32))

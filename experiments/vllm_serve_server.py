@@ -30,11 +30,17 @@ _END_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a server serves: nothing under it, or a store and a policy for every request."""
+    """How a server serves: nothing under it, or a store and a policy for every request.
+
+    `connector`: another's, as --kv-transfer-config takes it, in the place of ours; in its extra
+    config the folder of its files is called what `folder_key` says.
+    """
 
     name: str
     policy: dict[str, Any] | None
     floor: dict[str, Any] | None = None
+    connector: dict[str, Any] | None = None
+    folder_key: str = ""
 
 
 def make_model(folder: Path, checkpoint: str) -> Path:
@@ -63,17 +69,22 @@ class Server:
     `base` is its address; `counts` what its /metrics and the store's own say.
     """
 
-    def __init__(self, model: Path, way: Way, store: Path, log: Path, dtype: str) -> None:
+    def __init__(
+        self, model: Path, way: Way, store: Path, log: Path, dtype: str, max_seqs: int = 16
+    ) -> None:
         self.port, self.metrics_port = _free_port(), _free_port()
         self.base = f"http://127.0.0.1:{self.port}"
         self.way = way
         self.command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
             "--served-model-name", "lookup", "--dtype", dtype, "--host", "127.0.0.1",
-            "--port", str(self.port), "--max-model-len", "2048", "--max-num-seqs", "16",
+            "--port", str(self.port), "--max-model-len", "2048", "--max-num-seqs", str(max_seqs),
             "--max-num-batched-tokens", "4096", "--enforce-eager",
         ]  # fmt: skip
-        if way.policy is not None:
+        if way.connector is not None:
+            theirs = {**way.connector, "kv_connector_extra_config": {way.folder_key: str(store)}}
+            self.command += ["--kv-transfer-config", json.dumps(theirs)]
+        elif way.policy is not None:
             self.command += ["--kv-transfer-config", json.dumps(self._transfer(store))]
         self._log = log.open("ab")
         self._process: subprocess.Popen[bytes] | None = None

@@ -1,0 +1,212 @@
+"""Requests a second whose first token comes in time: plain vLLM, with this store, with a peer's.
+
+    .venv-vllm/bin/python -m experiments.goodput      (make test-vllm makes that environment)
+
+Questions about documents of 1,024 tokens, each asked about once before, come to vLLM's OpenAI
+server at random times, whether or not earlier ones are answered; so many at most are let in at
+once, and the time at the gate counts. Before each cell vLLM's own prefix cache is emptied and each
+document is asked about once, so a hit is the connector's. Goodput is what is answered in time, a
+second, at the best of the arrival rates. The peer is vLLM's ExampleConnector, the only one that
+serves a CPU (LMCache 0.5.6 says "No supported cpu connector found", vLLM's OffloadingConnector
+asks for a GPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from experiments.common import Row, Unable, print_rows
+from experiments.harness import Cell, Experiment, Figures, Options, main
+from experiments.vllm_serve import CHECKPOINT, DTYPE, EXACT, Asked, documents
+from experiments.vllm_serve_server import Server, Way, make_model
+
+QUALITY: Final = {"name": "quality", "max_missing_mass": 0.1}
+PLAIN, MIXED, PEER = "plain", "impress mixed", "example"
+WAYS: Final = (
+    Way(PLAIN, None),
+    Way("impress exact", EXACT, floor=QUALITY),
+    Way(MIXED, EXACT, floor=QUALITY),
+    Way(
+        PEER, None, folder_key="shared_storage_path",
+        connector={"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+    ),
+)  # fmt: skip
+#: Requests let in at once, and arrivals a second.
+LEVELS: Final = {False: (8, 32, 64), True: (8,)}
+RATES: Final = {False: (4, 8, 16, 32), True: (8, 32)}
+REQUESTS: Final = {False: 64, True: 16}
+#: What the figures are taken at.
+_LEVEL: Final = {False: 32, True: 8}
+_TOKENS: Final = 8  # of an answer
+
+
+def cells(options: Options) -> list[Cell]:
+    try:
+        import openai  # noqa: F401
+        from vllm.version import __version__  # noqa: F401
+    except ImportError:
+        raise Unable(
+            "needs vLLM's environment: make test-vllm, then "
+            ".venv-vllm/bin/python -m experiments.goodput"
+        ) from None
+    model: list[Path] = []
+
+    def measured(way: Way) -> list[Row]:
+        if not model:
+            model.append(make_model(options.folder / "model", CHECKPOINT))
+        return _measure(way, model[0], options)
+
+    return [
+        Cell({"way": way.name}, lambda way=way: measured(way), 60 if options.quick else 240)
+        for way in WAYS
+    ]
+
+
+def _measure(way: Way, model: Path, options: Options) -> list[Row]:
+    """One server: store, then every level at every rate."""
+    n = REQUESTS[options.quick]
+    asked = documents(options.seed, n)
+    store, log = options.folder / f"store {way.name}", options.folder / f"{way.name}.log"
+    store.mkdir()
+    rows: list[Row] = []
+    with Server(model, way, store, log, DTYPE, max_seqs=max(LEVELS[False])) as server:
+        at_once = [0.0] * n
+        _ask(server, way, [first for first, _ in asked], at_once, 4)
+        again = [second for _, second in asked]
+        server.forget()
+        _ask(server, way, again, at_once, 8)  # nobody's first: tiers and page cache are warm
+        for level in LEVELS[options.quick]:
+            for rate in RATES[options.quick]:
+                server.forget()
+                draw = np.random.default_rng([options.seed, rate])
+                order = draw.permutation(n)
+                times = np.cumsum(draw.exponential(1 / rate, n))
+                took = _ask(server, way, [again[i] for i in order], times, level)
+                rows.append(_row(level, rate, took, options.more.ttft_ms / 1e3))
+    return rows
+
+
+def _ask(
+    server: Server, way: Way, asked: Sequence[Asked], times: Sequence[float], level: int
+) -> list[tuple[float, float, bool]]:
+    """Ask each at its time, `level` at once at most: [(TTFT, end, right)], seconds.
+
+    TTFT counts from the request's time, the end from the first of all.
+    """
+    from openai import AsyncOpenAI
+
+    async def every() -> list[tuple[float, float, bool]]:
+        gate = asyncio.Semaphore(level)
+        begin = time.perf_counter()
+        async with AsyncOpenAI(
+            base_url=f"{server.base}/v1", api_key="none", max_retries=0
+        ) as client:
+
+            async def one(i: int) -> tuple[float, float, bool]:
+                await asyncio.sleep(begin + times[i] - time.perf_counter())
+                async with gate:
+                    first_s, token = 0.0, -1
+                    stream = await client.completions.create(
+                        model="lookup", prompt=asked[i].prompt, max_tokens=_TOKENS, temperature=0,
+                        stream=True, extra_body=_body(way, i),
+                    )  # fmt: skip
+                    async for chunk in stream:
+                        ids = getattr(chunk.choices[0], "token_ids", None) if chunk.choices else ()
+                        if ids and token < 0:
+                            first_s, token = time.perf_counter() - begin, int(ids[0])
+                right = token == asked[i].question.answer
+                return first_s - times[i], time.perf_counter() - begin, right
+
+            return list(await asyncio.gather(*(one(i) for i in range(len(asked)))))
+
+    return asyncio.run(every())
+
+
+def _body(way: Way, i: int) -> dict[str, Any]:
+    """Every other request of the mixed way is sparse."""
+    body: dict[str, Any] = {"return_token_ids": True, "ignore_eos": True}
+    if way.name == MIXED:
+        body["kv_transfer_params"] = {"impress": {"policy": QUALITY if i % 2 else EXACT}}
+    return body
+
+
+def _row(
+    level: int, rate: float, took: Sequence[tuple[float, float, bool]], limit_s: float
+) -> Row:  # fmt: skip
+    ttft = np.array([first_s for first_s, _, _ in took])
+    elapsed_s = max(end_s for _, end_s, _ in took)
+    return {
+        "at once": level,
+        "arrive/s": rate,
+        "done/s": len(took) / elapsed_s,
+        "in time": float((ttft <= limit_s).mean()),
+        "in time/s": float((ttft <= limit_s).sum()) / elapsed_s,
+        "ttft p50 ms": float(np.percentile(ttft, 50)) * 1e3,
+        "ttft p95 ms": float(np.percentile(ttft, 95)) * 1e3,
+        "right": float(np.mean([right for _, _, right in took])),
+    }
+
+
+def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
+    limit_ms = options.more.ttft_ms
+    lines = [
+        {key: row[key] for key in row if key not in ("experiment", "seed", "quick")} for row in rows
+    ]
+    print_rows(f"Open-loop arrivals, a first token within {limit_ms:g} ms", lines)
+    best: dict[tuple[str, int], float] = {}
+    for row in rows:
+        key = row["way"], row["at once"]
+        best[key] = max(best.get(key, 0.0), row["in time/s"])
+    said = {
+        f"goodput.{way.replace(' ', '_')}.{level}": value for (way, level), value in best.items()
+    }
+    level = _LEVEL[options.quick]
+    for name, way in (("plain", PLAIN), ("peer", PEER)):
+        if best.get((way, level)):
+            said[f"goodput_vs_{name}"] = best[MIXED, level] / best[way, level]
+    return said, lines
+
+
+def draw(figure: Any, _said: Figures, rows: list[Row]) -> None:
+    """Answers in time over arrivals, a panel a level."""
+    levels = list(dict.fromkeys(row["at once"] for row in rows))
+    for axes, level in zip(figure.subplots(1, len(levels), squeeze=False)[0], levels, strict=True):
+        for way in dict.fromkeys(row["way"] for row in rows):
+            mine = [row for row in rows if (row["way"], row["at once"]) == (way, level)]
+            axes.plot(
+                [row["arrive/s"] for row in mine], [row["in time/s"] for row in mine],
+                "o-", label=way,
+            )  # fmt: skip
+        axes.set_title(f"{level} at once")
+        axes.set_xlabel("arrivals a second")
+        axes.set_ylabel("answered in time, a second")
+    axes.legend()
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ttft-ms", type=float, default=1000.0, metavar="X", help="the limit (default 1000)"
+    )
+
+
+EXPERIMENT: Final = Experiment(
+    "goodput", "Requests a second within a TTFT limit, open-loop, through vLLM's server.",
+    cells, figures, {"goodput": draw}, _arguments,
+    lambda options: {"dtype": DTYPE, "model": CHECKPOINT, "ttft_ms": options.more.ttft_ms},
+)  # fmt: skip
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    return main(EXPERIMENT, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,44 @@
+"""Goodput: what counts as in time, and which cells the figures compare."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import pytest
+
+from experiments.goodput import MIXED, PEER, PLAIN, _row, figures, run
+
+MORE = argparse.Namespace(ttft_ms=1000.0)
+QUICK: Any = argparse.Namespace(quick=True, more=MORE)
+
+
+def test_a_request_is_in_time_by_its_own_arrival() -> None:
+    took = [(0.2, 1.0, True), (1.0, 2.0, True), (1.5, 4.0, False), (0.9, 3.0, True)]
+    row = _row(8, 16, took, limit_s=1.0)
+    assert row["in time"] == 0.75
+    assert row["in time/s"] == 3 / 4.0
+    assert row["done/s"] == 1.0
+    assert row["right"] == 0.75
+
+
+def test_figures_compare_the_best_rate_of_each_way() -> None:
+    rows = [
+        {"way": way, "at once": 8, "arrive/s": rate, "in time/s": value}
+        for way, at in ((PLAIN, (6.0, 3.0)), (MIXED, (7.0, 12.0)), (PEER, (0.0, 0.0)))
+        for rate, value in zip((8, 32), at, strict=True)
+    ]
+    said, lines = figures(rows, QUICK)
+    assert said["goodput_vs_plain"] == pytest.approx(2.0)
+    assert "goodput_vs_peer" not in said  # nothing of it was in time: no ratio says how much
+    assert said["goodput.example.8"] == 0.0
+    assert len(lines) == 6
+
+
+def test_without_vllm_it_says_what_to_make(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.version", None)
+    assert run(["--quick"]) == 2
+    assert "make test-vllm" in capsys.readouterr().err
