@@ -26,9 +26,10 @@ from transformers import LogitsProcessorList
 from impress.blockhash import namespace_digest
 from impress.config import Config
 from impress.engines import hf_models
+from impress.engines.buffers import Virtual, VirtualBuffers, buffers_of
 from impress.engines.choice import Choice
 from impress.engines.hf_audit import Auditor, Shared, Turn, Watch, watch_of
-from impress.engines.hf_cache import RowsCache
+from impress.engines.hf_cache import RowsCache, rent
 from impress.engines.hf_chosen import (
     ChosenCache,
     attending,
@@ -61,6 +62,7 @@ def attach(
     *,
     config: Config | None = None,
     store_new: bool = True,
+    virtual: Virtual | None = None,
 ) -> Engine:
     """An engine for a causal LM of a supported family, over a store or a store's directory.
 
@@ -69,13 +71,15 @@ def attach(
     given stays the caller's. `store_new` False only reads. Raises Unsupported naming the policy, or
     what of the model is not served, StoreMismatch naming both values where the store is another
     model's, and whatever `PrefixStore.open` raises. With a policy that chooses rows, importance is
-    stored with them: the attention of the prompt's last rows (hf_observed).
+    stored with them: the attention of the prompt's last rows (hf_observed). `virtual` keeps rows in
+    contiguous virtual buffers (buffers.py), where the machine gives them; answers are the same.
     """
     hf_models.check_model(model)
     geometry = hf_models.geometry_of(model.config, model.dtype)
     settings = config or Config()
     given = path_or_store if isinstance(path_or_store, PrefixStore) else settings
     check_policy(policy, geometry, given.window)
+    buffers = None if virtual is None else buffers_of(model, geometry, virtual)
     namespace = namespace_of(model)
     if not isinstance(path_or_store, PrefixStore):
         if policy.probe is not None and policy.probe not in settings.probes:
@@ -83,7 +87,7 @@ def attach(
         opened = PrefixStore.open(
             path_or_store, geometry, namespace=namespace, config=settings, mode="rw"
         )
-        return Engine(model, opened, policy, owns_store=True, store_new=store_new)
+        return Engine(model, opened, policy, buffers, owns_store=True, store_new=store_new)
     store = path_or_store
     if config is not None:
         raise BadInput("config is for a directory; a store that is open has its own")
@@ -94,7 +98,7 @@ def attach(
     if store.namespace not in (mine, others):
         its = store.namespace.hex()[:16]
         raise StoreMismatch(f"the store's namespace is {its}…, the model's {mine.hex()[:16]}…")
-    return Engine(model, store, policy, owns_store=False, store_new=store_new)
+    return Engine(model, store, policy, buffers, owns_store=False, store_new=store_new)
 
 
 class Engine:
@@ -108,12 +112,15 @@ class Engine:
         model: Any,
         store: PrefixStore,
         policy: Policy,
+        buffers: VirtualBuffers | None,
         *,
         owns_store: bool,
         store_new: bool,
     ) -> None:
         self.model = model
         self.store = store
+        self.buffers = buffers
+        """Virtual buffers, where they were asked for."""
         self._policy = policy
         self._owns_store = owns_store
         self._store_new = store_new and store.writable
@@ -199,6 +206,7 @@ class Engine:
             policy=way.policy.name,
             why=way.choice.why,
             guard=way.guard,
+            memory=self.buffers.said if self.buffers is not None else "pooled",
             **totals(prefix.reports() if prefix is not None else [], self.store.geometry),
         )
         if not lost:  # one that was lost ran twice
@@ -224,6 +232,8 @@ class Engine:
             self._storing.close()
         finally:
             self._auditor.close()
+            if self.buffers is not None:
+                self.buffers.close()
             if self._owns_store:
                 self.store.close()
 
@@ -294,6 +304,7 @@ class Engine:
             pool,
             n_prefix=prefix.n_tokens if prefix else 0,
             contiguous=self.model.config._attn_implementation == "eager",
+            rental=rent(self.buffers, prompt, prompt.n_tokens),
         )
         try:
             if prefix is not None:
@@ -321,7 +332,8 @@ class Engine:
     ) -> Any:
         """Chosen rows of the prefix. What is computed on them stays in here."""
         n_new = prompt.n_tokens - prefix.n_tokens + prompt.n_new
-        cache = ChosenCache(self.store.geometry, prefix, n_new, self.store.buffers)
+        rental = rent(self.buffers, prompt, prompt.n_tokens - prefix.n_tokens)
+        cache = ChosenCache(self.store.geometry, prefix, n_new, self.store.buffers, rental)
         try:
             prefix.read_ahead()
             with attending(self.model, cache):

@@ -3,6 +3,9 @@
     batch row 0: | prefix, read by the store | appended by update() | room |  <- page boundary
     batch row 1: | prefix ...
 
+Memory is rented from a pool, for as many tokens as the request may come to, or in virtual buffers
+(buffers.py), where it comes as the request grows; rows that cannot grow there move to the pool.
+
 Keys and values are presented to the model as [batch, n_kv_heads, length, head_dim] views, so that
 its stock attention runs unchanged; measured bit-identical to contiguous ones under sdpa. Eager
 attention gets contiguous copies, since its batched product was seen to differ by 1e-7 on views.
@@ -17,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from impress.engines.buffers import Rental, VirtualBuffers
+from impress.engines.hf_models import Prompt
 from impress.engines.hf_observed import Observed
 from impress.errors import Unsupported
 from impress.types import Geometry
@@ -72,6 +77,20 @@ class _Plane:
         self.buffer = None
 
 
+class _Lent:
+    """Keys or values of one layer in virtual buffers: the rental's to give back."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def release(self) -> None:
+        """Its memory goes with the rental."""
+
+    forsake = release
+
+
 class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
     """One layer. Appends in place; the first update() waits for the stored prefix.
 
@@ -92,7 +111,10 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         *,
         n_prefix: int,
         contiguous: bool,
+        rental: Rental | None = None,
+        index: int = 0,
     ) -> None:
+        """rental: virtual buffers to be in, as layer `index`; memory is behind `n_prefix` rows."""
         super().__init__()
         self.geometry = geometry
         self.batch = batch
@@ -101,7 +123,11 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         self._pool = pool
         self.wait: Callable[[], None] | None = None  # for the prefix, set by the cache's load
         self._contiguous = contiguous
-        self._planes: list[_Plane] = []  # K and V; nothing before the first update of a miss
+        self._rental = rental
+        self._index = index
+        self._planes: Sequence[
+            _Plane | _Lent
+        ] = ()  # K and V; nothing before the first update of a miss
         if n_prefix:
             self._planes = self._new_planes(torch.device("cpu"))
 
@@ -136,8 +162,9 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first, end = self.length, self.length + key_states.shape[-2]
-        if end > self._capacity:
-            self._capacity = max(end, 2 * self._capacity)
+        if not self._has_room(end):
+            self._capacity = max(end, self._capacity if self._rental else 2 * self._capacity)
+            self._rental = None
             self._move(self._new_planes(self.device), first)
         for plane, new in zip(self._planes, (key_states, value_states), strict=True):
             plane.rows[:, first:end].copy_(new.transpose(1, 2))
@@ -166,7 +193,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         """Give the memory back. Idempotent."""
         for plane in self._planes:
             plane.release()
-        self._planes = []
+        self._planes = ()
 
     def forsake(self) -> None:
         for plane in self._planes:
@@ -181,7 +208,12 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         if (batch, n_heads, head_dim) != (self.batch, geometry.n_kv_heads, geometry.head_dim):
             raise Unsupported(f"keys of shape {tuple(key_states.shape)} do not fit {geometry}")
 
-    def _new_planes(self, device: torch.device) -> list[_Plane]:
+    def _has_room(self, n_rows: int) -> bool:
+        return n_rows <= self._capacity if self._rental is None else self._rental.reach(n_rows)
+
+    def _new_planes(self, device: torch.device) -> Sequence[_Plane | _Lent]:
+        if self._rental is not None and self._rental.device == device:
+            return [_Lent(rows) for rows in self._rental.planes(self._index)]
         geometry = self.geometry
         dtype = getattr(torch, geometry.dtype)
         return [
@@ -191,7 +223,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
             for dim in (geometry.head_dim, geometry.v_dim)
         ]
 
-    def _move(self, planes: list[_Plane], n_rows: int) -> None:
+    def _move(self, planes: Sequence[_Plane | _Lent], n_rows: int) -> None:
         for old, new in zip(self._planes, planes, strict=True):
             new.rows[:, :n_rows].copy_(old.rows[:, :n_rows])
             old.release()
@@ -210,17 +242,25 @@ class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
         *,
         n_prefix: int = 0,
         contiguous: bool = False,
+        rental: Rental | None = None,
     ) -> None:
-        """Rent room for `capacity` tokens, of which the first `n_prefix` will come by `load`."""
+        """Rent room for `capacity` tokens, of which the first `n_prefix` will come by `load`.
+
+        `rental`: room in virtual buffers, the cache's to give back.
+        """
         assert n_prefix <= capacity
         self.observed: Observed | None = None  # what will tell which of these rows matter
         self._batch = batch
+        self._rental = rental
         super().__init__(
             layers=[
-                RowsLayer(geometry, batch, capacity, pool, n_prefix=n_prefix, contiguous=contiguous)
-                for _ in range(geometry.n_layers)
+                RowsLayer(
+                    geometry, batch, capacity, pool, n_prefix=n_prefix, contiguous=contiguous,
+                    rental=rental, index=index,
+                )
+                for index in range(geometry.n_layers)
             ]
-        )
+        )  # fmt: skip
 
     def load(self, prefix: Prefix) -> None:
         """Start reading a prefix of `n_prefix` tokens; each layer's first update() waits for it."""
@@ -251,8 +291,22 @@ class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
         """Keep this memory from ever being rented again: a stuck read may still write into it."""
         for layer in self.layers:
             layer.forsake()
+        if self._rental is not None:
+            self._rental.forsake()
 
     def release(self) -> None:
-        """Give all memory back to the pool. Nobody may look at the rows afterwards."""
+        """Give all memory back. Nobody may look at the rows afterwards. Idempotent."""
         for layer in self.layers:
             layer.release()
+        if self._rental is not None:
+            self._rental.release()
+
+
+def rent(buffers: VirtualBuffers | None, prompt: Prompt, n_rows: int) -> Rental | None:
+    """Virtual buffers with memory behind a request's first n_rows rows, where there are any."""
+    if buffers is None:
+        return None
+    if prompt.returns_cache:  # the memory stays the caller's
+        buffers.decline("the caller keeps past_key_values")
+        return None
+    return buffers.rent(len(prompt.rows), n_rows, prompt.n_tokens + prompt.n_new)

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from impress.engines import hf_models
+from impress.engines.buffers import Rental
 from impress.engines.hf_cache import RowsLayer
 from impress.engines.hf_models import Prompt
 from impress.errors import ImpressError, Unsupported
@@ -94,9 +95,14 @@ class ChosenLayer(RowsLayer):
     The length it reports is the logical one, rows not chosen included: it drives positions.
     """
 
-    def __init__(self, geometry: Geometry, n_prefix: int, n_new: int, pool: BufferPool) -> None:
+    def __init__(
+        self, geometry: Geometry, n_prefix: int, n_new: int, pool: BufferPool,
+        rental: Rental | None, index: int,
+    ) -> None:  # fmt: skip
         """Room for n_new new tokens; that for chosen rows is added when they are known."""
-        super().__init__(geometry, 1, n_new, pool, n_prefix=0, contiguous=False)
+        super().__init__(
+            geometry, 1, n_new, pool, n_prefix=0, contiguous=False, rental=rental, index=index
+        )
         self.is_chosen = False
         self._n_left_out = n_prefix
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -133,15 +139,20 @@ class ChosenCache(Cache):  # type: ignore[misc]  # the base is untyped
     """The layers of one sparse request. Serves one generate() call under `attending`."""
 
     def __init__(
-        self, geometry: Geometry, prefix: ChoosingPrefix, n_new: int, pool: BufferPool
-    ) -> None:
-        """n_new: most tokens that come after the prefix, in the prompt or generated."""
+        self, geometry: Geometry, prefix: ChoosingPrefix, n_new: int, pool: BufferPool,
+        rental: Rental | None = None,
+    ) -> None:  # fmt: skip
+        """n_new: most tokens that come after the prefix, in the prompt or generated.
+
+        `rental`: room in virtual buffers, the cache's to give back.
+        """
         self._prefix = prefix
+        self._rental = rental
         self._all_chosen = False
         super().__init__(
             layers=[
-                ChosenLayer(geometry, prefix.n_tokens, n_new, pool)
-                for _ in range(geometry.n_layers)
+                ChosenLayer(geometry, prefix.n_tokens, n_new, pool, rental, index)
+                for index in range(geometry.n_layers)
             ]
         )
 
@@ -174,6 +185,8 @@ class ChosenCache(Cache):  # type: ignore[misc]  # the base is untyped
         """Give all memory back to the pool. Idempotent."""
         for layer in self.layers:
             layer.release()
+        if self._rental is not None:
+            self._rental.release()
 
 
 def attend(

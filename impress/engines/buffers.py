@@ -1,0 +1,380 @@
+"""KV rows of requests in contiguous virtual buffers: reserved for the longest, there as they grow.
+
+    attach ── reserve 2N ranges
+    rent   ── neighbouring idle slots, memory behind the prompt's rows ──> RowsCache writes there
+    reach  ── rows to come: memory is there (no lock) │ a stall: back it now │ no: copy to the pool
+      └─ few rows left ──> thread: back the next page, before it is needed
+    release── slots idle, memory stays for the next request; thread: beyond keep_bytes it goes
+
+One lock guards the slots; it is held while memory is put behind one growth, never across I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+
+from impress.engines.virtual import Sizes, Slot, Use, choose, reclaim
+from impress.errors import BadInput, Unsupported
+from impress.types import Geometry
+from tiers.base import PAGE
+from tiers.errors import MediumError
+from tiers.ranges import HostRanges, Range, RangeRefused, Ranges
+from tiers.ranges_cuda import CudaRanges
+
+log = logging.getLogger("impress")
+
+#: With fewer rows left than this the next page is asked for: a few steps of decoding, each of
+#: which takes longer than to back a page.
+AHEAD_ROWS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Virtual:
+    """How an engine's virtual buffers are made. Raises BadInput on sizes out of range."""
+
+    batch: int = 8
+    """Prompts whose rows may exist at once, those that wait to be stored included."""
+    context: int | None = None
+    """Most tokens of one, prompt and answer. None: the longest the model takes."""
+    page_bytes: int = 64 << 10
+    """Memory comes by so much in each buffer: a power of two from 4 KiB. From 2 MiB on the kernel
+    is asked for huge pages. A device rounds it up to what it can map."""
+    budget_bytes: int | None = None
+    """Most memory behind all rows; None: no limit."""
+    keep_bytes: int = 256 << 20
+    """Most memory that stays behind slots nobody rents."""
+
+    def __post_init__(self) -> None:
+        if self.page_bytes < PAGE or self.page_bytes & (self.page_bytes - 1):
+            raise BadInput(
+                f"virtual buffers: page_bytes must be a power of two from {PAGE}, "
+                f"got {self.page_bytes}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What virtual buffers hold and did. Bytes; `rented` and `idle` add up to `held`."""
+
+    reserved_bytes: int  # of addresses
+    held_bytes: int  # memory behind them
+    idle_bytes: int  # of it behind slots that nobody rents
+    n_rented: int = 0  # requests served
+    n_reused: int = 0  # of them: slots that had memory behind them
+    n_ahead: int = 0  # growths made before they were needed
+    n_stalls: int = 0  # growths that a request waited for
+    stall_s: float = 0.0
+    n_fallbacks: int = 0  # requests that took, or moved to, ordinary memory
+
+
+class Rental:
+    """Slots of one request. `reach` by its own thread; `release` and `forsake` by any."""
+
+    def __init__(self, buffers: VirtualBuffers, slots: range, n_most: int) -> None:
+        self.slots = slots
+        self.n_most = n_most
+        self.room = 0  # rows memory is behind in every slot; written under the buffers' lock
+        self.is_over = False
+        self.is_left = False  # it could not grow: its request has moved to ordinary memory
+        self._buffers = buffers
+        self._asked = -1  # the room at which more was last asked for
+
+    @property
+    def device(self) -> torch.device:
+        return self._buffers.device
+
+    def planes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's rows, k and v [batch, context, n_kv_heads, head_dim]; `reach` before use."""
+        k, v = self._buffers.planes[layer]
+        return k[self.slots.start : self.slots.stop], v[self.slots.start : self.slots.stop]
+
+    def reach(self, n_rows: int) -> bool:
+        """Whether memory is behind the first n_rows rows now. Waits only where it must be made."""
+        if n_rows > self.room and (self.is_left or not self._buffers.grow(self, n_rows)):
+            self.is_left = True
+            return False
+        room = self.room
+        if n_rows + AHEAD_ROWS > room and room < self.n_most and self._asked != room:
+            self._asked = room
+            self._buffers.ask(self)
+        return True
+
+    def release(self) -> None:
+        """Nobody looks at the rows any more. Idempotent."""
+        self._buffers.take_back(self, Use.IDLE)
+
+    def forsake(self) -> None:
+        """A stuck read may still write here: the slots are never rented again."""
+        self._buffers.take_back(self, Use.LOST)
+
+
+class VirtualBuffers:
+    """2N buffers of an engine. Where the machine refuses them, `rent` says so and gives nothing.
+
+    Views of the buffers keep their addresses reserved, also after `close`.
+    """
+
+    def __init__(self, geometry: Geometry, settings: Virtual, context: int, ranges: Ranges) -> None:
+        """context: tokens, of a slot. Effects: addresses reserved; memory, none."""
+        self.sizes = Sizes.of(geometry, settings.batch, context, ranges.page_bytes)
+        self.device = torch.device(ranges.device)
+        self.said = "virtual"
+        """Of the latest request: where its rows were, with why where that is not here."""
+        self.planes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._settings = settings
+        self._ranges = ranges
+        self._areas: list[tuple[Range, Range]] = []  # K's and V's, by layer
+        self._slots = [Slot() for _ in range(settings.batch)]
+        self._uses = 0  # a clock for last_use
+        self._lock = threading.Lock()
+        self._counts = Usage(0, 0, 0)
+        self._asked: queue.SimpleQueue[Rental | threading.Event | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._refused = self._reserve(geometry)
+
+    def _reserve(self, geometry: Geometry) -> str:
+        """Why not, "" when all 2N are there."""
+        sizes, areas = self.sizes, self._areas
+        try:
+            for _ in range(sizes.n_layers):
+                k, v = (self._ranges.reserve(n_bytes) for n_bytes in sizes.buffer_bytes)
+                areas.append((k, v))
+        except RangeRefused as err:
+            areas.clear()
+            why = (
+                f"{sizes.total_bytes:,} bytes of addresses ({sizes.n_buffers} × {err.n_bytes:,}) "
+                f"were refused: {err.limit}"
+            )
+            log.warning("virtual KV buffers: %s; rows are kept in ordinary memory", why)
+            return why
+        dims = geometry.head_dim, geometry.v_dim
+        for pair in areas:
+            planes = [
+                self._tensor(area, geometry, dim, slot_bytes)
+                for area, dim, slot_bytes in zip(pair, dims, sizes.slot_bytes, strict=True)
+            ]
+            self.planes.append((planes[0], planes[1]))
+        return ""
+
+    def _tensor(self, area: Range, geometry: Geometry, dim: int, slot_bytes: int) -> torch.Tensor:
+        """A buffer as [batch, context, n_kv_heads, dim]."""
+        dtype: torch.dtype = getattr(torch, geometry.dtype)
+        if self.device.type == "cpu":
+            flat = torch.from_numpy(area.memory)
+        else:  # torch asks the driver whose the first address is: a page has to be there
+            self._ranges.back(area, 0, self.sizes.page_bytes)
+            flat = torch.as_tensor(area.memory, device=self.device)
+            self._ranges.unback(area, 0, self.sizes.page_bytes)
+        heads = geometry.n_kv_heads
+        shape = (self.sizes.batch, self.sizes.context, heads, dim)
+        strides = (slot_bytes // dtype.itemsize, heads * dim, dim, 1)
+        return flat.view(dtype).as_strided(shape, strides)
+
+    # ---- renting ---------------------------------------------------------------------------
+
+    def rent(self, batch: int, n_rows: int, n_most: int) -> Rental | None:
+        """Slots for `batch` prompts, memory behind the first n_rows rows; None: `said` says why.
+
+        n_most: rows they will have at most, as far as is known.
+        """
+        if self._refused:
+            self.decline(self._refused)
+            return None
+        if n_rows > self.sizes.context:
+            self.decline(f"{n_rows} tokens, {self.sizes.context} are reserved")
+            return None
+        with self._lock:
+            first = choose(self._slots, batch)
+            if first is not None:
+                slots = range(first, first + batch)
+                rental = Rental(self, slots, min(n_most, self.sizes.context))
+                reused = all(self._slots[i].n_rows for i in slots)
+                for i in slots:
+                    self._slots[i].use = Use.RENTED
+                rental.room = min(self._slots[i].n_rows for i in slots)
+                self._count(n_rented=1, n_reused=int(reused))
+        if first is None:
+            self.decline(f"{batch} neighbouring slots of {self.sizes.batch} are taken")
+            return None
+        self.said = "virtual"
+        if n_rows > rental.room and not self.grow(rental, n_rows, stalls=False):
+            rental.release()
+            return None
+        return rental
+
+    def grow(self, rental: Rental, n_rows: int, *, stalls: bool = True) -> bool:
+        """Memory behind n_rows rows of a rental, now; False: `said` says why."""
+        begin = perf_counter()
+        with self._lock:
+            why = self._grow(rental, n_rows) if n_rows > rental.room else ""
+            if stalls:
+                self._count(n_stalls=1, stall_s=perf_counter() - begin)
+        if why:
+            self.decline(why)
+        return not why
+
+    def _grow(self, rental: Rental, n_rows: int) -> str:
+        """Under the lock. Why not, "" when it is there."""
+        sizes, slots, budget = self.sizes, self._slots, self._settings.budget_bytes
+        if self._refused or rental.is_over:
+            return self._refused or "the request is over"
+        if n_rows > sizes.context:
+            return f"{n_rows} tokens, {sizes.context} are reserved"
+        wanted = sizes.held_bytes(n_rows)
+        need = sum(max(0, wanted - sizes.held_bytes(slots[i].n_rows)) for i in rental.slots)
+        if budget is not None and self._held() + need > budget:
+            self._reclaim(self._held() + need - budget, rental.slots)
+            if self._held() + need > budget:
+                return f"budget_bytes is {budget:,}"
+        try:
+            for i in rental.slots:
+                if n_rows > slots[i].n_rows:
+                    self._back(i, n_rows)
+        except MediumError as err:
+            return str(err)
+        finally:
+            rental.room = min(slots[i].n_rows for i in rental.slots)
+        return ""
+
+    def _back(self, i: int, n_rows: int) -> None:
+        """Memory behind n_rows rows of slot i in all buffers, or, on MediumError, nothing more."""
+        old, new = self.sizes.backed(self._slots[i].n_rows), self.sizes.backed(n_rows)
+        done: list[tuple[Range, int, int]] = []
+        try:
+            for pair in self._areas:
+                for area, slot, off, end in zip(pair, self.sizes.slot_bytes, old, new, strict=True):
+                    if end > off:
+                        self._ranges.back(area, i * slot + off, end - off)
+                        done.append((area, i * slot + off, end - off))
+        except MediumError:
+            for area, off, n_bytes in done:
+                self._ranges.unback(area, off, n_bytes)
+            raise
+        self._slots[i].n_rows = self.sizes.room(n_rows)
+
+    def take_back(self, rental: Rental, use: Use) -> None:
+        """A rental is over."""
+        with self._lock:
+            if rental.is_over:
+                return
+            rental.is_over = True
+            self._uses += 1
+            for i in rental.slots:
+                self._slots[i].use, self._slots[i].last_use = use, self._uses
+            too_much = self._idle() > self._settings.keep_bytes
+        if too_much:
+            self.ask(rental)
+
+    def decline(self, why: str) -> None:
+        """Note that a request's rows are, or have moved, elsewhere."""
+        self.said = f"pooled: {why}"
+        with self._lock:
+            self._count(n_fallbacks=1)
+
+    # ---- memory ahead of need, and back --------------------------------------------------------
+
+    def ask(self, rental: Rental) -> None:
+        """Have the thread see to a rental: its next page, or, where it is over, idle memory."""
+        if self._refused:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="impress-rows", daemon=True)
+            self._thread.start()
+        self._asked.put(rental)
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            if isinstance(asked, threading.Event):
+                asked.set()
+            elif asked.is_over:
+                with self._lock:
+                    self._reclaim(self._idle() - self._settings.keep_bytes, range(0))
+            else:
+                self._grow_ahead(asked)
+
+    def _grow_ahead(self, rental: Rental) -> None:
+        """Back a rental's next page, and fill it. The rental may end meanwhile."""
+        with self._lock:
+            before = rental.room
+            if before >= self.sizes.context or self._grow(rental, before + 1):
+                return  # the request will hear of it if it comes to need it
+            self._count(n_ahead=1)
+            after, areas = rental.room, list(self._areas)
+        old, new = self.sizes.backed(before), self.sizes.backed(after)
+        for pair in areas:
+            for area, slot, off, end in zip(pair, self.sizes.slot_bytes, old, new, strict=True):
+                for i in rental.slots if end > off else ():
+                    self._ranges.fill(area, i * slot + off, end - off)
+
+    def _reclaim(self, n_bytes: int, spared: range) -> None:
+        """Under the lock: take memory from idle slots, at least n_bytes if there is so much."""
+        if self.device.type != "cpu":
+            torch.cuda.synchronize(self.device)  # what was queued may still read it
+        for i in reclaim(self._slots, self.sizes, n_bytes, spared):
+            for pair in self._areas:
+                ends = self.sizes.backed(self._slots[i].n_rows)
+                for area, slot, end in zip(pair, self.sizes.slot_bytes, ends, strict=True):
+                    self._ranges.unback(area, i * slot, end)
+            self._slots[i].n_rows = 0
+
+    def _held(self) -> int:
+        return sum(self.sizes.held_bytes(slot.n_rows) for slot in self._slots)
+
+    def _idle(self) -> int:
+        idle = (slot for slot in self._slots if slot.use is Use.IDLE)
+        return sum(self.sizes.held_bytes(slot.n_rows) for slot in idle)
+
+    def _count(self, **more: Any) -> None:
+        """Add to the counts, under the lock."""
+        now = {name: getattr(self._counts, name) + value for name, value in more.items()}
+        self._counts = replace(self._counts, **now)
+
+    def usage(self) -> Usage:
+        reserved = 0 if self._refused else self.sizes.total_bytes
+        with self._lock:
+            held, idle = self._held(), self._idle()
+            return replace(
+                self._counts, reserved_bytes=reserved, held_bytes=held, idle_bytes=idle
+            )  # fmt: skip
+
+    def settle(self) -> None:
+        """Wait until the thread has seen to everything asked so far."""
+        if self._thread is not None:
+            done = threading.Event()
+            self._asked.put(done)
+            done.wait()
+
+    def close(self) -> None:
+        """End the thread and let the buffers go: rentals that are left fall back. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._asked.put(None)
+            thread.join()
+        self._refused = "the engine is closed"
+        self.planes, self._areas = [], []
+
+
+def buffers_of(model: Any, geometry: Geometry, settings: Virtual) -> VirtualBuffers:
+    """Virtual buffers on the model's device. Raises Unsupported or BadInput, saying why."""
+    longest = getattr(model.config, "max_position_embeddings", None)
+    context = settings.context if settings.context is not None else longest
+    if context is None:
+        raise BadInput("virtual buffers: say context, since the model names no longest prompt")
+    device = model.device
+    ranges: Ranges = HostRanges(settings.page_bytes)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # so that torch has made the context
+        try:
+            ranges = CudaRanges(device.index or 0, settings.page_bytes)
+        except MediumError as err:
+            raise Unsupported(str(err)) from None
+    elif device.type != "cpu":
+        raise Unsupported(f"virtual buffers: on cpu and cuda only, the model is on {device.type}")
+    return VirtualBuffers(geometry, settings, context, ranges)

@@ -1,0 +1,133 @@
+"""Contiguous virtual KV buffers: their sizes, and which slot a request gets. Pure.
+
+    buffer of layer 0, K:  | slot 0: L rows | slot 1: L rows | ... | slot B-1 |   addresses
+                            ####......       ##........                         # memory behind
+    and so for V, and for every layer: 2N buffers of B × L × S bytes
+
+As in vAttention (Prabhu et al., ASPLOS 2025): S is what a token's keys (or values) of one layer
+take on this worker. A request's rows are contiguous however long it grows, so attention kernels
+need not know. Memory comes by pages, for all buffers of a slot at once, as they grow in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from impress.errors import BadInput
+from impress.types import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """2N buffers for `batch` requests (B) of at most `context` tokens (L). Bytes, of one worker.
+
+    `row_bytes` (S): K's and V's of one token in one layer. Raises BadInput on what is not positive.
+    """
+
+    n_layers: int
+    batch: int
+    context: int
+    row_bytes: tuple[int, int]
+    page_bytes: int
+
+    def __post_init__(self) -> None:
+        for name in ("n_layers", "batch", "context", "page_bytes"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"virtual buffers: {name} must be at least 1")
+
+    @classmethod
+    def of(cls, geometry: Geometry, batch: int, context: int, page_bytes: int) -> Sizes:
+        """Of the geometry one worker holds: under tensor parallelism, its own heads."""
+        rows = geometry.k_row_bytes, geometry.v_row_bytes
+        return cls(geometry.n_layers, batch, context, rows, page_bytes)
+
+    @property
+    def n_buffers(self) -> int:
+        return 2 * self.n_layers
+
+    @property
+    def slot_bytes(self) -> tuple[int, int]:
+        """A request's part of a K and of a V buffer: L × S, in whole pages."""
+        k, v = (_round_up(self.context * row, self.page_bytes) for row in self.row_bytes)
+        return k, v
+
+    @property
+    def buffer_bytes(self) -> tuple[int, int]:
+        """A K and a V buffer: B × L × S."""
+        k, v = self.slot_bytes
+        return self.batch * k, self.batch * v
+
+    @property
+    def total_bytes(self) -> int:
+        """Addresses of all 2N buffers."""
+        return self.n_layers * sum(self.buffer_bytes)
+
+    def backed(self, n_rows: int) -> tuple[int, int]:
+        """Bytes of whole pages that n_rows of a slot take, of a K and of a V buffer."""
+        k, v = (_round_up(n_rows * row, self.page_bytes) for row in self.row_bytes)
+        return k, v
+
+    def held_bytes(self, n_rows: int) -> int:
+        """Memory behind n_rows of a slot, in all buffers."""
+        return self.n_layers * sum(self.backed(n_rows))
+
+    def room(self, n_rows: int) -> int:
+        """Rows for which the pages behind n_rows suffice."""
+        rooms = (b // row for b, row in zip(self.backed(n_rows), self.row_bytes, strict=True))
+        return min(self.context, *rooms)
+
+
+def _round_up(n_bytes: int, unit: int) -> int:
+    return -(-n_bytes // unit) * unit
+
+
+class Use(Enum):
+    """What a slot is for now. IDLE: no request's, though memory may still be behind it."""
+
+    IDLE = auto()
+    RENTED = auto()
+    LOST = auto()  # a stuck read may still write into it: never again
+
+
+@dataclass(slots=True)
+class Slot:
+    """One request's part of every buffer."""
+
+    use: Use = Use.IDLE
+    n_rows: int = 0  # that memory is behind, in all buffers
+    last_use: int = 0  # when it was given back; larger is later
+
+
+def choose(slots: Sequence[Slot], batch: int) -> int | None:
+    """First of `batch` neighbouring idle slots: those with the most memory behind; None if none.
+
+    Neighbours, since the rows of a batch are one tensor. Of equal ones the first.
+    """
+    best, found = -1, None
+    for first in range(len(slots) - batch + 1):
+        run = slots[first : first + batch]
+        if all(slot.use is Use.IDLE for slot in run):
+            n_rows = sum(slot.n_rows for slot in run)
+            if n_rows > best:
+                best, found = n_rows, first
+    return found
+
+
+def reclaim(slots: Sequence[Slot], sizes: Sizes, n_bytes: int, spared: range) -> list[int]:
+    """Idle slots whose memory goes so that at least n_bytes come free: those idle longest first.
+
+    All there are where they do not suffice. `spared` are being rented.
+    """
+    idle = [
+        i for i, slot in enumerate(slots)
+        if slot.use is Use.IDLE and slot.n_rows and i not in spared
+    ]  # fmt: skip
+    chosen, freed = [], 0
+    for i in sorted(idle, key=lambda i: slots[i].last_use):
+        if freed >= n_bytes:
+            break
+        chosen.append(i)
+        freed += sizes.held_bytes(slots[i].n_rows)
+    return chosen

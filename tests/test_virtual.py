@@ -1,0 +1,448 @@
+"""Contiguous virtual KV buffers: sizes, slots, memory that comes and goes, and the engine in them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine_hf import attach, continued, damage, last_layer_keys, prompts, tiny
+from test_ranges import resident
+from transformers import LogitsProcessor
+
+import impress
+from impress.engines import hf
+from impress.engines.buffers import AHEAD_ROWS, Virtual, VirtualBuffers
+from impress.engines.virtual import Sizes, Slot, Use, choose, reclaim
+from impress.errors import BadInput
+from tiers.errors import MediumError
+from tiers.ranges import HostRanges
+
+PAGE = 4096
+GEOMETRY = impress.Geometry(3, 4, 2, 8, "float32", v_head_dim=12)  # rows of 64 and 96 bytes
+
+
+# --- sizes and slots: pure ------------------------------------------------------------------------
+
+
+def test_yi_34b_on_two_workers_takes_twelve_terabytes_of_addresses():
+    # vAttention, section 5.1: 60 layers, 8 KV heads of 128 in fp16, half of them on each worker.
+    yi = impress.Geometry(60, 28, 4, 128, "float16")
+    sizes = Sizes.of(yi, batch=500, context=200 * 1024, page_bytes=2 << 20)
+    mb = 1 << 20
+    assert sizes.n_buffers == 120
+    assert sizes.row_bytes == (1024, 1024)
+    assert sizes.slot_bytes == (200 * mb, 200 * mb)
+    assert sizes.buffer_bytes == (100_000 * mb, 100_000 * mb)  # 100 GB
+    assert sizes.total_bytes == 12_000_000 * mb  # 12 TB
+    assert sizes.held_bytes(1) == 120 * (2 << 20)  # one token: a page in every buffer
+    assert sizes.held_bytes(2048) == 120 * (2 << 20)
+    assert sizes.held_bytes(2049) == 2 * 120 * (2 << 20)
+
+
+@given(st.integers(1, 5000), st.integers(1, 900), st.integers(1, 900), st.integers(0, 5000))
+def test_the_pages_behind_some_rows_are_those_behind_all_they_have_room_for(context, k, v, n):
+    sizes = Sizes(2, 3, context, (k, v), PAGE)
+    n = min(n, context)
+    assert n <= sizes.room(n) <= context
+    assert sizes.backed(sizes.room(n)) == sizes.backed(n)
+    if sizes.room(n) < context:  # one row more takes a page more
+        assert sizes.held_bytes(sizes.room(n) + 1) > sizes.held_bytes(n)
+
+
+@pytest.mark.parametrize("field", ["n_layers", "batch", "context", "page_bytes"])
+def test_sizes_must_be_positive(field):
+    good = {"n_layers": 1, "batch": 1, "context": 1, "row_bytes": (1, 1), "page_bytes": 1}
+    with pytest.raises(BadInput, match=field):
+        Sizes(**{**good, field: 0})
+
+
+def slots(*said):
+    """I7: idle with memory behind 7 rows; "R", "L": rented, lost. Given back from left to right."""
+    uses = {"I": Use.IDLE, "R": Use.RENTED, "L": Use.LOST}
+    return [Slot(uses[s[0]], int(s[1:] or 0), at) for at, s in enumerate(said)]
+
+
+@pytest.mark.parametrize(
+    ("there", "batch", "first"),
+    [
+        (("I0", "I0"), 1, 0),
+        (("I0", "I9", "I3"), 1, 1),
+        (("I0", "R9", "I3"), 2, None),
+        (("I1", "I1", "L9", "I0", "I3"), 2, 3),
+        (("I1", "I1"), 3, None),
+    ],
+)
+def test_a_request_gets_the_neighbouring_idle_slots_with_the_most_memory(there, batch, first):
+    assert choose(slots(*there), batch) == first
+
+
+def test_memory_goes_from_slots_idle_longest_and_never_from_those_in_use():
+    sizes = Sizes.of(GEOMETRY, 5, 100, PAGE)
+    page = sizes.held_bytes(1)
+    there = slots("I10", "R10", "I10", "I0", "I10")
+    there[0].last_use = 9
+    assert reclaim(there, sizes, 1, range(0)) == [2]
+    assert reclaim(there, sizes, page + 1, range(0)) == [2, 4]
+    assert reclaim(there, sizes, 99 * page, range(0)) == [2, 4, 0]
+    assert reclaim(there, sizes, 99 * page, range(2, 3)) == [4, 0]
+    assert reclaim(there, sizes, 0, range(0)) == []
+
+
+# --- memory that comes and goes -------------------------------------------------------------------
+
+
+def make(context=2000, ranges=None, **options):
+    asked = Virtual(page_bytes=PAGE, **options)
+    return VirtualBuffers(GEOMETRY, asked, context, ranges or HostRanges(PAGE))
+
+
+def resident_bytes(buffers):
+    return sum(
+        resident(area, 0, area.n_bytes) for pair in buffers._areas for area in pair
+    )  # fmt: skip
+
+
+def fill(rental, first, end, value):
+    for layer in range(GEOMETRY.n_layers):
+        for plane in rental.planes(layer):
+            plane[:, first:end] = value + layer
+
+
+def assert_filled(rental, first, end, value):
+    for layer in range(GEOMETRY.n_layers):
+        for plane in rental.planes(layer):
+            assert bool((plane[:, first:end] == value + layer).all())
+
+
+def test_memory_is_held_for_the_rows_there_are_not_for_those_there_may_be():
+    buffers = make(batch=4)
+    rental = buffers.rent(1, 100, 2000)
+    assert rental.reach(100)
+    fill(rental, 0, 100, 1.0)
+    rental.reach(600)
+    fill(rental, 100, 600, 2.0)
+    assert_filled(rental, 0, 100, 1.0)
+    assert_filled(rental, 100, 600, 2.0)
+    assert buffers.usage().held_bytes == buffers.sizes.held_bytes(600)
+    assert resident_bytes(buffers) == buffers.sizes.held_bytes(600)
+    buffers.close()
+
+
+def test_the_next_page_is_there_before_it_is_needed():
+    buffers = make()
+    rental = buffers.rent(1, 10, 2000)
+    for n_rows in range(10, 2001):
+        buffers.settle()  # a step takes longer than a page
+        assert rental.reach(n_rows)
+    usage = buffers.usage()
+    assert usage.n_stalls == 0
+    assert usage.n_ahead > 10
+    assert usage.held_bytes == buffers.sizes.held_bytes(2000)
+    buffers.close()
+
+
+def test_no_page_is_asked_for_that_a_request_cannot_come_to():
+    buffers = make()
+    room = buffers.sizes.room(1)
+    rental = buffers.rent(1, room - AHEAD_ROWS // 2, room)
+    rental.reach(room - 1)
+    buffers.settle()
+    assert (rental.room, buffers.usage().n_ahead) == (room, 0)
+    buffers.close()
+
+
+def test_pages_stay_behind_a_slot_for_the_next_request():
+    buffers = make(batch=2)
+    first = buffers.rent(1, 500, 500)
+    first.release()
+    held = buffers.usage().held_bytes
+    second = buffers.rent(1, 400, 400)
+    assert second.slots == first.slots
+    assert buffers.usage().n_reused == 1
+    assert buffers.usage().held_bytes == held
+    first.release()  # idempotent: the slot is another's now
+    assert buffers.rent(1, 10, 10).slots != second.slots
+    buffers.close()
+
+
+def test_a_budget_takes_memory_from_idle_slots_first_and_then_refuses():
+    probe = make(batch=3)
+    buffers = make(batch=3, budget_bytes=2 * probe.sizes.held_bytes(400))
+    rentals = [buffers.rent(1, 400, 2000) for _ in range(2)]
+    assert buffers.rent(1, 400, 2000) is None
+    assert buffers.said == f"pooled: budget_bytes is {2 * probe.sizes.held_bytes(400):,}"
+    rentals[0].release()
+    fill(rentals[1], 0, 400, 3.0)
+    assert rentals[1].reach(600)  # slot 0's memory goes
+    assert_filled(rentals[1], 0, 400, 3.0)
+    assert buffers.usage().idle_bytes == 0
+    assert resident_bytes(buffers) == buffers.sizes.held_bytes(400)  # the new rows: untouched
+    assert not rentals[1].reach(2000)
+    assert not rentals[1].reach(1999), "who has left does not come back"
+    assert buffers.usage().held_bytes == buffers.sizes.held_bytes(600)
+    assert buffers.usage().n_fallbacks == 2
+    buffers.close()
+
+
+def test_idle_memory_beyond_what_is_kept_goes_in_the_background():
+    buffers = make(batch=2, keep_bytes=0)
+    rental = buffers.rent(2, 300, 300)
+    rental.release()
+    buffers.settle()
+    assert buffers.usage().held_bytes == resident_bytes(buffers) == 0
+    buffers.close()
+
+
+def test_slots_a_stuck_read_may_write_into_are_never_rented_again():
+    buffers = make(batch=2, keep_bytes=0)
+    rental = buffers.rent(1, 300, 300)
+    rental.forsake()
+    rental.release()
+    buffers.settle()
+    fill(rental, 0, 300, 1.0)  # the read comes back
+    assert buffers.rent(1, 10, 10).slots != rental.slots
+    assert buffers.rent(1, 10, 10) is None
+    buffers.close()
+
+
+def test_rows_may_be_looked_at_after_the_buffers_are_closed():
+    buffers = make()
+    rental = buffers.rent(1, 300, 2000)
+    fill(rental, 0, 300, 1.0)
+    k, _ = rental.planes(0)
+    buffers.close()
+    buffers.close()
+    assert bool((k[:, :300] == 1.0).all())
+    assert not rental.reach(2000)
+    assert buffers.rent(1, 10, 10) is None
+    rental.release()
+
+
+class Failing(HostRanges):
+    """A host whose memory ends after some calls."""
+
+    left = 1000
+
+    def back(self, at, off, n_bytes):
+        self.left -= 1
+        if self.left < 0:
+            raise MediumError("no memory behind it")
+        super().back(at, off, n_bytes)
+
+
+def test_memory_that_ends_midway_leaves_no_buffer_ahead_of_another():
+    ranges = Failing(PAGE)
+    buffers = make(ranges=ranges)
+    rental = buffers.rent(1, 40, 2000)
+    fill(rental, 0, 40, 1.0)
+    ranges.left = 4  # of the 6 buffers
+    before = buffers.usage().held_bytes
+    assert not rental.reach(100)
+    assert buffers.said == "pooled: no memory behind it"
+    assert buffers.usage().held_bytes == resident_bytes(buffers) == before
+    assert_filled(rental, 0, 40, 1.0)
+    buffers.close()
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["rent", "reach", "release", "settle"]), st.integers(0, 700)),
+    max_size=30,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps, st.integers(0, 4))
+def test_whatever_comes_and_goes_every_request_reads_what_it_wrote(steps, budget):
+    most = Sizes.of(GEOMETRY, 3, 700, PAGE).held_bytes(500) * budget
+    buffers = make(700, batch=3, keep_bytes=most // 3, budget_bytes=most or None)
+    live = []  # [rental, rows written, value]
+    for value, (step, n) in enumerate(steps):
+        if step == "rent" and (rental := buffers.rent(1 + n % 2, n // 2, 700)) is not None:
+            fill(rental, 0, n // 2, 10.0 * value)
+            live.append([rental, n // 2, 10.0 * value])
+        elif step == "reach" and live:
+            rental, written, mine = live[n % len(live)]
+            if rental.reach(max(n, written)):
+                fill(rental, written, max(n, written), mine)
+                live[n % len(live)][1] = max(n, written)
+        elif step == "release" and live:
+            live.pop(n % len(live))[0].release()
+        elif step == "settle":
+            buffers.settle()
+        for rental, written, mine in live:
+            assert_filled(rental, 0, written, mine)
+    taken = [slot for rental, _, _ in live for slot in rental.slots]
+    assert len(taken) == len(set(taken))
+    buffers.settle()
+    usage = buffers.usage()
+    assert budget == 0 or usage.held_bytes <= most
+    assert resident_bytes(buffers) <= usage.held_bytes  # filled when it is touched
+    assert usage.idle_bytes <= max(most // 3, 0)
+    buffers.close()
+
+
+@pytest.mark.parametrize("page_bytes", [0, 2048, 4096 + 1, 3 * 4096])
+def test_page_sizes_that_cannot_be_are_refused(page_bytes):
+    with pytest.raises(BadInput, match="page_bytes"):
+        Virtual(page_bytes=page_bytes)
+
+
+# --- the engine in them ---------------------------------------------------------------------------
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = Virtual(batch=4, page_bytes=PAGE)  # 16 rows of OPT, 32 of Llama: answers cross borders
+
+
+class Seen(LogitsProcessor):
+    """The raw logits of every step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def __call__(self, input_ids, scores):
+        self.steps.append(scores.clone())
+        return scores
+
+
+def ask(engine, ids, n_new=40):
+    """Tokens and logits. Not by return_dict_in_generate, which also gives the cache away."""
+    seen = Seen()
+    found = engine.generate(ids, max_new_tokens=n_new, do_sample=False, logits_processor=[seen])
+    return found, torch.stack(seen.steps)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_answers_have_the_bits_of_ordinary_memory_and_of_continuing(
+    tmp_path, family, attention, batch
+):
+    model = tiny(family, attention=attention)
+    stored = prompts(200, batch)
+    asked = [
+        torch.cat([stored[:, :n], prompts(80, batch, seed=n)], 1) for n in (150, 199, 30, 150)
+    ]
+    found = {}
+    for name, virtual in (("pooled", None), ("virtual", SMALL)):
+        with attach(model, tmp_path / name, virtual=virtual, store_new=True) as engine:
+            engine.generate(stored, max_new_tokens=1)
+            engine.flush()
+            found[name] = []
+            for ids in asked:
+                found[name].append(ask(engine, ids))
+                assert engine.last_request.memory == name
+                engine.flush()  # what waits to be stored holds its slots
+            assert engine.last_request.hit_tokens == 192  # its own, stored from the buffers
+        if virtual is not None:
+            usage = engine.buffers.usage()
+            assert usage.n_rented == 5
+            assert usage.n_reused >= 1
+            assert usage.n_fallbacks == 0
+            assert usage.held_bytes == usage.idle_bytes > 0
+    for (tokens, logits), (others, theirs) in zip(found["pooled"], found["virtual"], strict=True):
+        assert torch.equal(tokens, others)
+        assert torch.equal(logits, theirs)
+    seen = Seen()
+    continued(model, stored, asked[0], 128, 40, logits_processor=[seen], do_sample=False)
+    assert torch.equal(torch.stack(seen.steps), found["virtual"][0][1])
+
+
+def test_a_prefix_is_read_into_the_buffers_themselves(tmp_path):
+    model, ids = tiny(num_key_value_heads=4, head_dim=64), prompts(200)  # rows without padding
+    with attach(model, tmp_path, virtual=SMALL) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        before = engine.store.buffers.used_bytes
+        rows = []
+        hook = model.model.layers[0].self_attn.register_forward_hook(
+            lambda *_: rows.append(engine.store.buffers.used_bytes)
+        )
+        engine.generate(ids, max_new_tokens=2)
+        hook.remove()
+        assert engine.last_request.hit_tokens == 192
+        assert rows == [before] * 2, "no buffer was rented beside them"
+
+
+@pytest.mark.parametrize(
+    ("virtual", "why"),
+    [
+        (Virtual(batch=1, context=190, page_bytes=PAGE), "are reserved"),  # not even the prompt
+        (Virtual(batch=1, context=205, page_bytes=PAGE), "are reserved"),  # the answer grows out
+        (Virtual(batch=1, page_bytes=PAGE, budget_bytes=2 * 2 * 7 * PAGE), "budget_bytes"),
+        (Virtual(batch=1, context=1 << 50), "were refused: a process has"),
+        (None, "the caller keeps"),
+    ],
+)
+def test_where_buffers_do_not_reach_ordinary_memory_does(tmp_path, caplog, virtual, why):
+    model, ids = tiny(), prompts(200)
+    with attach(model, tmp_path / "pooled") as engine:
+        expected = ask(engine, ids)
+        expected = ask(engine, ids) if engine.flush() is None else expected
+    with attach(model, tmp_path / "virtual", virtual=virtual or SMALL) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        found = ask(engine, ids)
+        if virtual is None:
+            found = engine.generate(
+                ids, max_new_tokens=40, do_sample=False, output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+            found = found.sequences, torch.stack(found.logits)
+        assert engine.last_request.memory.startswith("pooled: ")
+        assert why in engine.last_request.memory
+        engine.flush()
+        assert engine.buffers.usage().idle_bytes == engine.buffers.usage().held_bytes
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    if "refused" in why:
+        (told,) = [r.message for r in caplog.records if "virtual KV buffers" in r.message]
+        assert "bytes of addresses (4 × " in told
+
+
+def test_more_prompts_than_slots_are_served_in_ordinary_memory(tmp_path):
+    model, ids = tiny(), prompts(100, 3)
+    with attach(model, tmp_path, virtual=Virtual(batch=2, page_bytes=PAGE)) as engine:
+        found = engine.generate(ids, max_new_tokens=8, do_sample=False)
+        assert engine.last_request.memory == "pooled: 3 neighbouring slots of 2 are taken"
+    assert torch.equal(found, model.generate(ids, max_new_tokens=8, do_sample=False))
+
+
+def test_a_prefix_that_is_lost_gives_its_buffers_back(tmp_path):
+    model, ids = tiny(), prompts(200)
+    row = last_layer_keys(model, ids, 70)
+    with attach(model, tmp_path, virtual=SMALL) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+    damage(tmp_path, row)
+    with attach(model, tmp_path, virtual=SMALL) as engine:
+        found = engine.generate(ids, max_new_tokens=8, do_sample=False)
+        assert engine.last_request.lost == "checksum"
+        assert engine.last_request.memory == "virtual"
+        engine.flush()
+        usage = engine.buffers.usage()
+        assert (usage.n_rented, usage.idle_bytes) == (2, usage.held_bytes)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=8, do_sample=False))
+
+
+def test_chosen_rows_are_laid_down_in_the_buffers_too(tmp_path):
+    model, ids = tiny(), prompts(400)
+    answers = {}
+    for name, virtual in (("pooled", None), ("virtual", SMALL)):
+        policy = impress.Paper(0.25)
+        with attach(model, tmp_path / name, policy=policy, virtual=virtual) as engine:
+            engine.generate(ids[:, :384], max_new_tokens=1)
+            engine.flush()
+            answers[name] = ask(engine, ids)
+            assert engine.last_request.mode == "sparse"
+            assert engine.last_request.memory == name
+    assert torch.equal(answers["pooled"][0], answers["virtual"][0])
+    assert torch.equal(answers["pooled"][1], answers["virtual"][1])
+
+
+def test_without_being_asked_for_there_are_none(tmp_path):
+    with attach(tiny(), tmp_path) as engine:
+        engine.generate(prompts(64), max_new_tokens=1)
+        assert engine.buffers is None
+        assert engine.last_request.memory == "pooled"
+    assert hf.Virtual is Virtual

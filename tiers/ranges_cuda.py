@@ -1,0 +1,158 @@
+"""Ranges on a CUDA device, by the driver's own calls. An extra (`impress-kv[gpu]`).
+
+    reserve: cuMemAddressReserve     back:   cuMemCreate or a page kept, cuMemMap, cuMemSetAccess
+    end:     cuMemAddressFree        unback: cuMemUnmap; the page is kept for the next `back`
+
+Written out and checked against a driver that is played on the host (tests); it has not been run on
+a device: none was at hand. cuda.core has no call that only reserves, so it is the driver's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tiers.errors import MediumError
+from tiers.ranges import Range, RangeRefused
+
+#: Bytes that `unback` keeps for the next `back`: to make memory takes longer than to map it.
+MOST_KEPT: Final = 1 << 30
+
+
+class CudaRanges:
+    """Memory of one CUDA device, whose primary context is taken as current (torch's own)."""
+
+    def __init__(self, ordinal: int, page_bytes: int | None = None, driver: Any = None) -> None:
+        """page_bytes None: the least the device maps, 2 MiB as a rule; else rounded up to it.
+
+        `driver`: `cuda.bindings.driver`, or what plays it. Raises MediumError where there is none.
+        """
+        self.device = f"cuda:{ordinal}"
+        self._driver = cuda = driver if driver is not None else _driver()
+        _call(cuda.cuInit(0), "cuInit")
+        prop = cuda.CUmemAllocationProp()
+        prop.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = ordinal
+        access = cuda.CUmemAccessDesc()
+        access.location = prop.location
+        access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        least = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        unit = _call(cuda.cuMemGetAllocationGranularity(prop, least), "the granularity")
+        self.page_bytes: int = -(-max(page_bytes or 1, 1) // unit) * unit
+        self._prop, self._access = prop, access
+        self._kept: list[Any] = []  # handles of a page each, behind no address
+        weakref.finalize(self, _release, cuda, self._kept).atexit = False
+        self._state: dict[int, _Backed] = {}  # by address of a range
+
+    def reserve(self, n_bytes: int) -> Range:
+        made = self._driver.cuMemAddressReserve(n_bytes, self.page_bytes, 0, 0)
+        if int(made[0]):
+            raise RangeRefused(n_bytes, f"the driver says {_name(made[0])}")
+        address = int(made[1])
+        memory = _Memory(address, n_bytes)
+        backed = self._state[address] = _Backed(self._driver, address, n_bytes, self.page_bytes)
+        weakref.finalize(memory, self._end, backed).atexit = False  # the driver may be gone by then
+        return Range(address, n_bytes, memory)
+
+    def back(self, at: Range, off: int, n_bytes: int) -> None:
+        backed, end = self._state[at.address], off + n_bytes
+        here = off
+        try:
+            for here in range(off, end, self.page_bytes):
+                backed.map(here, self._page())
+            here = end
+            allowed = self._driver.cuMemSetAccess(at.address + off, n_bytes, [self._access], 1)
+            _call(allowed, "cuMemSetAccess")
+        except MediumError:
+            self.unback(at, off, here - off)
+            raise
+
+    def fill(self, at: Range, off: int, n_bytes: int) -> None:
+        """A device's memory is there as soon as it is mapped."""
+
+    def unback(self, at: Range, off: int, n_bytes: int) -> None:
+        # Work that was queued may still read these pages: the caller has synchronised.
+        backed = self._state[at.address]
+        for here in range(off, off + n_bytes, self.page_bytes):
+            handle = backed.unmap(here)
+            if len(self._kept) * self.page_bytes < MOST_KEPT:
+                self._kept.append(handle)
+            else:
+                self._driver.cuMemRelease(handle)
+
+    def _page(self) -> Any:
+        """A page of memory: one that was kept, else a new one. Raises MediumError."""
+        if self._kept:
+            return self._kept.pop()
+        return _call(self._driver.cuMemCreate(self.page_bytes, self._prop, 0), "cuMemCreate")
+
+    def _end(self, backed: _Backed) -> None:
+        self._state.pop(backed.address)
+        backed.end()
+
+
+@dataclass(slots=True)
+class _Backed:
+    """What is mapped into one range: handles of pages by offset."""
+
+    driver: Any
+    address: int
+    n_bytes: int
+    page_bytes: int
+    pages: dict[int, Any] = field(default_factory=dict)
+
+    def map(self, off: int, handle: Any) -> None:
+        try:
+            done = self.driver.cuMemMap(self.address + off, self.page_bytes, 0, handle, 0)
+            _call(done, "cuMemMap")
+        except MediumError:
+            self.driver.cuMemRelease(handle)
+            raise
+        self.pages[off] = handle
+
+    def unmap(self, off: int) -> Any:
+        _call(self.driver.cuMemUnmap(self.address + off, self.page_bytes), "cuMemUnmap")
+        return self.pages.pop(off)
+
+    def end(self) -> None:
+        """Nobody holds the range: everything goes."""
+        for off in list(self.pages):
+            self.driver.cuMemRelease(self.unmap(off))
+        self.driver.cuMemAddressFree(self.address, self.n_bytes)
+
+
+def _release(driver: Any, pages: list[Any]) -> None:
+    while pages:
+        driver.cuMemRelease(pages.pop())
+
+
+class _Memory:
+    """Device bytes [n_bytes], as torch.as_tensor takes them without a copy."""
+
+    def __init__(self, address: int, n_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (n_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def _driver() -> Any:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError:
+        raise MediumError(
+            "KV buffers on CUDA need cuda-bindings: pip install 'impress-kv[gpu]'"
+        ) from None
+
+
+def _call(answer: Any, what: str) -> Any:
+    """The value of a driver's (error, value …). Raises MediumError naming the call."""
+    if int(answer[0]):
+        raise MediumError(f"{what}: the driver says {_name(answer[0])}")
+    return answer[1] if len(answer) > 1 else None
+
+
+def _name(code: Any) -> str:
+    return str(getattr(code, "name", code))
