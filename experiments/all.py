@@ -25,6 +25,7 @@ from experiments.harness import duration
 #: In the order they run: what needs a quiet disk stands together.
 NAMES: Final = (
     "accuracy", "threshold", "zero_hit", "chunks", "hits", "repack", "ttft", "ablation", "scale",
+    "vbuffers",
 )  # fmt: skip
 #: Those whose time or figures hang on the disk's rate.
 _DISK: Final = ("chunks", "repack", "ttft", "ablation", "scale")

@@ -108,6 +108,8 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
     "zero_hit": {"hit %": "hit", "storing": "storing", "TTFT ms": "ttft_ms",
                  "without a store": "plain_ttft_ms", "share before the forward": "share",
                  "throughput": "throughput_share"},
+    "vbuffers": {"system": "system", "tokens": "context", "batch": "batch", "steps/s": "steps_s",
+                 "÷ concat": "vs_concat", "stalls": "stalls", "n": "n"},
 }  # fmt: skip
 
 

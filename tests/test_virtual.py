@@ -1,4 +1,4 @@
-"""Contiguous virtual KV buffers: sizes, slots, memory that comes and goes, and the engine in them."""
+"""Contiguous virtual KV buffers: sizes, slots, memory that comes and goes, the engine in them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from test_ranges import resident
 from transformers import LogitsProcessor
 
 import impress
+from experiments.vbuffers_decode import decode
+from experiments.vbuffers_memory import serve
 from impress.engines import hf
 from impress.engines.buffers import AHEAD_ROWS, Virtual, VirtualBuffers
 from impress.engines.virtual import Sizes, Slot, Use, choose, reclaim
@@ -64,17 +66,19 @@ def slots(*said):
 
 
 @pytest.mark.parametrize(
-    ("there", "batch", "first"),
+    ("there", "batch", "n_rows", "first"),
     [
-        (("I0", "I0"), 1, 0),
-        (("I0", "I9", "I3"), 1, 1),
-        (("I0", "R9", "I3"), 2, None),
-        (("I1", "I1", "L9", "I0", "I3"), 2, 3),
-        (("I1", "I1"), 3, None),
+        (("I0", "I0"), 1, 5, 0),
+        (("I0", "I9", "I6", "I3"), 1, 5, 2),  # the least that suffices
+        (("I0", "R9", "I3", "I4"), 1, 5, 3),  # none does: the most
+        (("I0", "R9", "I3"), 2, 1, None),
+        (("I1", "I1", "L9", "I0", "I3"), 2, 2, 3),
+        (("I7", "I1", "I2", "I2"), 2, 2, 2),  # each of a batch has to have enough
+        (("I1", "I1"), 3, 1, None),
     ],
 )
-def test_a_request_gets_the_neighbouring_idle_slots_with_the_most_memory(there, batch, first):
-    assert choose(slots(*there), batch) == first
+def test_a_request_gets_neighbouring_idle_slots_whose_memory_fits(there, batch, n_rows, first):
+    assert choose(slots(*there), batch, n_rows) == first
 
 
 def test_memory_goes_from_slots_idle_longest_and_never_from_those_in_use():
@@ -99,7 +103,7 @@ def make(context=2000, ranges=None, **options):
 
 def resident_bytes(buffers):
     return sum(
-        resident(area, 0, area.n_bytes) for pair in buffers._areas for area in pair
+        resident(area, 0, area.n_bytes) for pair in buffers.areas for area in pair
     )  # fmt: skip
 
 
@@ -157,7 +161,7 @@ def test_pages_stay_behind_a_slot_for_the_next_request():
     first = buffers.rent(1, 500, 500)
     first.release()
     held = buffers.usage().held_bytes
-    second = buffers.rent(1, 400, 400)
+    second = buffers.rent(1, 400, 400)  # not the other one, which has none
     assert second.slots == first.slots
     assert buffers.usage().n_reused == 1
     assert buffers.usage().held_bytes == held
@@ -320,9 +324,7 @@ def test_answers_have_the_bits_of_ordinary_memory_and_of_continuing(
 ):
     model = tiny(family, attention=attention)
     stored = prompts(200, batch)
-    asked = [
-        torch.cat([stored[:, :n], prompts(80, batch, seed=n)], 1) for n in (150, 199, 30, 150)
-    ]
+    asked = [torch.cat([stored[:, :n], prompts(80, batch, seed=n)], 1) for n in (150, 199, 30, 150)]
     found = {}
     for name, virtual in (("pooled", None), ("virtual", SMALL)):
         with attach(model, tmp_path / name, virtual=virtual, store_new=True) as engine:
@@ -446,3 +448,21 @@ def test_without_being_asked_for_there_are_none(tmp_path):
         assert engine.buffers is None
         assert engine.last_request.memory == "pooled"
     assert hf.Virtual is Virtual
+
+
+# --- what the experiment measures -----------------------------------------------------------------
+
+
+def test_every_cache_the_experiment_compares_gives_the_same_bits():
+    rows = {row["system"]: row for row in decode(40, 2, 3, seed=1)}
+    assert [name for name, row in rows.items() if row["differs"]] == []
+    assert rows["virtual_64k"]["stalls"] + rows["virtual_64k"]["ahead"] == 1  # 32 rows a page
+    assert rows["virtual_64k_unasked"]["stalls"] == 1
+
+
+def test_memory_held_is_memory_there_and_between_live_rows_and_static_reservation():
+    rows = {row["system"]: row for row in serve(64 << 10, 300, seed=1)}
+    virtual = rows["virtual, 64 KiB"]
+    assert rows["concat"]["mib_mean"] < virtual["mib_mean"] < rows["static"]["mib_mean"]
+    assert 0.9 * virtual["mib_mean"] < virtual["resident_mib"] <= virtual["mib_mean"]
+    assert virtual["requests"] > 3

@@ -130,7 +130,7 @@ class VirtualBuffers:
         self.planes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._settings = settings
         self._ranges = ranges
-        self._areas: list[tuple[Range, Range]] = []  # K's and V's, by layer
+        self.areas: list[tuple[Range, Range]] = []  # K's and V's, by layer
         self._slots = [Slot() for _ in range(settings.batch)]
         self._uses = 0  # a clock for last_use
         self._lock = threading.Lock()
@@ -141,7 +141,7 @@ class VirtualBuffers:
 
     def _reserve(self, geometry: Geometry) -> str:
         """Why not, "" when all 2N are there."""
-        sizes, areas = self.sizes, self._areas
+        sizes, areas = self.sizes, self.areas
         try:
             for _ in range(sizes.n_layers):
                 k, v = (self._ranges.reserve(n_bytes) for n_bytes in sizes.buffer_bytes)
@@ -191,7 +191,7 @@ class VirtualBuffers:
             self.decline(f"{n_rows} tokens, {self.sizes.context} are reserved")
             return None
         with self._lock:
-            first = choose(self._slots, batch)
+            first = choose(self._slots, batch, n_rows)
             if first is not None:
                 slots = range(first, first + batch)
                 rental = Rental(self, slots, min(n_most, self.sizes.context))
@@ -248,7 +248,7 @@ class VirtualBuffers:
         old, new = self.sizes.backed(self._slots[i].n_rows), self.sizes.backed(n_rows)
         done: list[tuple[Range, int, int]] = []
         try:
-            for pair in self._areas:
+            for pair in self.areas:
                 for area, slot, off, end in zip(pair, self.sizes.slot_bytes, old, new, strict=True):
                     if end > off:
                         self._ranges.back(area, i * slot + off, end - off)
@@ -306,7 +306,7 @@ class VirtualBuffers:
             if before >= self.sizes.context or self._grow(rental, before + 1):
                 return  # the request will hear of it if it comes to need it
             self._count(n_ahead=1)
-            after, areas = rental.room, list(self._areas)
+            after, areas = rental.room, list(self.areas)
         old, new = self.sizes.backed(before), self.sizes.backed(after)
         for pair in areas:
             for area, slot, off, end in zip(pair, self.sizes.slot_bytes, old, new, strict=True):
@@ -318,7 +318,7 @@ class VirtualBuffers:
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)  # what was queued may still read it
         for i in reclaim(self._slots, self.sizes, n_bytes, spared):
-            for pair in self._areas:
+            for pair in self.areas:
                 ends = self.sizes.backed(self._slots[i].n_rows)
                 for area, slot, end in zip(pair, self.sizes.slot_bytes, ends, strict=True):
                     self._ranges.unback(area, i * slot, end)
@@ -358,7 +358,7 @@ class VirtualBuffers:
             self._asked.put(None)
             thread.join()
         self._refused = "the engine is closed"
-        self.planes, self._areas = [], []
+        self.planes, self.areas = [], []
 
 
 def buffers_of(model: Any, geometry: Geometry, settings: Virtual) -> VirtualBuffers:

@@ -100,18 +100,22 @@ class Slot:
     last_use: int = 0  # when it was given back; larger is later
 
 
-def choose(slots: Sequence[Slot], batch: int) -> int | None:
-    """First of `batch` neighbouring idle slots: those with the most memory behind; None if none.
+def choose(slots: Sequence[Slot], batch: int, n_rows: int) -> int | None:
+    """First of `batch` neighbouring idle slots for a request that begins with n_rows; None if none.
 
-    Neighbours, since the rows of a batch are one tensor. Of equal ones the first.
+    Neighbours, since the rows of a batch are one tensor. Those with the least memory behind that
+    suffices, else those with the most: a short request must not sit on what a long one left.
     """
-    best, found = -1, None
+    best: tuple[bool, int] | None = None
+    found = None
     for first in range(len(slots) - batch + 1):
         run = slots[first : first + batch]
         if all(slot.use is Use.IDLE for slot in run):
-            n_rows = sum(slot.n_rows for slot in run)
-            if n_rows > best:
-                best, found = n_rows, first
+            there = sum(slot.n_rows for slot in run)
+            enough = all(slot.n_rows >= n_rows for slot in run)
+            worth = enough, -there if enough else there
+            if best is None or worth > best:
+                best, found = worth, first
     return found
 
 
