@@ -3,8 +3,8 @@
     python -m experiments.all --quick            about 20 minutes on two quiet cores
     python -m experiments.all --resume           the full sizes; goes on where a run stopped
 
-Reports and plots go to docs/results, and the tables of docs/RESULTS.md are filled from them. One
-that fails is named at the end, and the rest goes on.
+Reports and plots go to docs/results, and the tables of docs/RESULTS.md and docs/LINEAGE.md are
+filled from them. One that fails is named at the end, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     _say(ran)
     if args.out == _ROOT / "docs" / "results":
-        results_table.fill(_ROOT / "docs" / "RESULTS.md", args.out)
+        for page in results_table.PAGES:
+            results_table.fill(_ROOT / "docs" / page, args.out)
     return 1 if any(r.status for r in ran) else 0
 
 

@@ -1,4 +1,4 @@
-"""Fills the tables of docs/RESULTS.md from docs/results/*.json: no number is copied by hand.
+"""Fills tables of docs/RESULTS.md and LINEAGE.md from docs/results/*.json, none copied by hand.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. `paper` is every figure beside the
 paper's; any other name is a report, whose rows are printed.
@@ -18,6 +18,8 @@ from experiments.results_lines import LINES, Line, Ours
 
 _MARK: Final = re.compile(r"(<!-- table: ([\w.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _NOT_RUN: Final = "not yet run"
+#: Under docs/, those with tables.
+PAGES: Final = ("RESULTS.md", "LINEAGE.md")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +80,14 @@ def rows_table(report: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     for row in report["rows"]:
         if all(name in row for name in columns.values()):
             made.append(f"| {' | '.join(_cell(row[name]) for name in columns.values())} |")
-    return "\n".join(made) + "\n"
+    return "\n".join(dict.fromkeys(made)) + "\n"  # what two cells say alike is said once
 
 
 def _cell(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-#: Report -> heading of a column -> name in its rows.
+#: Report, or REPORT.PART of one with several tables -> heading of a column -> name in its rows.
 _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
     "ttft": {
         "cell": "cell", "system": "system", "p50 ms": "p50_ms", "p90 ms": "p90_ms",
@@ -108,8 +110,14 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
     "zero_hit": {"hit %": "hit", "storing": "storing", "TTFT ms": "ttft_ms",
                  "without a store": "plain_ttft_ms", "share before the forward": "share",
                  "throughput": "throughput_share"},
-    "vbuffers": {"system": "system", "tokens": "context", "batch": "batch", "steps/s": "steps_s",
-                 "÷ concat": "vs_concat", "stalls": "stalls", "n": "n"},
+    "vbuffers.memory": {"system": "system", "MiB, mean": "mib_mean", "most": "mib_most",
+                        "÷ static": "vs_static", "fragmentation": "fragmentation",
+                        "resident MiB": "resident_mib", "idle": "idle_share"},
+    "vbuffers.decode": {"tokens": "context", "batch": "batch", "system": "system",
+                        "steps/s": "steps_s", "÷ concat": "vs_concat", "p99 ms": "p99_ms",
+                        "stalls": "stalls", "µs each": "stall_us", "ahead": "ahead", "n": "n"},
+    "vbuffers.hit": {"tokens": "n_tokens", "pooled ms": "pooled_ms", "virtual ms": "virtual_ms",
+                     "virtual ÷ pooled": "ttft_vs_pooled", "n": "n"},
 }  # fmt: skip
 
 
@@ -124,8 +132,8 @@ def fill(page: Path, folder: Path) -> None:
         name = found[2]
         if name in makers:
             text = makers[name]()
-        elif name in reports.by_name and name in _COLUMNS:
-            text = rows_table(reports.by_name[name], _COLUMNS[name])
+        elif (report := name.partition(".")[0]) in reports.by_name and name in _COLUMNS:
+            text = rows_table(reports.by_name[report], _COLUMNS[name])
         else:
             text = f"{_NOT_RUN}\n"
         return found[1] + text + found[3]
@@ -135,5 +143,6 @@ def fill(page: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     docs = Path(__file__).resolve().parent.parent / "docs"
-    fill(docs / "RESULTS.md", docs / "results")
+    for page in PAGES:
+        fill(docs / page, docs / "results")
     sys.exit(0)

@@ -456,7 +456,7 @@ def test_without_being_asked_for_there_are_none(tmp_path):
 def test_every_cache_the_experiment_compares_gives_the_same_bits():
     rows = {row["system"]: row for row in decode(40, 2, 3, seed=1)}
     assert [name for name, row in rows.items() if row["differs"]] == []
-    assert rows["virtual_64k"]["stalls"] + rows["virtual_64k"]["ahead"] == 1  # 32 rows a page
+    assert max(rows["virtual_64k"]["stalls"], rows["virtual_64k"]["ahead"]) == 1  # 32 rows a page
     assert rows["virtual_64k_unasked"]["stalls"] == 1
 
 
