@@ -1,20 +1,21 @@
 """Is the emulator right where compute is real? The small model that looks things up is asked.
 
 Numbers of this processor are fitted on requests of two lengths: its arithmetic rate on prompts that
-hit nothing, what a hit costs besides on exact hits, what a choice of rows costs on the choices
-alone. Then requests of a length between, and kinds that were not fitted whole (sparse hits), are
-served twice in turn: by the Transformers engine, really, and by the emulator, which waits where the
-engine computes and reads the same rows from the same store.
-Where a median is off by more than `MOST_ERROR`, the emulated experiments withdraw.
+hit nothing, what a hit costs besides, by the rows it lays down, on exact hits, what a choice of
+rows costs on the choices alone. Then requests of a length between, and kinds that were not fitted
+whole (sparse hits), are served twice in turn: by the Transformers engine, really, and by the
+emulator, which waits where the engine computes and reads the same rows from the same store.
+Where the medians are apart by more than `MOST_ERROR`, the emulated experiments withdraw.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 import numpy as np
@@ -38,6 +39,8 @@ CHECKPOINT: Final = "specialised"
 #: Document lengths the rates are fitted at, and the one between them that is predicted.
 FITTED: Final = (512, 1536)
 PREDICTED: Final = 1024
+#: Rounds that only fit.
+FIRST: Final = 4
 _POLICIES: Final[dict[str, Policy]] = {
     "recompute": Exact(), "exact": Exact(), "paper": Paper(0.25), "quality": Quality(0.1),
 }  # fmt: skip
@@ -134,83 +137,92 @@ def _question() -> list[int]:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of every kind of request, round by round, so that a busy minute falls on all."""
+    """Seconds of what is fitted, round by round, so that a busy minute falls on all."""
 
     real: dict[tuple[str, int], list[float]]
     bare: dict[int, list[float]]  # emulated exact hits without what a hit costs besides
     choosing: dict[tuple[str, int], list[float]]  # of one layer
 
-    @classmethod
-    def of(cls, real: Real, rounds: int) -> Times:
-        lengths = (*FITTED, PREDICTED)
-        asked = [(mode, n) for mode in ("recompute", "exact") for n in lengths]
-        asked += [(mode, PREDICTED) for mode in _CHOOSING]
+    def one_round(self, real: Real) -> None:
+        """Each of them once more."""
         nothing = Roofline("no compute", math.inf, math.inf, 1.0, 1.0)
-        times = cls({}, {}, {})
-        for _ in range(rounds):
-            for mode, n in asked:
-                times.real.setdefault((mode, n), []).append(real.ttft_s(n, mode))
-            for n in FITTED:
-                served = _server(real, nothing, "exact", []).serve(_asking(n))
-                times.bare.setdefault(n, []).append(served.ttft_s)
-                for mode in _CHOOSING:
-                    layers = [seconds for _, seconds in real.chosen(n, _POLICIES[mode])]
-                    times.choosing.setdefault((mode, n), []).append(float(np.mean(layers)))
-        return times
+        for n in FITTED:
+            for mode in ("recompute", "exact"):
+                self.real.setdefault((mode, n), []).append(real.ttft_s(n, mode))
+            served = _server(real, nothing, "exact", []).serve(_asking(n))
+            self.bare.setdefault(n, []).append(served.ttft_s)
+            for mode in _CHOOSING:
+                layers = [seconds for _, seconds in real.chosen(n, _POLICIES[mode])]
+                self.choosing.setdefault((mode, n), []).append(float(np.mean(layers)))
 
-    def rooflines(self, real: Real) -> dict[str, Roofline]:
-        """This processor as a roofline, for each kind of request."""
+    def rooflines(self, real: Real, rows: Mapping[str, float]) -> dict[str, Roofline]:
+        """This processor as a roofline, for each kind of request; `rows`: that a hit lays down."""
         compute = Compute(real.shape, Roofline("", 1.0, math.inf, 1.0, 1.0))
         flops = [real.shape.n_layers * compute.layer(n + N_NEW, 0) for n in FITTED]
-        dense = [min(self.real["recompute", n]) for n in FITTED]
+        dense = [median(self.real["recompute", n]) for n in FITTED]
         slope, base = np.polyfit(flops, dense, 1)
         device = Roofline(
             "this processor", 1 / max(slope, 1e-15), math.inf, 1.0, 1.0, request_s=max(base, 0.0)
         )
-        # Beside its constant a hit's rest is attention over the prefix: it grows with the length.
         compute = Compute(real.shape, device)
-        forward = real.shape.n_layers * compute.layer(N_NEW, 0)
-        rest = [min(self.real["exact", n]) - min(self.bare[n]) - forward for n in FITTED]
-        hit = replace(device, request_s=max(_at_predicted(rest), 0.0))
-        found = {"recompute": device, "exact": hit}
-        for mode in _CHOOSING:
-            rest = [
-                min(self.choosing[mode, n])
-                - score_seconds(compute, real.shape.geometry(1), _POLICIES[mode], n)
-                for n in FITTED
-            ]
-            found[mode] = replace(hit, score_s=max(_at_predicted(rest), 0.0))
+        rest = [
+            median(self.real["exact", n]) - median(self.bare[n])
+            - real.shape.n_layers * compute.layer(N_NEW, n)
+            for n in FITTED
+        ]  # fmt: skip
+        besides = np.polyfit(FITTED, rest, 1)  # laying rows down takes longer, the more there are
+        found = {"recompute": device}
+        for mode, n_rows in rows.items():
+            score_s = 0.0
+            if mode in _CHOOSING:
+                score_s = float(np.interp(PREDICTED, FITTED, [
+                    median(self.choosing[mode, n])
+                    - score_seconds(compute, real.shape.geometry(1), _POLICIES[mode], n)
+                    for n in FITTED
+                ]))  # fmt: skip
+            request_s = max(float(np.polyval(besides, n_rows)), 0.0)
+            found[mode] = replace(device, request_s=request_s, score_s=max(score_s, 0.0))
         return found
-
-
-def _at_predicted(rest: Sequence[float]) -> float:
-    """Values at the fitted lengths, on the line between them."""
-    return float(np.interp(PREDICTED, FITTED, rest))
 
 
 def check(folder: Path, rounds: int) -> list[Row]:
     """Predicted and real milliseconds of each kind of request, and how far they are apart.
 
-    The least of all rounds on both sides: other loads of the machine only ever add.
+    Every round fits once more, then serves each kind twice, one behind the other: what else the
+    machine does falls on all of it. Medians of all rounds are compared.
     """
+    torch.set_num_threads(1)
     real = Real.of(folder)
     try:
-        times = Times.of(real, rounds)
-        rows = []
-        for mode, device in times.rooflines(real).items():
-            chosen = []
-            if mode in _CHOOSING:
-                chosen = [selection for selection, _ in real.chosen(PREDICTED, _POLICIES[mode])]
-            server = _server(real, device, mode, chosen)
-            predicted = min(server.serve(_asking(PREDICTED)).ttft_s for _ in range(rounds))
-            measured = min(times.real[mode, PREDICTED])
-            rows.append({
-                "mode": mode, "real_ms": measured * 1e3, "emulated_ms": predicted * 1e3,
-                "error": abs(predicted / measured - 1),
-            })  # fmt: skip
-        return rows
+        chosen = {mode: [s for s, _ in real.chosen(PREDICTED, _POLICIES[mode])]
+                  for mode in _CHOOSING}  # fmt: skip
+        rows = {"exact": float(PREDICTED)}
+        for mode, selections in chosen.items():
+            rows[mode] = float(np.mean([s.n_rows(PREDICTED) for s in selections]))
+        times = Times({}, {}, {})
+        took: dict[str, list[tuple[float, float]]] = {}
+        for turn in range(FIRST + rounds):
+            times.one_round(real)
+            if turn < FIRST:
+                continue
+            for mode, device in times.rooflines(real, rows).items():
+                measured = real.ttft_s(PREDICTED, mode)
+                server = _server(real, device, mode, chosen.get(mode, []))
+                took.setdefault(mode, []).append(
+                    (measured, server.serve(_asking(PREDICTED)).ttft_s)
+                )
+        return [_apart(mode, some) for mode, some in took.items()]
     finally:
         real.close()
+
+
+def _apart(mode: str, took: Sequence[tuple[float, float]]) -> Row:
+    """`took`: real and emulated seconds, round by round."""
+    return {
+        "mode": mode, "real_ms": median(real for real, _ in took) * 1e3,
+        "emulated_ms": median(emulated for _, emulated in took) * 1e3,
+        "error": abs(median(emulated / real for real, emulated in took) - 1),
+    }  # fmt: skip
 
 
 def _server(real: Real, device: Roofline, mode: str, chosen: list[Selection]) -> Server:
