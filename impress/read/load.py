@@ -31,15 +31,13 @@ from impress.read.plan import (
     rows_by_tier,
 )
 from impress.read.takes import Ahead, hit_rows, used_bytes
-from impress.spans.layout import K, PlaneLayout, SpanLayout, V
+from impress.spans.layout import K, PlaneLayout, V
 from impress.spans.params import Params
 from impress.spans.rows import as_tensor, dense_bytes, take_rows, unpack
-from impress.spans.tables import Tables
 from impress.stats import Counters
-from impress.tree.catalog import Held
 from impress.types import Geometry
 from impress.usage.history import History
-from tiers.base import PAGE, Bytes, Read, Slot, Tier
+from tiers.base import PAGE, Bytes, Read, Tier
 from tiers.coalesce import slices
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool, Lane, Ticket
@@ -124,22 +122,24 @@ class Load:
         self.entries: list[list[Ids]] = [
             [cache.pin(p.span, layer, p.first, p.count) for p in self.parts] for cache in caches
         ]
-        for i in range(len(self.parts)):
+        for i in range(len(self.parts) if len(caches) > 1 else 0):
             self._only_fastest(i)
-        self._plan = plan_reads(
+        plan = plan_reads(
             self.parts, layer, planes, [g.read for g in gathers], self.entries, caches, self._dests
         )
-        self.bytes_by_tier = self._plan.n_bytes
-        self.rows_by_tier = rows_by_tier(self.parts, self.entries, caches)
-        media: dict[str, Tier] = {cache.tier.name: cache.tier for cache in caches}
-        media["ssd"] = reading.ssd
+        media: dict[str, Tier] = {"ssd": reading.ssd}  # first: it takes longest
+        media |= {cache.tier.name: cache.tier for cache in caches}
         self._followed = self._follow()
         self.tickets = {
-            medium: self._submit(media[medium], by_part)
-            for medium, by_part in self._plan.reads.items()
+            medium: self._submit(tier, plan.reads[medium])
+            for medium, tier in media.items()
+            if plan.reads[medium]
         }
         if ahead is not None:
             self._take(ahead, [g.taken for g in gathers])
+        # What is for the report only is found out while the disk is at work.
+        self.bytes_by_tier = plan.n_bytes
+        self.rows_by_tier = rows_by_tier(self.parts, self.entries, caches)
 
     def _map(self, sources: Sequence[Source]) -> list[Gather]:
         """Where the wanted rows lie, by plane."""
@@ -197,7 +197,7 @@ class Load:
             for part, reads in by_part
             for some in slices(reads, size)
         ]
-        if not tasks or tier is not self.reading.ssd:
+        if tier is not self.reading.ssd:
             return self.reading.pool.submit(self._lane, tasks)
         if self._followed is not None:
             return self.reading.pool.submit(self._lane, tasks, after=self._followed.ended)
@@ -364,21 +364,13 @@ class Load:
         """The copies have been copied out."""
         for cache, entries in zip(self.caches, self.entries, strict=True):
             for ids in entries:
-                cache.unpin(ids)
+                if (ids >= 0).any():
+                    cache.unpin(ids)
 
     def give_back(self) -> None:
         """Nobody looks at the pieces and tensors any more."""
         for buffer in self.buffers:
             buffer.release()
-
-
-def source_of(held: Held, tables: Tables, geometry: Geometry, at: int) -> Source:
-    """What reading a held run takes. `at`: its first window on the lease. Pure."""
-    record = held.record
-    probe_bytes = [probe.window_bytes(record.window) for probe in tables.probes]
-    layout = SpanLayout.of(geometry, record.window, record.n_windows, probe_bytes)
-    slot = Slot(record.parts)
-    return Source(held, layout, slot, tables.sums, tables.probes, at, tables.order)
 
 
 def when_all(tickets: Sequence[Ticket], callback: Callable[[], object]) -> None:

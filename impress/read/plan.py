@@ -14,7 +14,9 @@ from impress.cache.chunks import ChunkCache, Ids
 from impress.spans.format import ProbeRecord
 from impress.spans.layout import SpanLayout
 from impress.spans.order import RowOrder
+from impress.spans.tables import Tables
 from impress.tree.catalog import Held
+from impress.types import Geometry
 from tiers.base import Bytes, Read, Slot, Sums
 
 Positions = npt.NDArray[np.int64]
@@ -45,6 +47,15 @@ class Source:
     def ordinals(self, layer: int, rows: Positions) -> Positions:
         """Where rows of the span, counted in position order, lie in the order of its chunks."""
         return rows if self.order is None else self.order.at(layer, rows)
+
+
+def source_of(held: Held, tables: Tables, geometry: Geometry, at: int) -> Source:
+    """What reading a held run takes. `at`: its first window on the lease. Pure."""
+    record = held.record
+    probe_bytes = [probe.window_bytes(record.window) for probe in tables.probes]
+    layout = SpanLayout.of(geometry, record.window, record.n_windows, probe_bytes)
+    slot = Slot(record.parts)
+    return Source(held, layout, slot, tables.sums, tables.probes, at, tables.order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,10 +56,11 @@ class Looked:
 # ---- a layer has been read ---------------------------------------------------------------------
 
 
-def climb(load: Load) -> Ticket | None:
+def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
     """Copy the used chunks that were read whole one tier up, behind everything else.
 
-    None if nothing goes. Costs the caller only the queueing: what to do is found out there.
+    Not before `after` is done. None if nothing goes. Costs the caller only the queueing: what to
+    do is found out there.
     """
     levels = _levels(load)
     if not levels or all((by_part >= 0).all() for by_part in load.entries[0]):
@@ -71,7 +72,7 @@ def climb(load: Load) -> Ticket | None:
         return None
     for buffer in load.buffers:
         buffer.retain()
-    ticket = load.reading.pool.submit(Lane.PROMOTE, [partial(_climb, load, levels)])
+    ticket = load.reading.pool.submit(Lane.PROMOTE, [partial(_climb, load, levels)], after)
     for buffer in load.buffers:
         ticket.then(buffer.release)
     ticket.then(partial(load.reading.waiting.give, n_bytes))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.policy import Exact, Policy
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     import torch
 
     from impress.read.load import Tensors
+
+
+#: Bytes of buffers that one request keeps from being reused until it has all its rows.
+MOST_HELD: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,8 @@ class Session:
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
         self._promotions: list[Ticket] = []
         self._climbs: list[Ticket] = []  # those and all others
+        self._gate = Ticket(1)  # they begin when it is done
+        self._held_bytes = 0  # of buffers that wait for it
         self._looked: list[Looked] = []  # by layers retrieved, for history
         self._layers: list[dict[str, Any]] = []
         self._closed = False
@@ -244,6 +250,7 @@ class Session:
                 load.give_back()
         self._loads.clear()
         self._given.clear()
+        self._open_gate()
         self._hand_over()
         return ended([*tickets, *self._promotions], self._r.config.read_timeout_s)
 
@@ -263,10 +270,19 @@ class Session:
         return Load(self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs)
 
     def _climb(self, load: Load) -> Ticket | None:
-        ticket = climb(load)
+        """Copy what a load brought one tier up: once the request has its rows, so that copies and
+        reads do not share the processor; what lies in the caller's memory at once."""
+        ticket = climb(load, None if load.outs is not None else self._gate)
         if ticket is not None:
             self._climbs.append(ticket)
+            self._held_bytes += sum(len(buffer.array) for buffer in load.buffers)
+            if self._held_bytes > MOST_HELD:
+                self._open_gate()
         return ticket
+
+    def _open_gate(self) -> None:
+        self._gate.run(_nothing)
+        self._gate, self._held_bytes = Ticket(1), 0
 
     def _hand_over(self) -> None:
         """The request has what it needs: what it showed is learnt behind it."""
@@ -303,3 +319,7 @@ class Session:
         self._looked.append(Looked(None, decided=False, load=load))
         if promotion is not None and load.outs is not None:
             self._promotions.append(promotion)  # reads `outs`: close waits for it
+
+
+def _nothing() -> None:
+    """What a gate waits for."""
