@@ -197,6 +197,7 @@ def gather(
     """
     shape = parts[0].source.layout.planes[plane]
     gap = gap_bytes // shape.piece_bytes
+    bits = shape.piece_rows.bit_length() - 1  # a power of two
     runs: list[Runs] = []
     read: list[Runs] = []
     taken: list[Runs] = []
@@ -204,7 +205,7 @@ def gather(
     n_pieces = 0
     for i, part in enumerate(parts):
         assert part.ordinals is not None, "gather wants chosen rows"
-        pieces, rows = np.divmod(part.ordinals, shape.piece_rows)
+        pieces = part.ordinals >> bits
         wanted = np.zeros(part.count * shape.pieces, dtype=bool)
         wanted[pieces] = True
         if ahead is None:
@@ -214,9 +215,11 @@ def gather(
             found = _merged(np.flatnonzero(reads | takes), 0, n_pieces)
         runs.append(found)
         moves = np.zeros(len(wanted), dtype=np.int64)  # how far a piece moves, by differences
-        moves[found.firsts] = np.diff(found.tos - found.firsts, prepend=0)
+        by = found.tos - found.firsts
+        by[1:] -= by[:-1].copy()
+        moves[found.firsts] = by
         moves = np.cumsum(moves)
-        places.append((pieces + moves[pieces]) * shape.piece_rows + rows)
+        places.append(part.ordinals + (moves[pieces] << bits))
         n_pieces += int(found.counts.sum())
         if ahead is not None:
             read.append(Runs.of(reads, moves))
@@ -260,9 +263,10 @@ def _merged(pieces: Positions, gap: int, to: int) -> Runs:
     """Ascending pieces as runs that go one behind the other, from `to` on."""
     if not len(pieces):
         return _NONE
-    cuts = np.flatnonzero(np.diff(pieces) > gap + 1)
-    firsts = pieces[np.concatenate(([0], cuts + 1))]
-    counts = pieces[np.concatenate((cuts, [len(pieces) - 1]))] - firsts + 1
+    begins = np.ones(len(pieces) + 1, dtype=bool)  # and, one behind, ends
+    np.greater(pieces[1:] - pieces[:-1], gap + 1, out=begins[1:-1])
+    firsts = pieces[begins[:-1]]
+    counts = pieces[begins[1:]] - firsts + 1
     return Runs(firsts, counts, to + np.cumsum(counts) - counts)
 
 
