@@ -15,6 +15,7 @@ import math
 import struct
 import zlib
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from impress.errors import FormatError
 
 _HEAD: Final = struct.Struct("<HHIIIQff")
 _VERSION: Final = 1
+_MOST_BYTES: Final = 1 << 30
 
 
 @dataclass(slots=True)
@@ -116,14 +118,14 @@ def decode(raw: bytes) -> Remembered:
     version, n_layers, n_windows, window, length, *_ = _HEAD.unpack_from(raw)
     if version != _VERSION:
         raise FormatError(f"history: version {version} is newer than this program")
-    body = zlib.decompress(raw[_HEAD.size : _HEAD.size + length])
     n = n_layers * n_windows
-    cuts = np.cumsum([8 * n_layers, 4 * n, n, 2 * n * window])
-    if len(body) != cuts[-1]:
+    sizes = (8 * n_layers, 4 * n, n, 2 * n * window)
+    body = _unpacked(raw[_HEAD.size : _HEAD.size + length], sum(sizes))
+    if not n or len(body) != sum(sizes):
         raise FormatError("history: a value of the wrong length")
     ticks, uses, seen, planes = (
         np.frombuffer(body[end - size : end], dtype=np.uint8)
-        for end, size in zip(cuts.tolist(), np.diff(cuts, prepend=0).tolist(), strict=True)
+        for end, size in zip(accumulate(sizes), sizes, strict=True)
     )
     average = np.ascontiguousarray(planes.reshape(2, -1).T).view(np.float16)
     return Remembered(
@@ -133,6 +135,14 @@ def decode(raw: bytes) -> Remembered:
         ticks.view(np.int64).copy(),
         window,
     )
+
+
+def _unpacked(packed: bytes, n_bytes: int) -> bytes:
+    """At most a byte more than wanted, whatever a value makes of itself."""
+    try:
+        return zlib.decompressobj().decompress(packed, min(n_bytes, _MOST_BYTES) + 1)
+    except zlib.error as err:
+        raise FormatError(f"history: {err}") from err
 
 
 def head_of(raw: bytes | None) -> Head | None:

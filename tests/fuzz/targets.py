@@ -26,6 +26,8 @@ import impress
 from impress.cli.main import run
 from impress.config import Config, tenant_secret
 from impress.errors import BadInput, ConfigError, FormatError, StoreFailed
+from impress.quality import ledgers
+from impress.quality.guard import Ledger
 from impress.spans.format import (
     decode_header,
     decode_index,
@@ -39,6 +41,7 @@ from impress.spans.layout import SpanLayout
 from impress.spans.records import wrong_record
 from impress.tree.catalog import Catalog
 from impress.upkeep.rebuild import rebuild_store
+from impress.usage import remembered
 from impress.write.directory import Shard, read_identity
 from impress.write.index import Index
 from tiers.base import PAGE, Extent
@@ -134,6 +137,29 @@ def sealed_value(raw: bytes) -> bytes:
     return raw[:-8] + xxhash.xxh3_64_digest(raw[:-8])
 
 
+def sealed_little(raw: bytes) -> bytes:
+    """The same for values whose checksum is a little-endian number."""
+    return raw[:-8] + xxhash.xxh3_64_digest(raw[:-8])[::-1]
+
+
+@cache
+def histories() -> list[bytes]:
+    """Sound values: of a span nobody asked for, and of one that was."""
+    empty = remembered.Remembered.empty(2, 3, 16)
+    used = empty.copy()
+    used.average[:] = np.linspace(0, 1, used.average.size).reshape(used.average.shape)
+    used.seen[:], used.uses[:], used.ticks[:] = 1, 2.5, 7
+    return [remembered.encode(empty), remembered.encode(used)]
+
+
+@cache
+def sound_ledgers() -> list[bytes]:
+    """A fresh ledger, and one that has weighed answers."""
+    fresh, old = Ledger(0.05, 20), Ledger(0.05, 20, "trusted", 900, 50)
+    old.recent.extend([False] * 20)
+    return [ledgers.encode(ledgers.Entry(name, one)) for name, one in (("a", fresh), ("é", old))]
+
+
 # ---- targets -------------------------------------------------------------------------------------
 
 
@@ -193,6 +219,26 @@ def index_values(drawn: list[tuple[int, bytes, bool]]) -> None:
         catalog.check()
         for record in catalog.records():
             catalog.lookup(record.root, b"")
+
+
+def history(drawn: tuple[bytes, bool]) -> None:
+    """A span's history decodes to arrays that are encoded again, or FormatError."""
+    raw, seal = drawn
+    value = sealed_little(raw) if seal else raw
+    remembered.head_of(value)
+    with contextlib.suppress(FormatError), np.errstate(all="ignore"):
+        known = remembered.decode(value)
+        again = remembered.decode(remembered.encode(known))
+        assert again.average.tobytes() == known.average.tobytes()
+
+
+def ledger(drawn: tuple[bytes, bool]) -> None:
+    """A ledger decodes to one that can be shown and goes on, or None."""
+    raw, seal = drawn
+    entry = ledgers.decode(sealed_little(raw) if seal else raw)
+    if entry is not None:
+        ledgers.shown(bytes(40), entry)
+        entry.ledger.decide(0.01, b"key")
 
 
 def identity(drawn: bytes) -> None:
@@ -344,6 +390,8 @@ TARGETS: dict[str, tuple[Callable[[Any], None], st.SearchStrategy[Any], int]] = 
     "sections": (header, st.tuples(mutated(_headers, 12288), st.just(True)), 150),
     "segment": (segment, st.tuples(mutated(_headers, 480), st.integers(0, 9)), 15),
     "index_values": (index_values, _lists(_values), 150),
+    "history": (history, st.tuples(mutated(histories, 48), st.integers(0, 4).map(bool)), 150),
+    "ledger": (ledger, st.tuples(mutated(sound_ledgers, 400), st.integers(0, 4).map(bool)), 150),
     "identity": (identity, _IDENTITIES, 200),
     "config": (config, _CONFIGS, 200),
     "arguments": (arguments, st.tuples(_lines(), _PROMPTS), 60),
