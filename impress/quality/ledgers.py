@@ -16,6 +16,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any, Final, NamedTuple
 
@@ -62,7 +63,9 @@ class Ledgers:
         with self._lock:
             if key in self._entries:
                 return key
-        found = decode(self._fetch(key))
+        found = None
+        with suppress(FormatError):  # an index that is damaged there: earn trust again
+            found = decode(self._fetch(key))
         fresh = Ledger(target, n_wanted)
         if found is not None and (found.ledger.target, found.ledger.n_wanted) == (target, n_wanted):
             fresh = found.ledger

@@ -14,7 +14,6 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Final
 
-import lmdb
 import numpy as np
 
 from impress.blockhash import key_after
@@ -45,12 +44,6 @@ PART_BYTES: Final = 4 << 20
 _BATCH: Final = 32  # tasks a ticket
 _THREADS: Final = 8
 _TIMEOUT_S: Final = 600.0  # of one batch: a disk that takes longer is stuck
-
-#: What LMDB says of a file that is not sound, as opposed to one that may not be opened.
-_DAMAGE: Final = (
-    lmdb.BadDbiError, lmdb.CorruptedError, lmdb.InvalidError, lmdb.NotFoundError,
-    lmdb.PageNotFoundError, lmdb.VersionMismatchError,
-)  # fmt: skip
 
 Progress = Callable[[int, int], None]  # bytes read so far, of so many
 
@@ -110,15 +103,13 @@ def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
         return Verdict()
     try:
         index = Index(shard.index, create=False)
-    except (StoreFailed, FormatError) as err:
-        if isinstance(err, FormatError) or isinstance(err.__cause__, _DAMAGE):
-            return Verdict(problems=[Problem(str(err))])
-        raise
+    except FormatError as err:
+        return Verdict(problems=[Problem(str(err))])
     pool = IoPool(_THREADS, "impress-verify")
     try:
         return _Verification(identity, shard, index, pool).run(progress or (lambda done, of: None))
-    except _DAMAGE as err:
-        return Verdict(problems=[Problem(f"index: {shard.index}: {err}")])
+    except FormatError as err:
+        return Verdict(problems=[Problem(str(err))])
     finally:
         pool.close(0.1)  # its threads are daemons: one stuck in a read does not hold the process
         index.close()

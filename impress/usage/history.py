@@ -239,7 +239,7 @@ class History:
             if known is not None:
                 score, share = known.summary()
                 return score * _faded(self.tick - int(known.ticks.max())), share
-        head = head_of(self._fetch(span_id))
+        head = head_of(self._fetched(span_id))
         if head is None:
             return None
         return head.score * _faded(self.tick - head.tick), head.share
@@ -296,13 +296,20 @@ class History:
 
     def _saved(self, span: int) -> Remembered | None:
         """None also for what is damaged, newer, or of another shape: it is forgotten."""
-        raw = self._fetch(span)
+        raw = self._fetched(span)
         try:
             known = None if raw is None else decode(raw)
         except FormatError:
             return None
         fits = known is not None and (len(known.seen), known.window) == self._shape
         return known if fits else None
+
+    def _fetched(self, span: int) -> bytes | None:
+        """None also where the index is damaged there: what requests showed can be done without."""
+        try:
+            return self._fetch(span)
+        except FormatError:
+            return None
 
     def _put(self, span: int, known: Remembered) -> Remembered:
         self._take_out(span)

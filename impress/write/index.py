@@ -11,17 +11,24 @@ import shutil
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import lmdb
 
-from impress.errors import FormatError, StoreFailed
+from impress.errors import FormatError, ImpressError, StoreFailed
 from tiers.files import sync_path
 
 #: Address space, not disk: the file grows as it fills. Fixed, because growing a map under a live
 #: reader is not refused by LMDB and corrupts it.
 MAP_BYTES: Final = 64 << 30
+
+#: What LMDB says of a file that is not sound, as opposed to one that may not be opened or is full.
+_DAMAGE: Final = (
+    lmdb.BadDbiError, lmdb.BadTxnError, lmdb.CorruptedError, lmdb.InvalidError, lmdb.NotFoundError,
+    lmdb.PageNotFoundError, lmdb.VersionMismatchError,
+)  # fmt: skip
 
 _HEAT = struct.Struct("<QQ")
 _NAMES: Final = ("spans", "heat", "names", "history", "guard")
@@ -58,7 +65,10 @@ def _close_env(folder: Path) -> None:
 
 
 class Index:
-    """Spans, heat and history by span id, names of roots. Raises StoreFailed on LMDB's errors."""
+    """Spans, heat and history by span id, names of roots.
+
+    Raises FormatError where LMDB finds its file damaged, StoreFailed on its other errors.
+    """
 
     def __init__(self, folder: Path, *, create: bool) -> None:
         self._folder = folder.resolve()
@@ -67,13 +77,13 @@ class Index:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._env = _open_env(self._folder, create=create)
         except (lmdb.Error, OSError) as err:
-            raise StoreFailed(f"index: {self._folder}: {err}") from err
+            raise _said(self._folder, err) from err
         try:
             _check_whole(self._env, self._folder)
             self._dbs = {name: self._open_db(name, create=create) for name in _NAMES}
         except (lmdb.Error, OSError) as err:
             _close_env(self._folder)
-            raise StoreFailed(f"index: {self._folder}: {err}") from err
+            raise _said(self._folder, err) from err
         except FormatError:
             _close_env(self._folder)  # kept open, it would be what the rebuilt index's path gives
             raise
@@ -197,11 +207,14 @@ class Index:
                 return None
             raise
 
-    def _read(self) -> Any:
+    @contextmanager
+    def _read(self) -> Iterator[Any]:
+        """A read transaction. Raises FormatError where LMDB finds damage on the way."""
         try:
-            return self._env.begin()
+            with self._env.begin() as txn:
+                yield txn
         except lmdb.Error as err:
-            raise FormatError(f"index: {self._folder}: {err}") from err
+            raise _said(self._folder, err) from err
 
 
 def compact(folder: Path) -> None:
@@ -226,6 +239,14 @@ def compact(folder: Path) -> None:
         shutil.rmtree(draft)
     except (lmdb.Error, OSError) as err:
         raise StoreFailed(f"index: {folder}: {err}") from err
+
+
+def _said(folder: Path, err: Exception) -> ImpressError:
+    """What is raised for an error of LMDB's or of the system."""
+    if isinstance(err, _DAMAGE):
+        again = "impress rebuild makes it again from the segments"
+        return FormatError(f"index: {folder}: {err}; {again}")
+    return StoreFailed(f"index: {folder}: {err}")
 
 
 def _check_whole(env: Any, folder: Path) -> None:
