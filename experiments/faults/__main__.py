@@ -31,6 +31,8 @@ _FAULTS: Final[dict[str, tuple[Fault, int, int, float]]] = {
     "full_disk": (full_disk, 20, 3, 3.0),
     "injections": (injections, 60, 30, 0.5),
 }
+#: Of one cell: --resume goes on after it.
+_MOST: Final = 1000
 _COLUMNS: Final = (
     "fault", "tried", "acknowledged", "lost", "wrong", "hangs", "missed", "refused", "ended",
 )  # fmt: skip
@@ -39,24 +41,26 @@ _COLUMNS: Final = (
 def _cells(options: Options) -> Sequence[Cell]:
     cells = []
     for name, (fault, full, quick, seconds) in _FAULTS.items():
-        n = quick if options.quick else full
-        measure = partial(_measured, fault, options, name, n)
-        cells.append(Cell({"name": name, "n": n, "seed": options.seed}, measure, n * seconds))
+        total = quick if options.quick else full
+        for part, first in enumerate(range(0, total, _MOST)):
+            n, seed = min(_MOST, total - first), options.seed + part
+            measure = partial(_measured, fault, options.folder / f"{name}{part}", name, n, seed)
+            cells.append(Cell({"name": name, "n": n, "seed": seed}, measure, n * seconds))
     return cells
 
 
-def _measured(fault: Fault, options: Options, name: str, n: int) -> list[Row]:
+def _measured(fault: Fault, folder: Path, name: str, n: int, seed: int) -> list[Row]:
     logging.getLogger("impress").setLevel(logging.CRITICAL)  # every fault would say so
-    folder = options.folder / name
     folder.mkdir()
     try:
-        return fault(folder, n, options.seed)
+        return fault(folder, n, seed)
     except Unable as err:
         console.print(f"{name}: skipped: {err}", markup=False)
         return []
 
 
-def _figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
+def _figures(parts: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
+    rows = _together(parts)
     print_rows("Faults", [{c: row.get(c, "–") for c in _COLUMNS} for row in rows])
     tried = dict.fromkeys(_FAULTS, 0)
     for row in rows:
@@ -68,6 +72,17 @@ def _figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
             for name in ("lost", "wrong", "hangs", "ended")
         },
     }, rows
+
+
+def _together(parts: list[Row]) -> list[Row]:
+    """One row a fault: the counts of its cells added up."""
+    rows: dict[str, Row] = {}
+    for part in parts:
+        row = rows.setdefault(part["fault"], {"name": part["name"], "fault": part["fault"]})
+        for name in _COLUMNS[1:]:
+            if name in part:
+                row[name] = row.get(name, 0) + part[name]
+    return list(rows.values())
 
 
 EXPERIMENT: Final = Experiment(

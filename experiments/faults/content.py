@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +39,7 @@ def prompt(seed: int) -> np.ndarray:
     return tokens
 
 
+@lru_cache(64)
 def rows(seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Keys and values by layer [n_kv_heads, 256, head_dim]: each row depends on all before it."""
     mixed = np.cumsum((prompt(seed).astype(np.int64) + 1) * 2654435761 % 1000003) % 9973

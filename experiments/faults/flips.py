@@ -1,8 +1,8 @@
 """Random bit flips in segments, headers and the index: right answers or honest misses.
 
-Each trial runs in a process forked from one that has everything imported: a damaged index can end
-a process, and that is counted too. Some trials run at once, on copies of their own: most of a trial
-is waiting for the kernel.
+Each flip has a copy of the store to itself. They are read by processes forked from one that has
+everything imported, some flips each, one after the other: a damaged index can end a process, which
+is counted for the flip it was at, and the next ones get a new process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import multiprocessing as mp
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,8 @@ from impress.errors import ImpressError
 
 N_PROMPTS = 6
 _HANG_S = 60.0
-_AT_ONCE = 4
+_AT_ONCE = 4  # most of a flip is waiting for the kernel
+_A_PROCESS = 20
 _KINDS = {"rows": 0.5, "headers": 0.25, "index": 0.2, "identity": 0.05}
 
 
@@ -34,15 +36,15 @@ def flips(folder: Path, n: int, seed: int) -> list[Row]:
     context.set_forkserver_preload(["torch", "experiments.faults.flips"])
     totals = {kind: _total(f"bit flip in {kind}") for kind in _KINDS}
 
-    def tried(trial: _Trial) -> tuple[str, Row]:
-        return trial.kind, _try(context, pristine, folder / f"t{trial.number}", trial)
-
-    with ThreadPoolExecutor(_AT_ONCE) as some:
-        for kind, row in some.map(tried, [_drawn(rng, places, i) for i in range(n)]):
-            totals[kind]["tried"] += 1
-            totals[kind]["acknowledged"] += N_PROMPTS
-            for name, count in row.items():
-                totals[kind][name] += count
+    drawn = [_drawn(rng, places, i) for i in range(n)]
+    some = [drawn[at : at + _A_PROCESS] for at in range(0, n, _A_PROCESS)]
+    with ThreadPoolExecutor(_AT_ONCE) as at_once:
+        for rows in at_once.map(lambda trials: _try(context, pristine, folder, trials), some):
+            for kind, row in rows:
+                totals[kind]["tried"] += 1
+                totals[kind]["acknowledged"] += N_PROMPTS
+                for name, count in row.items():
+                    totals[kind][name] += count
     return list(totals.values())
 
 
@@ -94,42 +96,60 @@ def _make(path: Path) -> tuple[Path, dict[str, list[tuple[str, int, int]]]]:
 
 
 def _try(
-    context: mp.context.ForkServerContext, pristine: Path, copy: Path, trial: _Trial
-) -> Row:  # fmt: skip
-    """What became of one flip: counts to be added."""
-    shutil.copytree(pristine, copy)
+    context: mp.context.ForkServerContext, pristine: Path, folder: Path, trials: list[_Trial]
+) -> list[tuple[str, Row]]:
+    """What became of each flip: its kind, and counts to be added."""
+    copies = [_flipped(pristine, folder, trial) for trial in trials]
+    found: list[Row] = []
     try:
-        with (copy / trial.file).open("r+b") as handle:
-            handle.seek(trial.bit // 8)
-            byte = handle.read(1)[0]
-            handle.seek(trial.bit // 8)
-            handle.write(bytes([byte ^ 1 << trial.bit % 8]))
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_look, args=(str(copy), theirs))
-        process.start()
-        theirs.close()
-        try:
+        while len(found) < len(copies):
+            found += _looked(context, copies[len(found) :])
+    finally:
+        for copy in copies:
+            shutil.rmtree(copy)
+    return [(trial.kind, row) for trial, row in zip(trials, found, strict=True)]
+
+
+def _flipped(pristine: Path, folder: Path, trial: _Trial) -> Path:
+    """A copy with the one bit flipped."""
+    copy = folder / f"t{trial.number}"
+    shutil.copytree(pristine, copy)
+    with (copy / trial.file).open("r+b") as handle:
+        handle.seek(trial.bit // 8)
+        byte = handle.read(1)[0]
+        handle.seek(trial.bit // 8)
+        handle.write(bytes([byte ^ 1 << trial.bit % 8]))
+    return copy
+
+
+def _looked(context: mp.context.ForkServerContext, copies: list[Path]) -> list[Row]:
+    """What one process says of the copies, up to the one it ended or hung at."""
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_look, args=([str(copy) for copy in copies], theirs))
+    process.start()
+    theirs.close()
+    found: list[Row] = []
+    try:
+        for _ in copies:
             if not mine.poll(_HANG_S):
                 process.kill()
-                return {"hangs": 1}
-            missed, wrong, refused = mine.recv()
-            return {"missed": missed, "wrong": wrong, "refused": refused}
-        except EOFError:
-            return {"ended": 1}
-        finally:
-            process.join()
-            mine.close()
+                return [*found, {"hangs": 1}]
+            found.append(mine.recv())
+    except EOFError:
+        found.append({"ended": 1})
     finally:
-        shutil.rmtree(copy)
+        process.join()
+        mine.close()
+    return found
 
 
-def _look(path: str, answer: object) -> None:
-    """In the forked process: open, read everything, say (missed, wrong, refused to open)."""
+def _look(paths: list[str], answer: Connection) -> None:
+    """In the forked process: open each, read everything, say what is missed, wrong, refused."""
     logging.getLogger("impress").setLevel(logging.CRITICAL)
-    try:
-        with open_store(Path(path)) as store:
-            found = judge(store, range(N_PROMPTS))
-        said = (found.missed, found.wrong, 0)
-    except ImpressError:
-        said = (N_PROMPTS, 0, 1)
-    answer.send(said)  # type: ignore[attr-defined]
+    for path in paths:
+        try:
+            with open_store(Path(path)) as store:
+                found = judge(store, range(N_PROMPTS))
+            answer.send({"missed": found.missed, "wrong": found.wrong})
+        except ImpressError:
+            answer.send({"missed": N_PROMPTS, "refused": 1})
