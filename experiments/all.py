@@ -32,6 +32,8 @@ _DISK: Final = ("chunks", "repack", "ttft", "ablation", "scale")
 _ROOT: Final = Path(__file__).resolve().parent.parent
 #: After so long one experiment of a quick run is stopped, and the rest goes on.
 _LIMIT_S: Final = {False: None, True: 900}
+#: Longest an experiment may take to remove its data.
+_CLEAR_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dir", type=Path, metavar="DIR", default=Path(), help="where data goes")
     parser.add_argument("--disk-gb-s", type=float, metavar="X", help="default: fio measures it")
     args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
     try:
+        args.out.mkdir(parents=True, exist_ok=True)
         rate = args.disk_gb_s or _disk_gb_s(args.dir)
         ran = [one(name, args, rate) for name in args.only]
     except KeyboardInterrupt:
         console.print("stopped; --resume goes on")
         return 130
-    except Unable as err:
+    except (Unable, OSError) as err:
         print(f"error: {err}", file=sys.stderr)
         return 2
     _say(ran)
@@ -81,14 +83,27 @@ def one(name: str, args: argparse.Namespace, rate: float) -> Ran:
     command += ["--disk-gb-s", f"{rate:g}"] if name in _DISK else []
     console.rule(name)
     begin = time.monotonic()
-    try:
-        done = subprocess.run(command, cwd=Path.cwd(), check=False, timeout=_LIMIT_S[args.quick])
-        status = done.returncode
-    except subprocess.TimeoutExpired:
-        status = 124
+    with subprocess.Popen(command, cwd=Path.cwd()) as child:
+        try:
+            status = child.wait(_LIMIT_S[args.quick])
+        except subprocess.TimeoutExpired:
+            _end(child)
+            status = 124
+        except KeyboardInterrupt:  # the terminal tells the child too
+            _end(child)
+            raise
     if status == 130:
         raise KeyboardInterrupt
     return Ran(name, status, time.monotonic() - begin)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Have a child stop, its data removed; by force when that takes too long."""
+    child.terminate()
+    try:
+        child.wait(_CLEAR_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
 
 
 def _disk_gb_s(parent: Path) -> float:

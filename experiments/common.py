@@ -77,6 +77,7 @@ def scratch(parent: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not leave data behind
         shutil.rmtree(folder, ignore_errors=True)
         signal.signal(signal.SIGTERM, before)
 

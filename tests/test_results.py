@@ -73,6 +73,22 @@ def test_one_that_fails_does_not_stop_the_rest(
     assert capfd.readouterr().out.count("FAILED") == 2
 
 
+def test_what_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(everything, "_LIMIT_S", {True: 0})
+    args = argparse.Namespace(out=tmp_path, dir=tmp_path, quick=True, resume=False)
+    assert everything.one("hits", args, 1.0).status == 124
+
+
+def test_a_path_that_cannot_be_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    bad = ["--quick", "--disk-gb-s", "1", "--out", str(tmp_path / "file" / "out")]
+    assert everything.main(bad) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "file" in line
+
+
 def test_the_pages_have_a_table_for_every_report() -> None:
     docs = Path(everything.__file__).parent.parent / "docs"
     page = "".join((docs / name).read_text() for name in results_table.PAGES)
