@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -30,10 +31,11 @@ from experiments.systems.serve import Asking, Server, score_seconds
 from experiments.systems.shapes import Shape
 from impress.demo.lookup.tasks import document
 from impress.engines import hf
+from impress.engines.hf_chosen import ChosenCache
 from impress.policy import Exact, Paper, Policy, Quality
+from impress.read.session import Session
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
-from impress.selection.scores import suffix_lse_of
 
 CHECKPOINT: Final = "specialised"
 #: Document lengths the rates are fitted at, and the one between them that is predicted.
@@ -107,24 +109,44 @@ class Real:
         return request.ttft_ms / 1e3
 
     def chosen(self, n: int, policy: Policy) -> list[tuple[Selection, float]]:
-        """What a policy really chooses, layer by layer, and the seconds it took."""
+        """What a policy really chooses, layer by layer, and the seconds it took.
+
+        All that the engine does for it but reading: the new tokens' own scores before, the choice,
+        and laying the rows down behind it.
+        """
         recording = Recording(policy, [], policy.name, policy.probe)
         prompt = torch.tensor([[*_tokens(n), *_question()]])
-        self.engine.generate(prompt, max_new_tokens=1, do_sample=False, policy=recording)
-        lse_s = self._suffix_lse_s()
-        return [(selection, seconds + lse_s) for selection, seconds in recording.kept]
-
-    def _suffix_lse_s(self) -> float:
-        """What the engine does for a choice outside the choice: the new tokens' own scores."""
-        query = torch.ones(self.shape.n_heads, N_NEW, self.shape.head_dim)
-        begin = time.perf_counter()
-        for _ in range(4):
-            suffix_lse_of(query, query[: self.shape.n_kv_heads], 0.1)
-        return (time.perf_counter() - begin) / 4
+        with _timed(ChosenCache, "choose") as whole, _timed(Session, "retrieve") as reads:
+            self.engine.generate(prompt, max_new_tokens=1, do_sample=False, policy=recording)
+        return [
+            (selection, seconds + all_s - read_s)
+            for (selection, seconds), all_s, read_s in zip(
+                recording.kept, whole, reads, strict=True
+            )
+        ]
 
     def close(self) -> None:
         self.engine.close()
         self.empty.close()
+
+
+@contextmanager
+def _timed(owner: type, name: str) -> Iterator[list[float]]:
+    """Seconds of each call of a method while the block runs."""
+    real, took = getattr(owner, name), []
+
+    def timing(*args: object, **more: object) -> object:
+        begin = time.perf_counter()
+        try:
+            return real(*args, **more)
+        finally:
+            took.append(time.perf_counter() - begin)
+
+    setattr(owner, name, timing)
+    try:
+        yield took
+    finally:
+        setattr(owner, name, real)
 
 
 def _tokens(n: int) -> list[int]:
