@@ -15,7 +15,7 @@ from test_sparse import N_TOKENS, POLICIES, SHAPES, asked, fill, kv, retrieve_al
 
 import impress
 from impress.policy import Exact, Paper, Policy, StaticH2O
-from impress.read.plan import Source, gather, parts_of, rows_of_whole
+from impress.read.plan import Runs, Source, _cut, gather, parts_of, rows_of_whole
 from impress.spans.layout import PlaneLayout, SpanLayout
 from impress.spans.order import RowOrder, by_worth, order_bytes
 from impress.spans.tables import read_header
@@ -138,6 +138,33 @@ def test_a_plan_brings_each_wanted_row_to_its_place(data: st.DataObject) -> None
                     dest[run.to * shape.piece_rows + i] = (part.span, slot)
         assert end == found.n_pieces
     assert [dest[row] for row in rows.tolist()] == [truth(pos) for pos in positions.tolist()]
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_runs_are_cut_where_their_bytes_lie_apart(data: st.DataObject) -> None:
+    """Every piece of a run is in one part, in its place; a copy's parts end with their chunk."""
+    pieces = data.draw(st.sampled_from([1, 2, 8]))
+    level = np.array(data.draw(st.lists(st.sampled_from([-1, 0, 1]), min_size=1, max_size=8)))
+    cached = [np.where(level == i, 7, -1) for i in range(data.draw(st.integers(0, 2)))]
+    at_home = np.array([all(by[w] < 0 for by in cached) for w in range(len(level))])
+    n = len(level) * pieces
+    wanted = np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    runs = Runs.of(wanted, 100)
+    cut, levels = _cut(runs, pieces, cached)
+    found = []
+    for run, where in zip(cut.each(), levels.tolist(), strict=True):
+        some = np.arange(run.first, run.first + run.n_pieces)
+        assert run.n_pieces > 0 and run.to == run.first + 100
+        windows = some // pieces
+        if where < 0:
+            assert at_home[windows].all()
+        else:
+            assert len(set(windows.tolist())) == 1 and cached[where][windows[0]] >= 0
+        found += some.tolist()
+    assert found == np.flatnonzero(wanted).tolist()
+    if at_home.all():
+        assert [*cut.each()] == [*runs.each()]  # and no cut where none is due
 
 
 def test_a_store_with_importance_lies_in_its_order_and_is_served_in_position_order(

@@ -213,6 +213,33 @@ def test_bytes_that_went_bad_at_home_are_not_promoted(open_store: Open) -> None:
     assert np.array_equal(ask(store, tokens, Recency(keep=0.01))[0][0][0], keys[0][:, -4:])
 
 
+@pytest.mark.parametrize("policy", [Exact(), Recency(keep=1.0)], ids=["exact", "chosen"])
+def test_copies_begin_when_the_request_has_its_rows(open_store: Open, policy: Policy) -> None:
+    store = open_store(GEOMETRY)
+    tokens = prompt(N)
+    put_prompt(store, tokens).wait(60)
+    with store.lease(tokens) as lease, lease.session(policy) as session:
+        for layer in range(2):
+            session.retrieve(layer, torch.zeros(4, 1, 64))
+        settled(store)
+        assert in_tier(store) == 0
+    settled(store)
+    assert in_tier(store) == 12
+
+
+def test_a_request_that_holds_too_much_does_not_wait_with_its_copies(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(impress.read.session, "MOST_HELD", 5 * CHUNK)  # less than a layer
+    store = open_store(GEOMETRY)
+    tokens = prompt(N)
+    put_prompt(store, tokens).wait(60)
+    with store.lease(tokens) as lease, lease.session(Exact()) as session:
+        session.retrieve(0, None)
+        settled(store)
+        assert in_tier(store) == 6
+
+
 def test_two_requests_that_want_the_same_chunks_make_one_copy(open_store: Open) -> None:
     store = open_store(GEOMETRY)
     tokens = prompt(N)
