@@ -27,7 +27,7 @@ YI_34B: Final = Geometry(60, 28, 4, 128, "float16")
 PAGES: Final = (64 << 10, 256 << 10, 2 << 20)
 #: Tokens there are when decoding begins, by `quick`; figures are of the last.
 CONTEXTS: Final = {False: (1024, 4096, 8192), True: (512, 2048)}
-ROUNDS: Final = {False: 60, True: 10}
+ROUNDS: Final = {False: 30, True: 10}
 
 
 def cells(options: Options) -> list[Cell]:
@@ -44,7 +44,7 @@ def cells(options: Options) -> list[Cell]:
         Cell(
             {"part": "decode", "context": n, "batch": batch},
             partial(decode, n, batch, ROUNDS[quick], options.seed),
-            ROUNDS[quick] * (1 + n * batch / 400),
+            ROUNDS[quick] * (1 + n * batch / 800),
         )
         for n in CONTEXTS[quick] for batch in ((1,) if quick else (1, 4))
         if n * batch <= 1 << 14

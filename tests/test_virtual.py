@@ -372,7 +372,7 @@ def test_a_prefix_is_read_into_the_buffers_themselves(tmp_path):
         (Virtual(batch=1, context=190, page_bytes=PAGE), "are reserved"),  # not even the prompt
         (Virtual(batch=1, context=205, page_bytes=PAGE), "are reserved"),  # the answer grows out
         (Virtual(batch=1, page_bytes=PAGE, budget_bytes=2 * 2 * 7 * PAGE), "budget_bytes"),
-        (Virtual(batch=1, context=1 << 50), "were refused: a process has"),
+        (Virtual(batch=1, context=1 << 50), "were refused: a process has not so many addresses"),
         (None, "the caller keeps"),
     ],
 )

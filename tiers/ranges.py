@@ -29,8 +29,8 @@ from tiers.errors import MediumError
 
 #: A page the kernel backs by one entry, where it is asked to.
 HUGE: Final = 2 << 20
-#: What a process can address on x86-64 and arm64, four levels of page tables.
-_ADDRESSES: Final = 1 << 47
+#: More than any process has: bytes of addresses with five levels of page tables; most have 2^47.
+_ADDRESSES: Final = 1 << 56
 # Linux's numbers that not every version of the mmap module names; the last is from 5.14 on.
 _PROT_NONE: Final = 0
 _MAP_NORESERVE: Final = 0x4000
@@ -97,11 +97,9 @@ class HostRanges:
         huge = HUGE if self.page_bytes % HUGE == 0 else 0  # room to begin at a huge page
         size = n_bytes + huge
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        try:
-            begin = self._libc.mmap(None, size, _PROT_NONE, flags, -1, 0)
-        except OverflowError:
-            begin = ctypes.c_void_p(-1).value
-            ctypes.set_errno(errno.ENOMEM)
+        if n_bytes >= _ADDRESSES:  # and the call would take it modulo 2^64
+            raise RangeRefused(n_bytes, refused_by(n_bytes, errno.ENOMEM))
+        begin = self._libc.mmap(None, size, _PROT_NONE, flags, -1, 0)
         if begin is None or begin == ctypes.c_void_p(-1).value:
             raise RangeRefused(n_bytes, refused_by(n_bytes, ctypes.get_errno()))
         address = -(-begin // huge) * huge if huge else begin
@@ -130,8 +128,8 @@ def refused_by(n_bytes: int, code: int) -> str:
     """What limit refuses addresses or memory here, in words. Reads the machine's settings."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     data, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    if code == errno.ENOMEM and n_bytes >= _ADDRESSES:
-        return f"a process has {_ADDRESSES:,} bytes of addresses"
+    if code == errno.ENOMEM and n_bytes >= 1 << 47:
+        return "a process has not so many addresses (2^47 as a rule)"
     if code == errno.ENOMEM and soft != resource.RLIM_INFINITY:
         return f"RLIMIT_AS is {soft:,} bytes (ulimit -v)"
     if code == errno.ENOMEM and data != resource.RLIM_INFINITY:
