@@ -61,7 +61,7 @@ class Virtual:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What virtual buffers hold and did. Bytes; `rented` and `idle` add up to `held`."""
+    """What virtual buffers hold and did."""
 
     reserved_bytes: int  # of addresses
     held_bytes: int  # memory behind them

@@ -125,9 +125,8 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         self._contiguous = contiguous
         self._rental = rental
         self._index = index
-        self._planes: Sequence[
-            _Plane | _Lent
-        ] = ()  # K and V; nothing before the first update of a miss
+        # K and V; nothing before the first update of a miss.
+        self._planes: Sequence[_Plane | _Lent] = ()
         if n_prefix:
             self._planes = self._new_planes(torch.device("cpu"))
 
