@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from impress.cli.main import app
 from impress.upkeep.rebuild import rebuild_store
 from tiers.base import PAGE
 
+ROOT = Path(__file__).parent.parent
 Open = Callable[..., impress.PrefixStore]
 
 
@@ -60,6 +63,52 @@ def test_a_damaged_index_is_set_aside(open_store: Open, geometry: impress.Geomet
     assert done.exit_code == 0 and json.loads(done.stdout)["spans"] == 7
     assert (path / "shards/main/index.old/data.mdb").exists()
     assert_serves(open_store(geometry), longer_prompt(), 384)
+
+
+_PAGE_BY_PAGE = """
+import collections, logging, os, shutil, sys
+from pathlib import Path
+from experiments.faults.content import judge, open_store, put
+from impress.errors import FormatError
+
+logging.getLogger("impress").setLevel(logging.CRITICAL)
+here = Path(sys.argv[1])
+with open_store(here / "sound") as store:
+    for seed in range(3):
+        put(store, seed)
+    store.flush()
+data = "shards/main/index/data.mdb"
+seen = collections.Counter()
+for page in range(2, (here / "sound" / data).stat().st_size // 4096):
+    child = os.fork()
+    if not child:
+        try:
+            copy = shutil.copytree(here / "sound", here / str(page))
+            with (copy / data).open("r+b") as file:
+                file.seek(page * 4096 + 10)
+                file.write(bytes(2))  # what kind of page it is
+            with open_store(copy) as store:
+                os._exit(2 * bool(judge(store, range(3)).wrong))
+        except FormatError as err:
+            os._exit(1 if "impress rebuild" in str(err) else 3)
+        except BaseException:
+            os._exit(3)
+    seen[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])] += 1
+print(seen[0], seen[1], seen[2], seen[3])
+"""
+
+
+def test_damage_that_lmdb_notices_is_one_line_wherever_it_does(tmp_path: Path) -> None:
+    """Bit flips found it: the error of the third database read came out as LMDB's own.
+
+    In processes of their own: some damage LMDB answers by ending the process.
+    """
+    command = [sys.executable, "-c", _PAGE_BY_PAGE, str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT
+    )
+    served, refused, wrong, other = map(int, done.stdout.split())
+    assert served and refused and not wrong and not other
 
 
 def test_rows_that_do_not_match_are_left_out_with_what_hangs_from_them(
