@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from test_sparse import N_TOKENS, POLICIES, SHAPES, asked, fill, kv, retrieve_all
 
 import impress
+from impress.errors import BadInput
 from impress.policy import Exact, Paper, Policy, StaticH2O
 from impress.read.plan import Runs, Source, _cut, gather, parts_of, rows_of_whole
 from impress.spans.layout import PlaneLayout, SpanLayout
@@ -214,6 +215,45 @@ def test_prefixes_that_share_part_of_a_packed_span_are_served(
         for tokens, n in ((b, 256), (a, 256), (a[:40], 32), (b[:130], 128)):
             assert_serves(store, tokens, n)
         store.check()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_session_may_begin_behind_windows_its_caller_has(
+    open_store: Open, geometry: impress.Geometry, packed: bool
+) -> None:
+    """Across a split, in packed spans and plain ones; from home and from DRAM."""
+    store = open_store(geometry, window=16)
+    a = prompt(256)
+    b = np.concatenate([a[:112], prompt(144, seed=3)])
+    for tokens in (a, b):
+        scores = scores_of(2, 256) if packed else None
+        put_prompt(store, tokens, importance=scores).wait(60)
+    for _ in range(2):
+        for first in (0, 16, 112, 128, 240):
+            with store.lease(b) as lease, lease.session(first=first) as session:
+                session.prefetch()
+                for layer in range(geometry.n_layers):
+                    k, v, pos = session.retrieve(layer, None)
+                    want_k, want_v = (plane[layer] for plane in kv_of(b, geometry))
+                    assert np.array_equal(k.numpy(), want_k[:, first:])
+                    assert np.array_equal(v.numpy(), want_v[:, first:])
+                    assert pos.tolist() == list(range(first, 256))
+                rows = sum(session.report().rows_by_tier.values())
+                assert rows == (256 - first) * geometry.n_layers
+    store.check()
+
+
+def test_only_whole_windows_are_skipped_and_only_where_all_rows_are_brought(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    put_prompt(store, prompt(256)).wait(60)
+    with store.lease(prompt(256)) as lease:
+        for first in (-64, 32, 256):
+            with pytest.raises(BadInput, match="whole windows of 64"):
+                lease.session(first=first)
+        with pytest.raises(BadInput, match="cannot skip 64"):
+            lease.session(Paper(), first=64)
 
 
 def test_importance_that_comes_in_pieces_keeps_position_order(

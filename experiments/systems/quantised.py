@@ -125,7 +125,8 @@ class QuantisedStore:
         """The whole prefix."""
         return Lease(
             [self.sources[number]], self._window, "", self._reading,
-            lambda lease, policy: Session(lease, policy, self._reading), lambda _lease: None,
+            lambda lease, policy, first: Session(lease, policy, self._reading, first),
+            lambda _lease: None,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Final, NamedTuple
 
@@ -151,6 +151,18 @@ def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None)
         parts.append(Part(source, first, count, to, ordinals - first * window))
         to += count
     return parts
+
+
+def behind(sources: Sequence[Source], n_windows: int) -> tuple[Source, ...]:
+    """What is held behind the first n_windows of a lease, as a lease of its own. Pure."""
+    left = []
+    for source in sources:
+        skipped = min(max(n_windows - source.at, 0), source.count)
+        if skipped < source.count:
+            held = source.held
+            rest = replace(held, first=held.first + skipped, count=held.count - skipped)
+            left.append(replace(source, held=rest, at=source.at + skipped - n_windows))
+    return tuple(left)
 
 
 def whole(parts: Sequence[Part], plane: int) -> list[Runs]:

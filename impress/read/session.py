@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.policy import Exact, Policy
 from impress.read.load import Load, Reading, ended, when_all
-from impress.read.plan import Source
+from impress.read.plan import Source, behind
 from impress.read.promote import Looked, after, climb
 from impress.spans.layout import K, V
 from impress.spans.rows import torch_module
@@ -57,7 +57,7 @@ class Lease:
 
     def __init__(
         self, sources: Sequence[Source], window: int, miss_reason: str, reading: Reading,
-        make_session: Callable[[Lease, Policy], Session], release: Callable[[Lease], None],
+        make_session: Callable[[Lease, Policy, int], Session], release: Callable[[Lease], None],
         clock: Clock = now,
     ) -> None:  # fmt: skip
         self.sources = tuple(sources)
@@ -76,11 +76,15 @@ class Lease:
     def held(self) -> list[Held]:
         return [source.held for source in self.sources]
 
-    def session(self, policy: Policy | None = None) -> Session:
-        """Reads of this prefix under a policy. Raises ImpressError on a miss or after release."""
+    def session(self, policy: Policy | None = None, first: int = 0) -> Session:
+        """Reads of this prefix under a policy, from token `first` on: what is before, in whole
+        windows, the caller has. Only where all rows are brought can it be above 0.
+
+        Raises ImpressError on a miss or after release, BadInput.
+        """
         if not self.n_tokens:
             raise ImpressError("lease: a miss has nothing to read (check n_tokens first)")
-        return self._make_session(self, policy or Exact())
+        return self._make_session(self, policy or Exact(), first)
 
     def check_active(self) -> None:
         """Raises PrefixLost when expired, ImpressError when released."""
@@ -124,14 +128,21 @@ class Lease:
 class Session:
     """Brings a leased prefix layer by layer. For one thread; close it when done."""
 
-    def __init__(self, lease: Lease, policy: Policy, reading: Reading) -> None:
+    def __init__(self, lease: Lease, policy: Policy, reading: Reading, first: int = 0) -> None:
+        """`first`: see Lease.session. Raises BadInput."""
         lease.check_active()
-        self.n_tokens = lease.n_tokens
+        self._window = lease.sources[0].held.record.window
+        if not 0 <= first < lease.n_tokens or first % self._window:
+            raise BadInput(
+                f"session: first must be whole windows of {self._window} and below "
+                f"{lease.n_tokens} tokens, got {first}"
+            )
+        self.n_tokens = lease.n_tokens - first
         self.policy = policy
+        self._first = first
         self._lease = lease
-        self._sources = lease.sources
+        self._sources = behind(lease.sources, first // self._window) if first else lease.sources
         self._r = reading
-        self._window = self._sources[0].held.record.window
         self._loads: dict[int, Load] = {}  # under way
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
         self._promotions: list[Ticket] = []
@@ -190,7 +201,8 @@ class Session:
         if query is not None and query.device != k.device:
             k, v = k.to(query.device), v.to(query.device)
         if positions is None:
-            return k, v, torch.arange(self.n_tokens, dtype=torch.int64, device=k.device)
+            end = self._first + self.n_tokens
+            return k, v, torch.arange(self._first, end, dtype=torch.int64, device=k.device)
         return k, v, torch.tensor(positions, dtype=torch.int64, device=k.device)
 
     def _bring(

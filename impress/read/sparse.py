@@ -265,13 +265,15 @@ class SparseSession(Session):
         return super().close()
 
 
-def session_of(reading: Reading, lease: Lease, policy: Policy) -> Session:
-    """A session under any policy.
+def session_of(reading: Reading, lease: Lease, policy: Policy, first: int = 0) -> Session:
+    """A session under any policy; `first`: see Lease.session.
 
     Raises ImpressError where none has an identifier for it, BadInput on a cap it can never keep.
     """
     if isinstance(policy, Exact | KeepAll):
-        return Session(lease, policy, reading)
+        return Session(lease, policy, reading, first)
+    if first:
+        raise BadInput(f"session: {policy.name} chooses among all rows, it cannot skip {first}")
     if select.dispatch(type(policy)) is select.dispatch(object):  # which serves nothing
         raise ImpressError(f"session: policy {policy!r} is not one this version can serve")
     check_cap(policy, reading.geometry, lease.sources[0].held.record.window)

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
 
-from tests.vllm.served import MIB, Served, params, tokens, words
+from tests.vllm.served import MIB, SMALL, Served, params, tokens, words
 from tiers.iopool import IoPool
 from tiers.ssd import SsdTier
 
@@ -78,6 +78,37 @@ def test_without_vllms_own_prefix_cache_every_request_reads_the_store(serve: Ser
     assert [answer.said["hit_tokens"] for answer in answers] == [HIT] * 8
     rows = served.store.geometry.n_layers * HIT
     assert all(answer.said["rows"] == rows for answer in answers)
+
+
+def test_of_a_prefix_that_vllm_has_in_part_only_the_rest_is_read(serve: Serve) -> None:
+    plain = _plain(serve)
+    served = serve()
+    served.ask(QUESTIONS[:1])
+    served.forget()
+    (short,) = served.ask([QUESTIONS[0][:140]], n=1)  # one block is vLLM's own again
+    assert short.n_cached == 128
+    (answer,) = served.ask(QUESTIONS[:1])
+    assert answer.tokens == plain[0]
+    assert answer.n_cached == HIT
+    assert answer.said["rows"] == served.store.geometry.n_layers * (HIT - 128)
+
+
+def test_admission_at_second_use_stores_what_came_before(serve: Serve) -> None:
+    served = serve(extra={"config": {**SMALL, "admit": "second"}}, max_num_batched_tokens=256)
+    prompt = QUESTIONS[0]
+    n = len(prompt) // 64 * 64
+    (first,) = served.ask([prompt], n=130)  # in chunks, and once more with its answer
+    served.forget()
+    assert served.store.lookup(prompt) == 0
+    (second,) = served.ask([prompt])
+    served.forget()
+    assert served.store.lookup(prompt) == n
+    (third,) = served.ask([[*prompt, *first.tokens[:-1]]])
+    assert third.n_cached == n // 128 * 128
+    served.settle()
+    grown = [*prompt, *first.tokens[:-1]]  # its windows were seen with the first answer
+    assert served.store.lookup(grown) == len(grown) // 64 * 64
+    assert first.tokens[:10] == second.tokens
 
 
 def test_what_prompts_share_is_stored_once(serve: Serve) -> None:

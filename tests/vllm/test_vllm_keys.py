@@ -138,15 +138,21 @@ def test_a_reset_forgets_what_was_stored(serve: Serve) -> None:
     assert served.ask([PROMPT])[0].n_cached == 256  # what was stored since is found
 
 
+def _told(served: Served) -> tuple[list[Any], Callable[[], list[Any]]]:
+    """A list that fills with the events vLLM takes, and what takes them."""
+    events = served.scheduler.connector.scheduler._events
+    told: list[Any] = []
+    take = events.take
+    events.take = lambda: told.extend(found := take()) or found
+    return told, take
+
+
 def test_hits_show_in_the_counters_and_events(serve: Serve) -> None:
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import BlockStored
 
     served = serve(kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
-    events = served.scheduler.connector.scheduler._events
-    told: list[Any] = []
-    take = events.take
-    events.take = lambda: told.extend(found := take()) or found
+    told, take = _told(served)
     before = {m.name: m.value for m in served.llm.get_metrics() if hasattr(m, "value")}
     served.ask([PROMPT])
     served.forget()
@@ -164,6 +170,35 @@ def test_hits_show_in_the_counters_and_events(serve: Serve) -> None:
     assert grown["vllm:impress_stored"] >= 1
     n_bytes = 256 * served.store.geometry.token_bytes
     assert grown["vllm:impress_read_bytes_ssd"] >= n_bytes
+
+
+def test_what_the_store_evicts_is_told(serve: Serve) -> None:
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+    served = serve(kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+    told, take = _told(served)
+    longer = PROMPT[:256] + words(300, seed=8)
+    served.ask([PROMPT])
+    served.settle()
+    served.ask([longer])
+    served.settle()
+    assert served.store.evict(1) > 0  # a leaf: the end of the longer one, or of the other
+    left = served.store.lookup(longer)
+    served.ask([words(20, seed=9)], n=3)
+    told += take()
+    stored = {block for event in told if isinstance(event, BlockStored)
+              for block in event.block_hashes}  # fmt: skip
+    (removed,) = [event for event in told if isinstance(event, BlockRemoved)]
+    assert set(removed.block_hashes) < stored
+    assert removed.medium == "STORAGE"
+    assert len(removed.block_hashes) == len(longer) // 128 - left // 128
+    assert served.store.evict(1 << 40) > 0
+    served.ask([words(20, seed=10)], n=3)
+    told += take()
+    gone = [block for event in told if isinstance(event, BlockRemoved)
+            for block in event.block_hashes]  # fmt: skip
+    assert set(gone) == stored
 
 
 # ---- settings ------------------------------------------------------------------------------------

@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from impress.engines.vllm.step import Prompt
 
 _MOST_EXPECTED = 1024
+#: Prefixes that were told as stored and are looked up again after an eviction: so many, of so many
+#: tokens in all (4 bytes each). What is older is not told when it goes.
+_MOST_TOLD = 4096
+_MOST_TOLD_TOKENS = 8 << 20
+#: Looked up in one step.
+_CHECKS_A_STEP = 8
+
+#: (tokens, extra, tenant) -> tokens that are stored
+Lookup = Callable[[Any, Mapping[int, bytes], str], int]
+
+
+class _Told(NamedTuple):
+    """A prefix as it was told: vLLM's hash of each block."""
+
+    prompt: Prompt
+    hashes: list[Any]
 
 
 class Events:
     """Block events in vLLM's own hashes. For the scheduler's thread. Does nothing when not enabled.
 
-    Spans that the store evicts are not told: a subscriber learns of it by a miss.
+    The store knows nothing of vLLM's blocks. So when it has evicted something, what was told is
+    looked up again, a few prefixes a step, and blocks that are gone are told then.
     """
 
     def __init__(self, *, enabled: bool, block_size: int) -> None:
         self._enabled = enabled
         self._block_size = block_size
-        self._expected: dict[str, tuple[Any, list[Any], list[int]]] = {}
+        self._expected: dict[str, tuple[Any, _Told]] = {}
+        self._told: dict[Any, _Told] = {}  # by the hash of the last block
+        self._n_told = 0  # tokens
+        self._doubted: deque[Any] = deque()  # keys of what is to be looked up again
         self._ready: list[Any] = []
 
-    def expect(self, request: Any, n_tokens: int) -> None:
-        """A request's first n_tokens are on their way into the store."""
+    def expect(self, request: Any, prompt: Prompt) -> None:
+        """A request's prompt, or the beginning of it, is on its way into the store."""
         if not self._enabled:
             return
-        n = n_tokens // self._block_size
-        tokens = list(request.all_token_ids[: n * self._block_size])
-        self._expected[request.request_id] = (
-            request.lora_request,
-            request.block_hashes[:n],
-            tokens,
-        )
+        n = len(prompt.tokens) // self._block_size
+        told = _Told(prompt, list(request.block_hashes[:n]))
+        self._expected[request.request_id] = request.lora_request, told
         while len(self._expected) > _MOST_EXPECTED:
             del self._expected[next(iter(self._expected))]
 
@@ -41,15 +61,17 @@ class Events:
         from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-        lora, hashes, tokens = found
-        n = min(n_tokens // self._block_size, len(hashes))
+        lora, told = found
+        n = min(n_tokens // self._block_size, len(told.hashes))
         if not n:
             return
+        hashes, end = told.hashes[:n], n * self._block_size
+        self._remember(_Told(told.prompt, hashes))
         self._ready.append(
             BlockStored(
-                block_hashes=[maybe_convert_block_hash(block) for block in hashes[:n]],
+                block_hashes=[maybe_convert_block_hash(block) for block in hashes],
                 parent_block_hash=None,
-                token_ids=tokens[: n * self._block_size],
+                token_ids=told.prompt.tokens[:end].tolist(),
                 block_size=self._block_size,
                 lora_id=None,
                 medium=MEDIUM_STORAGE,
@@ -59,18 +81,54 @@ class Events:
 
     def lost(self, request: Any, n_tokens: int) -> None:
         """What was promised of a request could not be read."""
-        if not self._enabled:
+        if self._enabled:
+            self._removed(request.block_hashes[: n_tokens // self._block_size])
+
+    def doubt(self) -> None:
+        """The store let go of something: everything told is to be looked up again."""
+        self._doubted = deque(self._told)
+
+    def check(self, lookup: Lookup) -> None:
+        """Look up some of what is in doubt; tell blocks that are gone."""
+        for _ in range(min(_CHECKS_A_STEP, len(self._doubted))):
+            told = self._forget(self._doubted.popleft())
+            if told is None:
+                continue
+            prompt, hashes = told
+            end = len(hashes) * self._block_size
+            found = lookup(prompt.tokens[:end], _before(prompt.extra, end), prompt.tenant)
+            n = found // self._block_size
+            self._removed(hashes[n:])
+            self._remember(_Told(prompt, hashes[:n]))
+
+    def _remember(self, told: _Told) -> None:
+        if not told.hashes:
             return
+        self._forget(told.hashes[-1])
+        self._told[told.hashes[-1]] = told
+        self._n_told += len(told.hashes) * self._block_size
+        while len(self._told) > _MOST_TOLD or self._n_told > _MOST_TOLD_TOKENS:
+            self._forget(next(iter(self._told)))
+
+    def _forget(self, key: Any) -> _Told | None:
+        told = self._told.pop(key, None)
+        if told is not None:
+            self._n_told -= len(told.hashes) * self._block_size
+        return told
+
+    def _removed(self, hashes: list[Any]) -> None:
         from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-        hashes = request.block_hashes[: n_tokens // self._block_size]
         known = [maybe_convert_block_hash(block) for block in hashes]
         if known:
             self._ready.append(BlockRemoved(block_hashes=known, medium=MEDIUM_STORAGE))
 
     def cleared(self) -> None:
         """Nothing of what was told can be found any more."""
+        self._told.clear()
+        self._doubted.clear()
+        self._n_told = 0
         if self._enabled:
             from vllm.distributed.kv_events import AllBlocksCleared
 
@@ -80,3 +138,7 @@ class Events:
         """Events since the last call."""
         taken, self._ready = self._ready, []
         return taken
+
+
+def _before(extra: Mapping[int, bytes], end: int) -> dict[int, bytes]:
+    return {at: key for at, key in extra.items() if at < end}

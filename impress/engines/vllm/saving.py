@@ -33,6 +33,8 @@ _BUFFER_WAIT_S = 5.0
 #: For an earlier store of the same beginning to be READY; then what they share is written twice.
 _EARLIER_WAIT_S = 10.0
 _FLUSH_S = 120.0
+#: Requests whose use is remembered, so that no part of one counts as a second.
+_MOST_USES = 4096
 #: Blocks copied at once.
 _MOST_BLOCKS = 16
 
@@ -44,7 +46,8 @@ class _Life:
         self.request_id = request_id
         self.root = root  # what its prompt begins with
         self.writer: Writer | None = None
-        self.n_wanted = 0  # tokens of the writer's prompt
+        self.n_asked = 0  # tokens of the prompt last begun
+        self.n_wanted = 0  # those of them that are admitted: the writer's prompt
         self.n_put = 0
         self.n_waiting = 0  # specs
         self.dropped = False  # its blocks are another's
@@ -66,6 +69,7 @@ class Saver:
         self._lives: dict[str, _Life] = {}
         self._writing: dict[bytes, str] = {}  # root -> key of the life that stores it
         self._pending: list[tuple[str, bytes, Stored]] = []  # handed to the committer
+        self._uses: dict[str, tuple[int, int]] = {}  # request -> tokens asked for, admitted
         self._lock = threading.Condition()
         self._reading = threading.Lock()  # held while blocks are looked at
         self._closed = False
@@ -200,22 +204,29 @@ class Saver:
         if life.dropped:
             self._give_up(life)
             return
-        if life.writer is None or life.n_wanted < len(spec.prompt.tokens):
+        if life.writer is None or life.n_asked < len(spec.prompt.tokens):
             self._give_up(life)
-            self._begin(life, spec)
+            if not self._begin(life, spec):
+                return
         assert life.writer is not None
-        while life.n_put < spec.end and not life.writer.stored.refused:
+        wanted = min(spec.end, life.n_wanted)
+        while life.n_put < wanted and not life.writer.stored.refused:
             # From a block's first row on; rows that are stored are passed over.
             first = life.n_put // self._block_size
-            end = min(first + _MOST_BLOCKS, -(-spec.end // self._block_size))
+            end = min(first + _MOST_BLOCKS, -(-wanted // self._block_size))
             if not self._put(life, spec, first, end):
                 self._give_up(life)
                 return
-            life.n_put = min(end * self._block_size, spec.end)
+            life.n_put = min(end * self._block_size, wanted)
         if life.n_put >= life.n_wanted or life.writer.stored.refused:
             self._finish(life)
 
-    def _begin(self, life: _Life, spec: SaveSpec) -> None:
+    def _begin(self, life: _Life, spec: SaveSpec) -> bool:
+        """Open a writer for what is admitted of a spec's prompt; False: nothing of it is."""
+        life.n_asked = len(spec.prompt.tokens)
+        life.n_wanted = self._admitted(spec)
+        if not life.n_wanted:
+            return False
         self._writing[life.root] = spec.key
         with self._lock:
             earlier = [stored for _, root, stored in self._pending if root == life.root]
@@ -224,18 +235,35 @@ class Saver:
                 stored.wait(_EARLIER_WAIT_S)
             except ImpressError:
                 continue
-        prompt = spec.prompt
-        life.writer = self._store.writer(
-            prompt.tokens, 0, prompt.extra, _BUFFER_WAIT_S, prompt.tenant
-        )
-        life.n_wanted = len(prompt.tokens)
+        tokens = spec.prompt.tokens[: life.n_wanted]
+        extra = {at: key for at, key in spec.prompt.extra.items() if at < len(tokens)}
+        life.writer = self._store.writer(tokens, 0, extra, _BUFFER_WAIT_S, spec.prompt.tenant)
         life.n_put = life.writer.stored.n_tokens - life.writer.stored.n_new
+        return True
+
+    def _admitted(self, spec: SaveSpec) -> int:
+        """Tokens to be stored by Config.admit; notes a request's use of each window once.
+
+        A request comes here again with its answer, or after it was preempted: what it noted itself
+        does not count as used before.
+        """
+        prompt, n = spec.prompt, len(spec.prompt.tokens)
+        if self._store.config.admit == "first":
+            return n
+        asked, admitted = self._uses.get(spec.request_id, (0, 0))
+        if n > asked:
+            found = self._store.admitted(prompt.tokens, prompt.extra, prompt.tenant)
+            asked, admitted = n, found if admitted == asked else admitted
+            self._uses[spec.request_id] = asked, admitted
+            if len(self._uses) > _MOST_USES:
+                del self._uses[next(iter(self._uses))]
+        return min(admitted, n)
 
     def _put(self, life: _Life, spec: SaveSpec, first: int, end: int) -> bool:
         """Rows of blocks first..end-1, in every layer; False when they are no longer its own."""
         assert life.writer is not None
         row = first * self._block_size
-        n = min(end * self._block_size, spec.end) - row
+        n = min(end * self._block_size, spec.end, life.n_wanted) - row
         for layer, (kv_cache, layout) in enumerate(zip(self._caches, self._layouts, strict=True)):
             with self._reading:
                 if life.dropped:

@@ -75,6 +75,7 @@ class SchedulerSide:
         self._held: list[str] = []
         self._ended: list[str] = []
         self._dropped: list[str] = []
+        self._evicting = False  # the store has let go of something, and will again
         self._reset = ""  # in every key since the cache was reset
         self.kv_cache_manager: Any = None
 
@@ -164,6 +165,8 @@ class SchedulerSide:
         plan.saves += self._late
         plan.held += self._held
         plan.ended += self._ended
+        if self._view.current:
+            self._events.check(self._view.lookup)
         plan.dropped += self._dropped
         self._late, self._held, self._ended, self._dropped = [], [], [], []
         return plan
@@ -214,7 +217,7 @@ class SchedulerSide:
             return None
         request_id = tracked.request.request_id
         if not tracked.private:
-            self._events.expect(tracked.request, wanted)
+            self._events.expect(tracked.request, prompt)
         return SaveSpec(request_id, tracked.key, prompt, end, blocks)
 
     def _blocks(self, request_id: str, n_tokens: int) -> list[int]:
@@ -251,8 +254,11 @@ class SchedulerSide:
     def hear(self, report: StepReport | None, invalid_block_ids: Iterable[int]) -> None:
         """What the worker read, stored and lost in a step."""
         if report is not None:
-            if report.stored or report.lost:
+            if report.stored or report.lost or report.evicted:
                 self._view.refresh()
+                self._evicting |= report.evicted
+                if self._evicting:  # a snapshot may have been taken before what went was gone
+                    self._events.doubt()
             for request_id, what in report.served.items():
                 if request_id in self._tracked:
                     self._tracked[request_id].served = what

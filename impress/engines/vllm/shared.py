@@ -77,6 +77,7 @@ class View:
         self._shared = acquire(path, None)
         self._snapshot: PrefixStore | None = None
         self._stale = threading.Event()
+        self._n_asked = self._n_renewed = 0  # refreshes
         self._closed = False
         self._thread: threading.Thread | None = None
         if self._shared is None:
@@ -89,6 +90,11 @@ class View:
         """Whether it is the worker's own store."""
         return self._shared is not None
 
+    @property
+    def current(self) -> bool:
+        """Whether every refresh that was asked for has happened."""
+        return self.shared or self._n_renewed == self._n_asked
+
     def lookup(self, tokens: Any, extra: Mapping[int, bytes], tenant: str) -> int:
         """Tokens of this prompt that are stored, in whole windows; 0 where nothing can be seen."""
         store = self._shared or self._snapshot
@@ -96,6 +102,7 @@ class View:
 
     def refresh(self) -> None:
         """Something was stored or lost: look again soon. Returns at once."""
+        self._n_asked += 1
         self._stale.set()
 
     def close(self) -> None:
@@ -115,7 +122,9 @@ class View:
             self._stale.clear()
             if self._closed:
                 return
+            asked = self._n_asked
             self._reopen()
+            self._n_renewed = asked
 
     def _reopen(self) -> None:
         geometry, namespace, config = self._open

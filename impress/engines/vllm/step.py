@@ -75,6 +75,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the base i
     stored: dict[str, int] = field(default_factory=dict)  # request -> its tokens that are READY
     lost: list[str] = field(default_factory=list)  # requests whose load failed in this step
     served: dict[str, dict[str, Any]] = field(default_factory=dict)  # request -> what was read
+    evicted: bool = False  # the store let go of something since the last report
 
     def aggregate(self, other: StepReport) -> StepReport:
         """One report of two workers."""
@@ -82,7 +83,8 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the base i
             {**self.stored, **other.stored},
             [*self.lost, *other.lost],
             {**self.served, **other.served},
+            self.evicted or other.evicted,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.stored or self.lost or self.served)
+        return bool(self.stored or self.lost or self.served or self.evicted)

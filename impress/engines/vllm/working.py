@@ -31,6 +31,7 @@ _SPARSE_SUMS = (
     "chosen_rows_share", "fallback_share", "bytes_share", "transferred_share",
     "estimated_missing_mass", "missing_mass_worst_head",
 )  # fmt: skip
+_GONE = ("evicted_spans", "quarantined_spans")
 #: How long a step with nothing to compute leaves the processor to the saver.
 _IDLE_S = 0.005
 
@@ -48,7 +49,9 @@ class ExactLoad:
         if self.end < spec.end:
             self.lost = f"the lease has {self._lease.n_tokens} of {spec.end} tokens"
         if self.end > spec.first:
-            self._session = self._lease.session()
+            # What vLLM has itself is not read; of a window that begins before `first`, all is.
+            self._begin = spec.first // store.window * store.window
+            self._session = self._lease.session(first=self._begin)
             self._session.prefetch()
             self._slots = slots_of(spec.block_ids, block_size, spec.first, self.end)
 
@@ -62,7 +65,7 @@ class ExactLoad:
             self.lost, self.end = err.reason, self.spec.first
             self.close()
             return
-        rows = slice(self.spec.first, self.end)
+        rows = slice(self.spec.first - self._begin, self.end - self._begin)
         layout.write(kv_cache, k[:, rows], v[:, rows], self._slots)
 
     def report(self) -> AccessReport | None:
@@ -101,6 +104,7 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._held: set[str] = set()
         self._report = StepReport()
+        self._n_gone = self._gone()
 
     # ---- a step ----------------------------------------------------------------------------
 
@@ -216,7 +220,13 @@ class WorkerSide:
             for request_id, n_tokens in self.saver.ready():
                 report.stored[request_id] = n_tokens
                 self.counts["stored"] += 1
+        gone = self._gone()
+        report.evicted, self._n_gone = gone != self._n_gone, gone
         return report
+
+    def _gone(self) -> int:
+        """Spans that the store let go of by itself, so far."""
+        return sum(self.store.counters[name] for name in _GONE)
 
     def take_counts(self) -> dict[str, int]:
         """Counts since the last call."""
