@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -33,7 +34,9 @@ SYSTEMS: Final = (OURS, "impress dram", *ENVIRONMENTS)
 MEDIA: Final = ("disk", "tmpfs")
 #: Llama-3.1-8B's rows: 128 KiB a token, 32 MiB a chunk.
 SHAPES: Final = {False: Shape(32, 8, 128, 1024, 256), True: Shape(32, 8, 128, 512, 256)}
-ROUNDS: Final = {False: 5, True: 2}
+#: On tmpfs every file is memory: a chunk a prefix and few rounds keep all of it below 1 GB.
+SHAPE_TMPFS: Final = Shape(32, 8, 128, 256, 256)
+ROUNDS: Final = {("disk", False): 5, ("disk", True): 2, ("tmpfs", False): 3, ("tmpfs", True): 1}
 #: A prefix of no round: what a process does once is done for it.
 _WARM_UP: Final = 1000
 #: What was done, what of it, and its name in the table.
@@ -79,13 +82,19 @@ class Worker:
             self.process.communicate()
 
 
+def shape_on(medium: str, *, quick: bool) -> Shape:
+    return SHAPES[quick] if medium == "disk" else SHAPE_TMPFS
+
+
 class Field:
-    """The systems on one medium; started by the first round there."""
+    """The systems on one medium; started by the first round there, ended by `end`."""
 
     def __init__(self, medium: str, options: Options) -> None:
         self._medium = medium
         self._options = options
+        self._shape = shape_on(medium, quick=options.quick)
         self._workers: list[Worker] = []
+        self._exits = ExitStack()
 
     def round(self, number: int) -> list[Row]:
         """One prefix through every system: a row a system and what it did."""
@@ -94,7 +103,7 @@ class Field:
         shift = number % len(self._workers)
         turn = self._workers[shift:] + self._workers[:shift]
         rows: list[Row] = []
-        gb = SHAPES[self._options.quick].n_bytes / 1e9
+        gb = self._shape.n_bytes / 1e9
         for do in ("store", "cold", "warm"):
             for worker in turn:
                 took = worker.ask(do=do, prefix=number)
@@ -109,14 +118,20 @@ class Field:
                 rows.append({"system": worker.name, "do": "not run", "why": worker.why})
         return rows
 
+    def end(self) -> None:
+        """No process of it is left, and none of its data. Idempotent."""
+        self._workers = []
+        self._exits.close()
+
     def _start(self) -> None:
-        folder = self._options.folder
-        if self._medium == "tmpfs":
-            folder = self._options.exits.enter_context(scratch(_TMPFS))
+        self._options.exits.callback(self.end)
+        folder = self._exits.enter_context(
+            scratch(_TMPFS if self._medium == "tmpfs" else self._options.folder)
+        )
         more = self._options.more
         for name in more.only:
             worker = self._worker(name, python_of(name, more.peers, more.vllm), folder / name)
-            self._options.exits.callback(worker.end)
+            self._exits.callback(worker.end)
             self._workers.append(worker)
             for do in ("store", "cold", "warm"):
                 worker.ask(do=do, prefix=_WARM_UP)
@@ -126,7 +141,7 @@ class Field:
             made = "make test-vllm makes it" if name == "vllm files" else "--install makes it"
             return Worker(name, why=f"no environment {python.parents[1]}: {made}")
         folder.mkdir(parents=True)
-        shape = json.dumps(asdict(SHAPES[self._options.quick]))
+        shape = json.dumps(asdict(self._shape))
         with (self._options.folder / f"{name}.log").open("w") as log:
             process = subprocess.Popen(
                 [python, "-m", "experiments.peers_worker", name, folder,
@@ -147,21 +162,30 @@ def cells(options: Options) -> list[Cell]:
     made = []
     for medium in options.more.media:
         field = Field(medium, options)
-        for number in range(ROUNDS[options.quick]):
+        n_rounds = ROUNDS[medium, options.quick]
+        for number in range(n_rounds):
             params = {"medium": medium, "round": number}
-            made.append(Cell(params, lambda f=field, n=number: f.round(n), 25))
+            last = number == n_rounds - 1
+            made.append(Cell(params, lambda f=field, n=number, end=last: _round(f, n, end), 25))
     return made
 
 
+def _round(field: Field, number: int, last: bool) -> list[Row]:
+    rows = field.round(number)
+    if last:
+        field.end()
+    return rows
+
+
 def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
-    shape = SHAPES[options.quick]
     lines = []
     for medium in options.more.media:
         for system in options.more.only:
             mine = [row for row in rows if (row["medium"], row["system"]) == (medium, system)]
             lines.append(_line(medium, system, mine))
-    size = f"{shape.n_bytes / 2**20:.0f} MiB a prefix, medians of {ROUNDS[options.quick]}"
     for medium in options.more.media:
+        n_bytes = shape_on(medium, quick=options.quick).n_bytes
+        size = f"{n_bytes >> 20} MiB a prefix, medians of {ROUNDS[medium, options.quick]}"
         shown = [
             {key: line[key] for key in line if key not in ("on", "version", "note")}
             for line in lines if line["on"] == medium

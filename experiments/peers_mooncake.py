@@ -50,7 +50,7 @@ class Mooncake(System):
         self._client = MooncakeDistributedStore()
         status = self._client.setup(
             {"local_hostname": "127.0.0.1", "metadata_server": f"http://127.0.0.1:{meta}/metadata",
-             "global_segment_size": str(4 * shape.n_bytes), "local_buffer_size": str(64 * MIB),
+             "global_segment_size": str(3 * shape.n_bytes), "local_buffer_size": str(64 * MIB),
              "protocol": "tcp", "rdma_devices": "", "master_server_addr": f"127.0.0.1:{rpc}",
              "enable_ssd_offload": "true", "ssd_offload_path": str(folder)}
         )  # fmt: skip

@@ -106,7 +106,7 @@ class Impress(System):
 class ImpressDram(Impress):
     """The same with it: what a cold read brought is copied up behind it, and read there next."""
 
-    dram_bytes = 2048 * MIB
+    dram_bytes = 1024 * MIB
 
 
 class LMCache(System):

@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from experiments import peers
-from experiments.peers import Worker, figures, run
+from experiments.peers import ROUNDS, SHAPE_TMPFS, SYSTEMS, Field, Worker, figures, run
 from experiments.peers_worker import Shape, rows_of
 
 TINY = Shape(2, 2, 64, 256, 128)
@@ -22,6 +23,26 @@ TINY = Shape(2, 2, 64, 256, 128)
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SHAPES", {True: TINY})
+
+
+def test_what_lies_in_memory_stays_below_a_gigabyte() -> None:
+    """Of every system, one prefix to warm up and those of the rounds."""
+    n_prefixes = 1 + max(n for (medium, _), n in ROUNDS.items() if medium == "tmpfs")
+    assert len(SYSTEMS) * n_prefixes * SHAPE_TMPFS.n_bytes < 1e9
+
+
+def test_processes_end_with_the_last_round_of_a_medium(small: None, tmp_path: Path) -> None:
+    exits = ExitStack()
+    more = argparse.Namespace(only=("impress",), peers=tmp_path, vllm=tmp_path)
+    options = argparse.Namespace(quick=True, more=more, exits=exits, folder=tmp_path, seed=1)
+    field = Field("disk", options)  # type: ignore[arg-type]
+    assert {row["do"] for row in field.round(0)} == {"store", "cold", "warm"}
+    (worker,) = field._workers
+    assert worker.process is not None
+    field.end()
+    assert worker.process.poll() is not None
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    exits.close()
 
 
 def _cell(system: str, number: int, **more: Any) -> dict[str, Any]:
