@@ -1,4 +1,4 @@
-"""Every experiment of the paper's figures, one after the other, each in a process of its own.
+"""Every experiment of the paper's figures and of what came before, each in a process of its own.
 
     python -m experiments.all --quick            about 20 minutes on two quiet cores
     python -m experiments.all --resume           the full sizes; goes on where a run stopped
@@ -25,7 +25,7 @@ from experiments.harness import duration
 #: In the order they run: what needs a quiet disk stands together.
 NAMES: Final = (
     "accuracy", "threshold", "zero_hit", "chunks", "hits", "repack", "ttft", "ablation", "scale",
-    "vbuffers",
+    "vbuffers", "hashpool", "trace",
 )  # fmt: skip
 #: Those whose time or figures hang on the disk's rate.
 _DISK: Final = ("chunks", "repack", "ttft", "ablation", "scale")
@@ -54,10 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", default=_ROOT / "docs" / "results")
     parser.add_argument("--dir", type=Path, metavar="DIR", default=Path(), help="where data goes")
     parser.add_argument("--disk-gb-s", type=float, metavar="X", help="default: fio measures it")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="for trace; default: made up")
     args = parser.parse_args(argv)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        rate = args.disk_gb_s or _disk_gb_s(args.dir)
+        rate = args.disk_gb_s or (_disk_gb_s(args.dir) if {*args.only} & {*_DISK} else 0.0)
         ran = [one(name, args, rate) for name in args.only]
     except KeyboardInterrupt:
         console.print("stopped; --resume goes on")
@@ -81,6 +82,7 @@ def one(name: str, args: argparse.Namespace, rate: float) -> Ran:
     command += ["--quick"] if args.quick else []
     command += ["--resume"] if args.resume else []
     command += ["--disk-gb-s", f"{rate:g}"] if name in _DISK else []
+    command += ["--trace", str(args.trace)] if name == "trace" and args.trace else []
     console.rule(name)
     begin = time.monotonic()
     with subprocess.Popen(command, cwd=Path.cwd()) as child:

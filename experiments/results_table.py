@@ -1,7 +1,8 @@
 """Fills tables of docs/RESULTS.md and LINEAGE.md from docs/results/*.json, none copied by hand.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. `paper` is every figure beside the
-paper's; any other name is a report, whose rows are printed.
+paper's, `runs` when everything was measured, `run.NAME` when one report was; any other name is a
+report, whose rows are printed.
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ class Reports:
             return "withdrawn" if withdrawn else "not available"
         return ours.form.format(value)
 
-    def when(self) -> str:
-        """One line for each report: date, commit, size, machine."""
+    def when(self, only: str | None = None) -> str:
+        """One line for each report, or for one: date, commit, size."""
         lines = ["| experiment | date | commit | size | emulator off by |", "|---|---|---|---|---|"]
         for name, report in self.by_name.items():
+            if only not in (None, name):
+                continue
             meta = report["meta"]
             error = report["figures"].get("emulator_error")
             off = "" if error is None else f"{error:.1%}"
@@ -118,6 +121,11 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
                         "stalls": "stalls", "µs each": "stall_us", "ahead": "ahead", "n": "n"},
     "vbuffers.hit": {"tokens": "n_tokens", "pooled ms": "pooled_ms", "virtual ms": "virtual_ms",
                      "virtual ÷ pooled": "ttft_vs_pooled", "n": "n"},
+    "hashpool": {"p": "p", "arm": "arm", "blocks found": "hit", "requests a second": "items_per_s",
+                 "÷ no cache": "vs_no_cache", "same next word": "same_word"},
+    "trace": {"trace": "trace", "blocks": "size", "policy": "policy", "found": "hit",
+              "HBM TiB": "hbm_tib", "DRAM TiB": "dram_tib", "SSD TiB": "ssd_tib",
+              "pool TiB": "pool_tib", "computed TiB": "computed_tib"},
 }  # fmt: skip
 
 
@@ -132,6 +140,8 @@ def fill(page: Path, folder: Path) -> None:
         name = found[2]
         if name in makers:
             text = makers[name]()
+        elif name.startswith("run."):
+            text = reports.when(name.removeprefix("run."))
         elif (report := name.partition(".")[0]) in reports.by_name and name in _COLUMNS:
             text = rows_table(reports.by_name[report], _COLUMNS[name])
         else:
