@@ -87,6 +87,8 @@ def rows_table(report: Mapping[str, Any], columns: Mapping[str, str]) -> str:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -121,8 +123,9 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
                         "stalls": "stalls", "µs each": "stall_us", "ahead": "ahead", "n": "n"},
     "vbuffers.hit": {"tokens": "n_tokens", "pooled ms": "pooled_ms", "virtual ms": "virtual_ms",
                      "virtual ÷ pooled": "ttft_vs_pooled", "n": "n"},
-    "hashpool": {"p": "p", "arm": "arm", "blocks found": "hit", "requests a second": "items_per_s",
-                 "÷ no cache": "vs_no_cache", "same next word": "same_word"},
+    "hashpool": {"p": "p", "arm": "arm", "blocks found": "hit",
+                 "requests a second of a core": "items_per_s", "÷ no cache": "vs_no_cache",
+                 "same next word": "same_word"},
     "trace": {"trace": "trace", "blocks": "size", "policy": "policy", "found": "hit",
               "HBM TiB": "hbm_tib", "DRAM TiB": "dram_tib", "SSD TiB": "ssd_tib",
               "pool TiB": "pool_tib", "computed TiB": "computed_tib"},

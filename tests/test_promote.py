@@ -129,6 +129,16 @@ def test_by_prefix_the_beginning_stays_in_every_layer(open_store: Open) -> None:
     assert rows == {"dram": N}
 
 
+def test_a_prompt_too_long_for_the_cache_leaves_its_beginning_in_every_layer(
+    open_store: Open,
+) -> None:
+    store = open_store(GEOMETRY, eviction="prefix-lru", dram_bytes=budget(6), io_threads=1)
+    put_prompt(store, prompt(N)).wait(60)
+    ask(store, prompt(N), Exact())
+    _, rows = ask(store, prompt(N)[: N // 2], Exact())
+    assert rows == {"dram": N}
+
+
 def test_of_equals_that_take_turns_the_first_to_come_stays(open_store: Open) -> None:
     a, b = prompt(N, 1), prompt(N, 2)
     for eviction, hits in (("importance", 3 * 2 * N), ("lru", 0)):
