@@ -1,4 +1,4 @@
-"""Reads prompts and judges them: `python -m experiments.faults.reader DIR FIRST N ENGINE`."""
+"""Reads and judges prompts: `python -m experiments.faults.reader DIR FIRST N ENGINE LIMIT_S`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import sys
 from pathlib import Path
 
 from experiments.faults.content import judge, open_store
+from impress.errors import FormatError
 
 
 def main() -> int:
-    """Prints "judged MISSED WRONG"."""
+    """Prints "judged MISSED WRONG", or "refused WHY" where the store does not open."""
     folder, first, n, engine = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    with open_store(folder, io_engine=engine, read_timeout_s=0.5) as store:
-        found = judge(store, range(first, first + n))
+    try:
+        with open_store(folder, io_engine=engine, read_timeout_s=float(sys.argv[5])) as store:
+            found = judge(store, range(first, first + n))
+            store.flush()  # spans that went bad are out of the index, their space is free
+            store.check()
+    except FormatError as err:
+        print("refused", err, flush=True)
+        return 0
     print("judged", found.missed, found.wrong, flush=True)
     return 0
 
