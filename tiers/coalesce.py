@@ -48,9 +48,13 @@ def coalesce(reads: Iterable[Read]) -> list[Run]:
     """The fewest runs for these reads: neighbours on the medium merge, in medium order. Pure."""
     places: list[tuple[int, int, Bytes, Read]] = []
     for read in reads:
-        n_bytes, part = len(read.dest), read.slot.parts[0]
-        if n_bytes <= RUN_BYTES and read.off + n_bytes <= part.length:
-            places.append((part.segment, part.off + read.off, read.dest, read))
+        n_bytes, off = len(read.dest), read.off
+        for part in read.slot.parts:
+            if off < part.length:
+                break
+            off -= part.length
+        if n_bytes <= RUN_BYTES and off + n_bytes <= part.length:
+            places.append((part.segment, part.off + off, read.dest, read))
         else:
             places += _places(read)
     places.sort(key=itemgetter(0, 1))

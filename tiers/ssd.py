@@ -112,7 +112,8 @@ class SsdTier:
             return
         for at in range(0, len(runs), DEPTH):
             part = runs[at : at + DEPTH]
-            with closing(queue.read(part, [self._file(run.segment) for run in part])) as ended:
+            files = {segment: self._file(segment) for segment in {run.segment for run in part}}
+            with closing(queue.read(part, [files[run.segment] for run in part])) as ended:
                 for i in ended:
                     run = part[max(i, ~i)]
                     if i < 0:

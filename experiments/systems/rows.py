@@ -154,17 +154,21 @@ def _words(rng: Any, shape: tuple[int, ...]) -> Any:
 
 
 class _Counted:
-    """Counts the requests a medium sends while it is entered."""
+    """Counts the requests a medium is sent while it is entered: afterwards, off the clock."""
 
     def __init__(self, ssd: Any) -> None:
-        self.n = 0
+        self._asked: list[Any] = []
         self._ssd = ssd
+
+    @property
+    def n(self) -> int:
+        return sum(len(coalesce(reads)) for reads in self._asked)
 
     def __enter__(self) -> _Counted:
         read = self._ssd.read
 
         def counting(reads: Any) -> None:
-            self.n += len(coalesce(reads))
+            self._asked.append(reads)
             read(reads)
 
         self._ssd.read = counting

@@ -300,8 +300,12 @@ def plan_reads(
     plan = ReadPlan({medium: [] for medium in media})
     for i, part in enumerate(parts):
         entries = [by_part[i] for by_part in cached]
+        is_cached = any((ids >= 0).any() for ids in entries)
         found: dict[str, list[Read]] = {medium: [] for medium in media}
         for plane, plane_runs, dest in zip(planes, runs, dests, strict=True):
+            if not is_cached:
+                found["ssd"] += home_reads(part, layer, plane, plane_runs[i], dest)
+                continue
             cut, levels = _cut(plane_runs[i], part.source.layout.planes[plane].pieces, entries)
             at_home = Runs(*(column[levels < 0] for column in cut))
             found["ssd"] += home_reads(part, layer, plane, at_home, dest)
@@ -321,11 +325,9 @@ def _cut(runs: Runs, pieces: int, cached: Sequence[Ids]) -> tuple[Runs, Position
 
     Cut at both ends of every cached chunk (of `pieces`): each has a place of its own.
     """
-    at = np.full(len(cached[0]) if cached else 0, -1, dtype=np.int64)
+    at = np.full(len(cached[0]), -1, dtype=np.int64)
     for level, entries in enumerate(cached):
         at[entries >= 0] = level
-    if not len(at) or at.max() < 0:
-        return runs, np.full(len(runs.firsts), -1, dtype=np.int64)
     inner = (at[1:] >= 0) | (at[:-1] >= 0)
     edges = (np.flatnonzero(inner) + 1) * pieces
     own = np.searchsorted(runs.firsts, edges, side="right") - 1  # the run an edge may lie in
