@@ -99,8 +99,8 @@ class Catalog:
     def publish(self, record: SpanRecord, prefix: bytes) -> int:
         """Make a READY span visible; the windows it added to the tree.
 
-        `prefix`: labels from the root to the span's end. 0 when all of it is stored by now, or
-        its ancestors went bad meanwhile: then the span is retired.
+        `prefix`: labels from the root to the span's end. 0 when all of it is stored by now, -1
+        when its ancestors went bad meanwhile: then the span is retired.
         """
         span = record.span_id
         with self.lock:
@@ -111,9 +111,10 @@ class Catalog:
             self._count_graft(span, graft, record.n_windows)
             if graft.added:
                 self._tree.used[graft.node] = self._tick  # new is not the same as never wanted
-            else:
-                self._retired.add(span)
-            return graft.added
+                return graft.added
+            self._retired.add(span)
+            is_stored = self._tree.match(record.root, prefix).n_windows >= record.end_window
+            return 0 if is_stored else -1
 
     def evict(self, n_bytes: int, score: Score, spare: Iterable[int] = ()) -> list[int]:
         """Take leaves of least score out until spans of n_bytes are retired; their ids.

@@ -303,13 +303,13 @@ class Committer:
         record = job.draft.record
         added = self._catalog.publish(record, job.draft.prefix)
         lost = None
-        if not added and self._catalog.lookup(record.root, job.draft.prefix) < record.end_window:
+        if added < 0:
             lost = StoreFailed("store: the prefix before these rows went bad meanwhile")
             self.fail(lost)
         job.done()
         job.stored.settle(error=lost)
-        self._counters.add("stored_tokens", added * record.window)
-        self._counters.add("stored_bytes", record.data_bytes if added else 0)
+        self._counters.add("stored_tokens", max(added, 0) * record.window)
+        self._counters.add("stored_bytes", record.data_bytes if added > 0 else 0)
         return added > 0
 
     def _drop(self, job: StoreJob, error: Exception | None) -> None:
