@@ -84,7 +84,7 @@ def injections(folder: Path, n: int, _seed: int) -> list[Row]:
 
 
 def _injected(where: Path, what: str, rule: str, n: int) -> Row:
-    total = _total(what, 1)
+    total = _total(what, 1) | {"missing": []}
     reading = rule.startswith("preadv2")
     if reading:
         with open_store(where) as store:
@@ -98,17 +98,22 @@ def _injected(where: Path, what: str, rule: str, n: int) -> Row:
         if reading:
             total["acknowledged"] = n
             _judge(total, where, n, *strace, limit_s=0.5)
+            del total["missing"]
             return total
         lines = _lines(*strace, *_python("worker", where, n), "preadv")
     except subprocess.TimeoutExpired:
         total["hangs"] += 1
         return total
-    total["acknowledged"] = sum(line.isdigit() for line in lines)
+    kept = {int(seed) for line in lines if line.startswith("kept") for seed in line.split()[1:]}
+    total["acknowledged"] = len(kept)
     total["refused"] = sum(line.startswith("refused") for line in lines)
     if not _judge(total, where, n):  # the calls of the index failed too; segments alone must do
         total["rebuilt"] = 1
         rebuild_store(where)
         assert _judge(total, where, n), "a rebuilt index is not sound"
+    if "claims" not in what:  # there the bytes themselves were never written
+        total["lost"] = len(kept & set(total["missing"]))
+    del total["missing"]
     return total
 
 
@@ -120,6 +125,8 @@ def _judge(total: Row, where: Path, n: int, *before: str, limit_s: float = 5.0) 
     lines = _lines(*before, *_python("reader", where, n), "preadv", f"{limit_s:g}")
     judged = [line.split()[1:] for line in lines if line.startswith("judged")]
     if judged:
+        missing = next(line for line in lines if line.startswith("missing"))
+        total["missing"] = [int(seed) for seed in missing.split()[1:]]
         total["missed"], total["wrong"] = (int(word) for word in judged[-1])
     elif not lines:
         total["ended"] += 1

@@ -10,17 +10,18 @@ from impress.errors import FormatError
 
 
 def main() -> int:
-    """Prints "judged MISSED WRONG", or "refused WHY" where the store does not open."""
+    """Prints "missing SEED …" and "judged MISSED WRONG", or "refused WHY": it does not open."""
     folder, first, n, engine = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     try:
         with open_store(folder, io_engine=engine, read_timeout_s=float(sys.argv[5])) as store:
-            found = judge(store, range(first, first + n))
+            each = {seed: judge(store, [seed]) for seed in range(first, first + n)}
             store.flush()  # spans that went bad are out of the index, their space is free
             store.check()
     except FormatError as err:
         print("refused", err, flush=True)
         return 0
-    print("judged", found.missed, found.wrong, flush=True)
+    print("missing", *(seed for seed, found in each.items() if found.missed))
+    print("judged", *(sum(getattr(one, of) for one in each.values()) for of in ("missed", "wrong")))
     return 0
 
 

@@ -1,6 +1,7 @@
 """Stores prompts until it is stopped: `python -m experiments.faults.worker DIR FIRST`.
 
-Prints a seed when everything up to it has been flushed; "refused" lines when the store says no.
+Prints a seed when everything up to it has been flushed, and "kept" with those of it that were not
+refused; "refused" lines when the store says no.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ def main() -> int:
     engine = sys.argv[4] if len(sys.argv) > 4 else "auto"
     with open_store(folder, io_engine=engine) as store:
         print("open", flush=True)
+        fresh: list[int] = []
         for seed in itertools.count(first):
             if most is not None and seed >= first + most:
                 return 0
@@ -27,10 +29,15 @@ def main() -> int:
                 stored = put(store, seed)
                 if stored.refused:
                     print("refused", stored.refused, flush=True)
+                else:
+                    fresh.append(seed)
                 if seed % 3 == 0:
                     store.flush()
+                    print("kept", *fresh)
                     print(seed, flush=True)
+                    fresh.clear()
             except ImpressError as err:
+                fresh.clear()
                 print("refused", err, flush=True)
     return 0
 
