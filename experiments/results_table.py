@@ -1,8 +1,7 @@
 """Fills tables of docs/RESULTS.md and LINEAGE.md from docs/results/*.json, none copied by hand.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. `paper` is every figure beside the
-paper's, `runs` when everything was measured, `run.NAME` when one report was; any other name is a
-report, whose rows are printed.
+paper's; any other name is a report, whose rows are printed.
 """
 
 from __future__ import annotations
@@ -45,12 +44,10 @@ class Reports:
             return "withdrawn" if withdrawn else "not available"
         return ours.form.format(value)
 
-    def when(self, only: str | None = None) -> str:
-        """One line for each report, or for one: date, commit, size."""
+    def when(self) -> str:
+        """One line for each report: date, commit, size, machine."""
         lines = ["| experiment | date | commit | size | emulator off by |", "|---|---|---|---|---|"]
         for name, report in self.by_name.items():
-            if only not in (None, name):
-                continue
             meta = report["meta"]
             error = report["figures"].get("emulator_error")
             off = "" if error is None else f"{error:.1%}"
@@ -143,8 +140,6 @@ def fill(page: Path, folder: Path) -> None:
         name = found[2]
         if name in makers:
             text = makers[name]()
-        elif name.startswith("run."):
-            text = reports.when(name.removeprefix("run."))
         elif (report := name.partition(".")[0]) in reports.by_name and name in _COLUMNS:
             text = rows_table(reports.by_name[report], _COLUMNS[name])
         else:
