@@ -26,7 +26,7 @@ from impress.types import Geometry
 YI_34B: Final = Geometry(60, 28, 4, 128, "float16")
 PAGES: Final = (64 << 10, 256 << 10, 2 << 20)
 #: Tokens there are when decoding begins, by `quick`; figures are of the last.
-CONTEXTS: Final = {False: (1024, 4096, 8192), True: (512, 2048)}
+CONTEXTS: Final = {False: (1024, 4096, 8192), True: (512, 4096)}
 ROUNDS: Final = {False: 30, True: 10}
 
 
