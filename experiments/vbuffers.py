@@ -49,7 +49,7 @@ def cells(options: Options) -> list[Cell]:
         for n in CONTEXTS[quick] for batch in ((1,) if quick else (1, 4))
         if n * batch <= 1 << 14
     ]  # fmt: skip
-    n_tokens, rounds = CONTEXTS[quick][-1], ROUNDS[quick]
+    n_tokens, rounds = CONTEXTS[quick][-1], 4 * ROUNDS[quick]
     hit = Cell(
         {"part": "hit"}, partial(hits, options.folder / "hit", n_tokens, rounds, options.seed),
         rounds,
@@ -83,7 +83,7 @@ def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
             said[f"fragmentation.{kib}k"] = row["fragmentation"]
     said["bytes_vs_static"] = said[f"bytes_vs_static.{PAGES[0] >> 10}k"]
     for row in parts["decode"]:
-        for what in ("vs_concat", "stalls"):
+        for what in ("vs_concat", "cpu_vs_concat", "stalls"):
             name = f"{what}.{row['context']}x{row['batch']}.{row['system']}"
             said[name] = float(row[what])
     for row in parts["hit"]:
@@ -106,11 +106,12 @@ _TABLES: Final = {
     }),
     "hit": ("Time to the first token of a hit, all rows from the SSD: real", {
         "tokens": "n_tokens", "pooled ms": "pooled_ms", "virtual ms": "virtual_ms",
-        "virtual ÷ pooled": "ttft_vs_pooled", "n": "n",
+        "virtual ÷ pooled": "ttft_vs_pooled", "by CPU": "cpu_vs_pooled", "n": "n",
     }),
     "decode": ("Decoding: real", {
         "tokens": "context", "batch": "batch", "system": "system", "steps/s": "steps_s",
-        "÷ concat": "vs_concat", "p99 ms": "p99_ms", "stalls": "stalls", "µs each": "stall_us",
+        "÷ concat": "vs_concat", "CPU ms": "cpu_ms", "by CPU": "cpu_vs_concat",
+        "stalls": "stalls", "µs each": "stall_us",
         "ahead": "ahead", "differs by": "differs", "n": "n",
     }),
 }  # fmt: skip

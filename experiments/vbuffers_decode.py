@@ -36,6 +36,10 @@ _SIZES: Final = {
 BURST: Final = 8
 _BLOCK_ROWS: Final = 16
 
+#: Seconds of one step, by the clock and of the thread's own work: the second is what a busy machine
+#: leaves as it is.
+Step = tuple[float, float]
+
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
     """Rows in blocks that lie anywhere; the kernels get a gathered copy."""
@@ -105,7 +109,7 @@ def decode(context: int, batch: int, rounds: int, seed: int) -> list[Row]:
         for layer in range(geometry.n_layers):
             cache.update(rows[0], rows[1], layer)
     del rows
-    times: dict[str, list[float]] = {name: [] for name in caches}
+    times: dict[str, list[Step]] = {name: [] for name in caches}
     differs = dict.fromkeys(caches, 0.0)
     with torch.no_grad():
         for turn in range(rounds + 1):
@@ -127,25 +131,28 @@ def decode(context: int, batch: int, rounds: int, seed: int) -> list[Row]:
     return made
 
 
-def _burst(model: Any, cache: Any, ids: torch.Tensor, times: list[float]) -> torch.Tensor:
+def _burst(model: Any, cache: Any, ids: torch.Tensor, times: list[Step]) -> torch.Tensor:
     logits = []
     for token in ids:
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.thread_time()
         logits.append(model(token, past_key_values=cache).logits)
-        times.append(time.perf_counter() - begin)
+        times.append((time.perf_counter() - begin, time.thread_time() - cpu))
     return torch.stack(logits)
 
 
 def _row(
-    name: str, times: dict[str, list[float]], differs: dict[str, float],
+    name: str, times: dict[str, list[Step]], differs: dict[str, float],
     buffers: VirtualBuffers | None,
 ) -> Row:  # fmt: skip
-    mine, concat = np.array(times[name]), np.array(times["concat"])
+    mine, cpu = np.array(times[name]).T
+    concat, concat_cpu = np.array(times["concat"]).T
     usage = buffers.usage() if buffers is not None else None
     return {
         "system": name,
         "steps_s": 1 / float(np.median(mine)),
         "vs_concat": float(np.median(_bursts(concat) / _bursts(mine))),
+        "cpu_ms": float(np.median(cpu)) * 1e3,
+        "cpu_vs_concat": float(np.median(_bursts(concat_cpu) / _bursts(cpu))),
         "p99_ms": float(np.percentile(mine, 99)) * 1e3,
         "stalls": usage.n_stalls if usage else 0,
         "stall_us": usage.stall_s / usage.n_stalls * 1e6 if usage and usage.n_stalls else 0.0,
