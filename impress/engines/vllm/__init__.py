@@ -1,7 +1,8 @@
 """vLLM with a prefix store under it, through its plug-in points: no fork, no patch.
 
     ImpressConnector   a KV connector: whole prefixes in and out of the store        (connector)
-    ChoosingBackend    an attention backend that reads chosen rows of a prefix       (attention)
+    ChoosingBackend    an attention backend that reads chosen rows of a prefix       (attention;
+                       on CUDA ChoosingFlashBackend, attention_cuda: not yet run on a GPU)
 
 Importing this package imports neither vLLM nor torch; docs/VLLM.md says how to use it.
 """
@@ -14,16 +15,19 @@ from typing import Final
 CONNECTOR: Final = "ImpressConnector"
 CONNECTOR_MODULE: Final = "impress.engines.vllm.connector"
 BACKEND: Final = "impress.engines.vllm.attention.ChoosingBackend"
+CUDA_BACKEND: Final = "impress.engines.vllm.attention_cuda.ChoosingFlashBackend"
 
 
 def register() -> None:
     """Entry point `vllm.general_plugins`: vLLM calls it in each of its processes.
 
-    Effects: where vLLM runs on the CPU its attention backend is replaced by ours, which does
-    nothing of its own until a connector with a sparse policy is at work.
+    Effects: CPU_ATTN, or on CUDA FLASH_ATTN, is replaced by ours, which does nothing of its own
+    until a connector with a sparse policy is at work.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    elif current_platform.is_cuda():
+        register_backend(AttentionBackendEnum.FLASH_ATTN, CUDA_BACKEND)

@@ -1,4 +1,6 @@
-"""Between vLLM's paged KV cache on the CPU and a store's planes: nothing else knows block layouts.
+"""Between vLLM's paged KV cache on the CPU and a store's planes; on CUDA it is strided.py.
+
+Nothing else knows block layouts.
 
     store   rows of a layer, token-major               k, v [n_kv_heads, m, head_dim]
     vLLM    one tensor a layer [blocks, n_kv_heads, block_size, 2·head_dim]; a head's part of a
@@ -10,14 +12,45 @@ write numbers and looking where they went. What no stride can describe is refuse
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from impress.engines.vllm.strided import Streams, StridedLayout
 from impress.errors import Unsupported
+
+
+class Layout(Protocol):
+    """How rows get into one layer's KV cache and out of it. A slot is block · block_size + row."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+
+    def load(
+        self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Put rows [n_kv_heads, m, head_dim] in host memory in slots int64 [m].
+
+        The layer's attention, computed next, finds them there.
+        """
+
+    def write(
+        self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """The same of rows and slots on the cache's own device."""
+
+    def read(
+        self, kv_cache: torch.Tensor, block_ids: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of whole blocks, in the order given: k, v [n_kv_heads, rows, head_dim].
+
+        In host memory, token-major, as a store packs them.
+        """
+
 
 #: Numbers up to here are exact in every dtype of a KV cache: bfloat16 has 8 bits of them.
 _DIGIT_BITS = 8
@@ -64,6 +97,8 @@ class BlockLayout:
         """
         _write(kv_cache, k.transpose(0, 1), v.transpose(0, 1), slots, self.isa)
 
+    load = write  # it is host memory
+
     def read(
         self, kv_cache: torch.Tensor, block_ids: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,6 +119,31 @@ class BlockLayout:
         rows = lying.reshape(n, self.n_kv_heads, self.block_size, self.head_dim)
         dense = rows.transpose(1, 2).reshape(n * self.block_size, self.n_kv_heads, self.head_dim)
         return dense.transpose(0, 1)
+
+
+def layouts_of(
+    kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
+) -> tuple[list[Layout], Streams | None]:
+    """Each layer's layout, by the attention vLLM gave it; the streams of a device. By layer name.
+
+    Raises Unsupported with the setting to change.
+    """
+    made: list[Layout] = []
+    streams: Streams | None = None
+    for name, kv_cache in kv_caches.items():
+        kind = layers[name].attn_backend.get_name()
+        if kind == "CPU_ATTN":
+            made.append(BlockLayout.of(kv_cache, layers[name].isa))
+        elif kind == "FLASH_ATTN":
+            if kv_cache.is_cuda and streams is None:
+                streams = Streams(kv_cache.device)
+            made.append(StridedLayout.of(kv_cache, streams))
+        else:
+            raise Unsupported(
+                f"{name} has vLLM's attention backend {kind}: start with --attention-backend "
+                "FLASH_ATTN (on CUDA), with --dtype bfloat16 or float16"
+            )
+    return made, streams
 
 
 def slots_of(

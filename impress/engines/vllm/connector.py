@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from impress.engines.vllm import attention
+from impress.engines.vllm import choosing
+from impress.engines.vllm.blocks import layouts_of
 from impress.engines.vllm.events import Events
 from impress.engines.vllm.metrics import ImpressProm, ImpressStats
 from impress.engines.vllm.scheduling import SchedulerSide
@@ -87,21 +88,20 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         layers = self._vllm_config.compilation_config.static_forward_context
         names = self._served.layer_names
         assert self._store is not None
+        caches = {name: kv_caches[name] for name in names}
+        layouts, streams = layouts_of(caches, layers)
         self.worker = WorkerSide(
-            self._store,
-            {name: kv_caches[name] for name in names},
-            {name: layers[name].isa for name in names},
-            store_new=self._settings.store_new,
+            self._store, caches, layouts, streams, store_new=self._settings.store_new
         )
         if self._settings.sparse:
             for name in names:
-                if not isinstance(layers[name].impl, attention.ChoosingImpl):
+                if not isinstance(layers[name].impl, choosing.Choosing):
                     kind = type(layers[name].impl).__name__
                     raise Unsupported(
-                        f"sparse policies need vLLM's CPU_ATTN, {name} has {kind}: "
-                        "drop --attention-backend, or use policy exact"
+                        f"sparse policies need vLLM's CPU_ATTN, or FLASH_ATTN on CUDA, and {name} "
+                        f"has {kind}: drop --attention-backend, or use policy exact"
                     )
-            attention.serve(self.worker.sparse)
+            choosing.serve(self.worker.sparse)
 
     def handle_preemptions(self, kv_connector_metadata: StepPlan) -> None:
         self._worker().begin(kv_connector_metadata)
@@ -191,7 +191,7 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Finish what is being stored; give the store back. Idempotent."""
         if self.worker is not None:
             self.worker.close()
-            attention.serve(None)
+            choosing.serve(None)
         if self.scheduler is not None:
             self.scheduler.close()
         store, self._store = self._store, None

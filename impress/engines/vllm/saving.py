@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from impress.engines.vllm.blocks import BlockLayout
+from impress.engines.vllm.blocks import Layout
 from impress.engines.vllm.step import SaveSpec
 from impress.errors import ImpressError, StoreFailed
 from impress.store import PrefixStore
@@ -35,8 +35,8 @@ _EARLIER_WAIT_S = 10.0
 _FLUSH_S = 120.0
 #: Requests whose use is remembered, so that no part of one counts as a second.
 _MOST_USES = 4096
-#: Blocks copied at once.
-_MOST_BLOCKS = 16
+#: Rows copied at once.
+_MOST_ROWS = 2048
 
 
 class _Life:
@@ -58,7 +58,7 @@ class Saver:
     """Stores specs in the order offered. Thread-safe."""
 
     def __init__(
-        self, store: PrefixStore, caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]
+        self, store: PrefixStore, caches: Sequence[torch.Tensor], layouts: Sequence[Layout]
     ) -> None:
         """caches: vLLM's KV cache of each layer, with its layout."""
         self._store = store
@@ -213,7 +213,8 @@ class Saver:
         while life.n_put < wanted and not life.writer.stored.refused:
             # From a block's first row on; rows that are stored are passed over.
             first = life.n_put // self._block_size
-            end = min(first + _MOST_BLOCKS, -(-wanted // self._block_size))
+            most = max(1, _MOST_ROWS // self._block_size)
+            end = min(first + most, -(-wanted // self._block_size))
             if not self._put(life, spec, first, end):
                 self._give_up(life)
                 return

@@ -20,7 +20,7 @@ from typing import Any
 from impress.config import Config
 from impress.engines.hf_chosen import check_policy
 from impress.engines.hf_models import FAMILIES, rope_types
-from impress.engines.vllm import BACKEND
+from impress.engines.vllm import BACKEND, CUDA_BACKEND
 from impress.errors import BadInput, ConfigError, Unsupported
 from impress.namespace import namespace_of
 from impress.policy import AllHeads, Exact, KeepAll, Paper, Policy, Quality, Random, Recency
@@ -182,18 +182,33 @@ def _check_features(vllm_config: Any, settings: Settings) -> None:
         raise Unsupported("speculative decoding is not supported: drop --speculative-config")
     if vllm_config.model_config.runner_type != "generate":
         raise Unsupported("only text generation is supported: use --runner generate")
-    if vllm_config.device_config.device_type != "cpu":
-        raise Unsupported("only vLLM on the CPU is supported by this version")
+    device = vllm_config.device_config.device_type
+    if device not in ("cpu", "cuda"):
+        raise Unsupported(f"vLLM on {device} is not supported: use the CPU or CUDA")
+    if device == "cuda":
+        _check_graphs(vllm_config.compilation_config)
     if settings.sparse:
-        _check_backend()
+        _check_backend(device)
 
 
-def _check_backend() -> None:
+def _check_graphs(compilation: Any) -> None:
+    """Raises Unsupported where attention would be in a CUDA graph: it waits for rows, in Python."""
+    mode = compilation.cudagraph_mode
+    if mode.has_full_cudagraphs():
+        raise Unsupported(
+            f"CUDA graphs of mode {mode.name} hold the attention, which waits for rows: start with "
+            """--compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
+        )
+
+
+def _check_backend(device: str) -> None:
     """Raises Unsupported unless vLLM's attention is ours, which chooses rows."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    path = AttentionBackendEnum.CPU_ATTN.get_path()
-    if path != BACKEND:
+    cuda = device == "cuda"
+    kind = AttentionBackendEnum.FLASH_ATTN if cuda else AttentionBackendEnum.CPU_ATTN
+    path = kind.get_path()
+    if path != (CUDA_BACKEND if cuda else BACKEND):
         raise Unsupported(
             f"sparse policies need the attention backend of impress, and vLLM has {path}: install "
             "impress in vLLM's environment and let VLLM_PLUGINS name it, or use policy exact"

@@ -14,13 +14,14 @@ these blocks hashes that nobody looks for, and nothing of them is stored.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from impress.engines.vllm.blocks import BlockLayout, slots_of
+from impress.engines.vllm.blocks import Layout, slots_of
+from impress.engines.vllm.choosing import Call, Shorten
+from impress.engines.vllm.compact import Batch
 from impress.engines.vllm.step import LoadSpec
 from impress.errors import PrefixLost
 from impress.read.session import AccessReport, Lease, Session
@@ -86,7 +87,7 @@ class SparseSide:
         store: PrefixStore,
         layer_of: dict[str, int],
         caches: Sequence[torch.Tensor],
-        layouts: Sequence[BlockLayout],
+        layouts: Sequence[Layout],
     ) -> None:
         self._store = store
         self._layer_of = layer_of
@@ -94,7 +95,7 @@ class SparseSide:
         self._layouts = layouts
         self._by_block: dict[int, SparseRequest] = {}  # by the first block, which is theirs alone
         self._fresh: list[SparseRequest] = []  # began in this step
-        self._plans: dict[tuple[int, ...], torch.Tensor] = {}  # of this step's batch, by lengths
+        self._batch: Batch | None = None  # this step's
 
     def start(self, spec: LoadSpec) -> None:
         """A sparse request's prefill is in this step. Raises ImpressError."""
@@ -113,7 +114,7 @@ class SparseSide:
     def finish_step(self) -> list[SparseRequest]:
         """Those that began in this step, with nothing left open; lost ones are forgotten."""
         fresh, self._fresh = self._fresh, []
-        self._plans.clear()
+        self._batch = None
         for request in fresh:
             request.close()
             if request.lost or None in request.n_rows:
@@ -123,87 +124,35 @@ class SparseSide:
 
     # ---- one layer -------------------------------------------------------------------------
 
-    def compact(
-        self,
-        layer_name: str,
-        scale: float,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: Any,
-    ) -> Any:
-        """See attention.Chooser."""
+    def compact(self, call: Call, metadata: Any, shorten: Shorten) -> Any:
+        """See choosing.Chooser."""
         if not self._by_block:
             return metadata
-        rows = [
-            (i, self._by_block[block])
-            for i, block in enumerate(metadata.block_table[: len(metadata.seq_lens), 0].tolist())
-            if block in self._by_block
-        ]
-        if not rows:
+        batch = self._batch
+        if batch is None or batch.metadata is not metadata:
+            batch = self._batch = Batch(metadata, self._layouts[0].block_size, self._by_block)
+        if not batch.rows:
             return metadata
-        layer = self._layer_of[layer_name]
-        starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        for i, request in rows:
-            new = slice(starts[i], starts[i + 1])
-            q, k, v = (tensor[new].transpose(0, 1) for tensor in (query, key, value))
-            lengths[i] = self._place(request, layer, scale, q, k, v, metadata, i, lengths[i])
-        return dataclasses.replace(
-            metadata,
-            seq_lens=torch.tensor(lengths, dtype=metadata.seq_lens.dtype),
-            scheduler_metadata=self._plan(layer, query, metadata, lengths),
-        )
+        layer = self._layer_of[call.layer_name]
+        left_out = [0] * batch.n_rows
+        for i in batch.rows:
+            request = self._by_block[batch.first_blocks[i]]
+            left_out[i] = request.n_tokens - self._chosen(request, layer, call, batch.new[i])
+        if not any(left_out):
+            return metadata
+        k, v = (batch.new_rows(tensor).transpose(0, 1) for tensor in (call.key, call.value))
+        self._layouts[layer].write(self._caches[layer], k, v, batch.slots(left_out))
+        return batch.shortened(left_out, shorten)
 
-    def _place(
-        self,
-        request: SparseRequest,
-        layer: int,
-        scale: float,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: Any,
-        row: int,
-        length: int,
-    ) -> int:
-        """Lay a request's rows of a layer into its blocks; how many there are then."""
-        layout, kv_cache = self._layouts[layer], self._caches[layer]
-        blocks = metadata.block_table[row].to(torch.int64)
+    def _chosen(self, request: SparseRequest, layer: int, call: Call, new: slice) -> int:
+        """How many rows of its prefix a layer has, once they lie in the first places."""
         n_chosen = request.n_rows[layer]
         if n_chosen is None:
-            k, v = request.choose(layer, query, key, scale)
-            n_chosen = request.n_rows[layer] = k.shape[1]
-            layout.write(kv_cache, k, v, slots_of(blocks, layout.block_size, 0, n_chosen))
-        left_out = request.n_tokens - n_chosen
-        if left_out:
-            end = length - left_out
-            slots = slots_of(blocks, layout.block_size, end - key.shape[1], end)
-            layout.write(kv_cache, key, value, slots)
-        return length - left_out
-
-    def _plan(
-        self, layer: int, query: torch.Tensor, metadata: Any, lengths: list[int]
-    ) -> torch.Tensor:
-        """How the kernel divides this batch among its threads; layers of equal lengths share it."""
-        from vllm import envs
-        from vllm._custom_ops import cpu_attn_get_scheduler_metadata
-
-        found = self._plans.get(tuple(lengths))
-        if found is None:
             layout = self._layouts[layer]
-            found = self._plans[tuple(lengths)] = cpu_attn_get_scheduler_metadata(
-                num_reqs=len(lengths),
-                num_heads=query.shape[1],
-                num_kv_heads=layout.n_kv_heads,
-                head_dim=layout.head_dim,
-                seq_lens=torch.tensor(lengths, dtype=metadata.seq_lens.dtype),
-                dtype=self._caches[layer].dtype,
-                query_start_loc=metadata.query_start_loc,
-                causal=metadata.causal,
-                sliding_window_size=-1,
-                isa=layout.isa,
-                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-                dynamic_causal=metadata.dynamic_causal,
-                kv_cache_dtype="auto",
-            )
-        return found
+            # Probe records are in host memory, so the choice is made there.
+            query, key = (rows[new].cpu().transpose(0, 1) for rows in (call.query, call.key))
+            k, v = request.choose(layer, query, key, call.scale)
+            n_chosen = request.n_rows[layer] = k.shape[1]
+            slots = slots_of(request.spec.block_ids, layout.block_size, 0, n_chosen)
+            layout.load(self._caches[layer], k, v, slots)
+        return n_chosen

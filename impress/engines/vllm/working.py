@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isnan
 
 import torch
 
 from impress.engines.hf_request import totals
-from impress.engines.vllm.blocks import BlockLayout, slots_of
+from impress.engines.vllm.blocks import Layout, slots_of
 from impress.engines.vllm.saving import Saver
 from impress.engines.vllm.sparse import SparseSide
 from impress.engines.vllm.step import LoadSpec, StepPlan, StepReport
+from impress.engines.vllm.strided import Streams
 from impress.errors import ImpressError, PrefixLost
 from impress.read.session import AccessReport, Lease, Session
 from impress.store import PrefixStore
@@ -55,7 +56,7 @@ class ExactLoad:
             self._session.prefetch()
             self._slots = slots_of(spec.block_ids, block_size, spec.first, self.end)
 
-    def write(self, layer: int, kv_cache: torch.Tensor, layout: BlockLayout) -> None:
+    def write(self, layer: int, kv_cache: torch.Tensor, layout: Layout) -> None:
         """Wait for a layer's rows and lay them into its blocks."""
         if self._session is None:
             return
@@ -66,7 +67,7 @@ class ExactLoad:
             self.close()
             return
         rows = slice(self.spec.first - self._begin, self.end - self._begin)
-        layout.write(kv_cache, k[:, rows], v[:, rows], self._slots)
+        layout.load(kv_cache, k[:, rows], v[:, rows], self._slots)
 
     def report(self) -> AccessReport | None:
         return self._session.report() if self._session is not None else None
@@ -86,15 +87,17 @@ class WorkerSide:
         self,
         store: PrefixStore,
         kv_caches: Mapping[str, torch.Tensor],
-        isas: Mapping[str, str],
+        layouts: Sequence[Layout],
+        streams: Streams | None,
         *,
         store_new: bool,
     ) -> None:
-        """kv_caches and isas by layer name, in the order of the layers."""
+        """kv_caches by layer name, and their layouts, in the order of the layers."""
         self.store = store
         self.layer_of = {name: i for i, name in enumerate(kv_caches)}
         self.caches = list(kv_caches.values())
-        self.layouts = [BlockLayout.of(cache, isas[name]) for name, cache in kv_caches.items()]
+        self.layouts = layouts
+        self._streams = streams
         self.block_size = self.layouts[0].block_size
         self.sparse = SparseSide(store, self.layer_of, self.caches, self.layouts)
         self.saver = Saver(store, self.caches, self.layouts) if store_new else None
@@ -119,6 +122,8 @@ class WorkerSide:
         """Begin reading what the step's layers will wait for."""
         self._plan = plan
         self._held.update(plan.held)
+        if self._streams is not None:
+            self._streams.begin()
         for spec in plan.loads:
             try:
                 if spec.policy is not None:
@@ -139,6 +144,8 @@ class WorkerSide:
     def finish(self) -> None:
         """The layers have run: release what was read, hand over what is to be saved."""
         self._end_loads()
+        if self._streams is not None:
+            self._streams.mark()
         if self.saver is None:
             return
         for spec in self._plan.saves:

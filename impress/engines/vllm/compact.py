@@ -1,0 +1,76 @@
+"""Where the rows of sparse requests go: arithmetic over a batch's metadata, on its own device.
+
+    places vLLM counts   0 … n−1: the prefix          | n … : new rows
+    places of a layer    0 … k−1: chosen | k … : new rows, all moved down by n − k
+
+How much a layer leaves out of each request, n − k, is one number a row of the batch; 0 for whole
+requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from impress.engines.vllm.choosing import Shorten
+
+
+class Batch:
+    """The sparse requests among a batch's rows: what all layers of a step share."""
+
+    def __init__(self, metadata: Any, block_size: int, firsts: Container[int]) -> None:
+        """`firsts`: the first blocks of sparse requests. Waits once for the metadata's device."""
+        self.metadata = metadata
+        self._block_size = block_size
+        self._short: dict[tuple[int, ...], Any] = {}  # metadata of layers that leave out as much
+        n = self.n_rows = len(metadata.seq_lens)
+        first = metadata.block_table[:n, 0]
+        told = torch.cat((first, metadata.seq_lens, metadata.query_start_loc)).tolist()
+        self.first_blocks, lengths, starts = told[:n], told[n : 2 * n], told[2 * n :]
+        self.new = [slice(a, b) for a, b in pairwise(starts)]
+        self.rows = [
+            i
+            for i, block in enumerate(self.first_blocks)
+            if block in firsts and self.new[i].stop > self.new[i].start
+        ]
+        self._tokens, self._row_of, self._places = self._new_rows(lengths)
+
+    def _new_rows(self, lengths: Sequence[int]) -> torch.Tensor:
+        """int64 [3, t]: of each new row its token in the batch, its batch row, its place."""
+        device = self.metadata.seq_lens.device
+        found = [np.empty((3, 0), dtype=np.int64)]
+        for i in self.rows:
+            new = self.new[i]
+            tokens = np.arange(new.start, new.stop)
+            found.append(
+                np.stack((tokens, np.full_like(tokens, i), tokens + lengths[i] - new.stop))
+            )
+        return torch.from_numpy(np.concatenate(found, axis=1)).to(device)
+
+    def new_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of all new rows of a batch [tokens, n_kv_heads, head_dim] those that are sparse."""
+        return rows[self._tokens]
+
+    def slots(self, left_out: Sequence[int]) -> torch.Tensor:
+        """int64 [t]: where a layer's new rows go; a slot is block · block_size + row in the block.
+
+        left_out: rows missing before them, by batch row.
+        """
+        left = torch.tensor(left_out, dtype=torch.int64, device=self._places.device)
+        place = self._places - left[self._row_of]
+        table: torch.Tensor = self.metadata.block_table
+        blocks: torch.Tensor = table[self._row_of, place // self._block_size].to(torch.int64)
+        return blocks * self._block_size + place % self._block_size
+
+    def shortened(self, left_out: Sequence[int], shorten: Shorten) -> Any:
+        """The metadata with shorter lengths; layers that leave out as much share it."""
+        key = tuple(left_out)
+        if key not in self._short:
+            whole = self.metadata.seq_lens
+            left = torch.tensor(key, dtype=whole.dtype, device=whole.device)
+            self._short[key] = shorten(self.metadata, whole - left)
+        return self._short[key]

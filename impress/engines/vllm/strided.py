@@ -1,0 +1,151 @@
+"""Between a KV cache that any stride describes, such as CUDA's, and a store's planes.
+
+    store   rows of a layer, token-major               k, v [n_kv_heads, m, head_dim], host memory
+    vLLM    one view a layer [blocks, n_kv_heads, block_size, 2·head_dim], of whichever order lies
+            beneath (vLLM calls it NHD, HND, …); a row is a head's key, then its value
+
+On CUDA rows travel through pinned memory on two streams of their own:
+
+    loads   wait for what was launched before the step; the layer's attention waits for them
+    reads   wait for the step that computed the blocks; the saver's thread waits for them
+
+Written, not yet run on a GPU; tests run it on the CPU, where there are no streams.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from impress.errors import Unsupported
+
+#: Most bytes on the bus at once: so much pinned memory, and of the device's, a load takes twice.
+PIECE_BYTES: Final = 16 << 20
+_N_PIECES: Final = 2
+
+
+class Streams:
+    """Copies between host and device, beside what vLLM computes. Loads for one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._loads: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._reads: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._under_way: deque[Any] = deque()  # of loads: events, oldest first
+        self._computed: Any = None  # the event behind the last step
+
+    def begin(self) -> None:
+        """A step begins: its loads come after all that was launched before it."""
+        self._loads.wait_stream(torch.cuda.current_stream(self._device))
+
+    def mark(self) -> None:
+        """A step has been launched: what is read from now on is what it computed."""
+        self._computed = torch.cuda.current_stream(self._device).record_event()
+
+    def load(self, layout: StridedLayout, kv_cache: torch.Tensor, rows: Rows) -> None:
+        """Host rows into their slots; what is launched from now on sees them there."""
+        with torch.cuda.stream(self._loads):
+            for piece in rows.pieces(PIECE_BYTES):
+                if len(self._under_way) == _N_PIECES:
+                    self._under_way.popleft().synchronize()
+                k, v, slots = (self._up(tensor) for tensor in piece)
+                layout.write(kv_cache, k, v, slots)
+                self._under_way.append(self._loads.record_event())
+        torch.cuda.current_stream(self._device).wait_stream(self._loads)
+
+    def _up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On its way to the device. torch keeps the pinned copy until it is there."""
+        pinned = torch.empty_like(tensor, pin_memory=True)  # of its strides: one plain copy
+        return pinned.copy_(tensor).to(self._device, non_blocking=True)
+
+    def read(self, layout: StridedLayout, kv_cache: torch.Tensor, blocks: Sequence[int]) -> Any:
+        """Copies of blocks in host memory: k, v, as StridedLayout.read."""
+        with torch.cuda.stream(self._reads):
+            self._reads.wait_event(self._computed)
+            there = layout.rows(kv_cache, torch.tensor(blocks).to(self._device))
+            here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+            here.copy_(there, non_blocking=True)
+            self._reads.synchronize()
+        return here[0].transpose(0, 1), here[1].transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows k, v [n_kv_heads, m, head_dim] for slots int64 [m]."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    slots: torch.Tensor
+
+    def pieces(self, most_bytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """In order, none larger than most_bytes unless it is a single row. Pure."""
+        n_heads, m, dim = self.k.shape
+        step = max(1, most_bytes // (2 * n_heads * dim * self.k.element_size()))
+        for first in range(0, m, step):
+            some = slice(first, first + step)
+            yield self.k[:, some], self.v[:, some], self.slots[some]
+
+
+@dataclass(frozen=True, slots=True)
+class StridedLayout:
+    """The layout of one layer's KV cache. `streams`: None in host memory."""
+
+    n_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens
+    streams: Streams | None
+
+    @classmethod
+    def of(cls, kv_cache: torch.Tensor, streams: Streams | None) -> StridedLayout:
+        """Of a cache [blocks, n_kv_heads, block_size, 2·head_dim]. Raises Unsupported."""
+        if kv_cache.ndim != 4 or kv_cache.shape[3] % 2 or kv_cache.stride(3) != 1:
+            raise Unsupported(
+                f"vLLM's KV cache {tuple(kv_cache.shape)}, strides {kv_cache.stride()}, is not "
+                "laid out as FlashAttention's [blocks, kv heads, block size, 2 x head dim]"
+            )
+        _, heads, size, twice = kv_cache.shape
+        return cls(heads, twice // 2, size, streams)
+
+    def load(
+        self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Rows in host memory into slots: `write`, ahead of whatever is computed next."""
+        if self.streams is None:
+            self.write(kv_cache, k, v, slots)
+        else:
+            self.streams.load(self, kv_cache, Rows(k, v, slots))
+
+    def write(
+        self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Put rows k, v [n_kv_heads, m, head_dim] in slots int64 [m], all on the cache's device.
+
+        Rows of the cache's dtype, any strides. A slot is block · block_size + row in the block.
+        """
+        at = (slots // self.block_size, slots % self.block_size)
+        rows = kv_cache.transpose(1, 2)  # [blocks, block_size, n_kv_heads, 2·head_dim]
+        rows[..., : self.head_dim].index_put_(at, k.transpose(0, 1))
+        rows[..., self.head_dim :].index_put_(at, v.transpose(0, 1))
+
+    def read(
+        self, kv_cache: torch.Tensor, block_ids: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of whole blocks in host memory, in the order given: [n_kv_heads, rows, head_dim].
+
+        Token-major in memory, as a store packs them.
+        """
+        if self.streams is not None:
+            k, v = self.streams.read(self, kv_cache, block_ids)
+        else:
+            k, v = self.rows(kv_cache, torch.tensor(block_ids)).transpose(1, 2)
+        return k, v
+
+    def rows(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """Keys and values [2, rows, n_kv_heads, head_dim] of blocks int64, on their device."""
+        picked = kv_cache[block_ids].transpose(1, 2)  # [n, block_size, n_kv_heads, 2·head_dim]
+        rows = picked.reshape(-1, self.n_kv_heads, 2, self.head_dim)
+        return rows.permute(2, 0, 1, 3).contiguous()
