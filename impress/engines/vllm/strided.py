@@ -23,7 +23,7 @@ import torch
 
 from impress.errors import Unsupported
 
-#: Most bytes on the bus at once: so much pinned memory, and of the device's, a load takes twice.
+#: Most bytes of a piece. Two are under way at most, in pinned memory and again on the device.
 PIECE_BYTES: Final = 16 << 20
 _N_PIECES: Final = 2
 
@@ -59,18 +59,21 @@ class Streams:
 
     def _up(self, tensor: torch.Tensor) -> torch.Tensor:
         """On its way to the device. torch keeps the pinned copy until it is there."""
-        pinned = torch.empty_like(tensor, pin_memory=True)  # of its strides: one plain copy
-        return pinned.copy_(tensor).to(self._device, non_blocking=True)
+        return pinned_like(tensor).copy_(tensor).to(self._device, non_blocking=True)
 
     def read(self, layout: StridedLayout, kv_cache: torch.Tensor, blocks: Sequence[int]) -> Any:
         """Copies of blocks in host memory: k, v, as StridedLayout.read."""
         with torch.cuda.stream(self._reads):
             self._reads.wait_event(self._computed)
             there = layout.rows(kv_cache, torch.tensor(blocks).to(self._device))
-            here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
-            here.copy_(there, non_blocking=True)
+            here = pinned_like(there).copy_(there, non_blocking=True)
             self._reads.synchronize()
         return here[0].transpose(0, 1), here[1].transpose(0, 1)
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory that a device copies from and to by itself, of the same shape and strides."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 @dataclass(frozen=True, slots=True)

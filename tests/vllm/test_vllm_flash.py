@@ -1,0 +1,126 @@
+"""vLLM's FlashAttention with our backend over it: whole engines on the CPU, kernels in torch.
+
+A device is what is missing, and with it streams and graphs: tests/vllm/test_vllm_gpu.py has those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from impress.engines import vllm as plugin
+from impress.engines.vllm import settings as vllm_settings
+from impress.engines.vllm.blocks import layouts_of
+from impress.engines.vllm.choosing import Choosing
+from impress.errors import Unsupported
+from tests.vllm.flash_on_cpu import flash_on_cpu, strides_of
+from tests.vllm.served import Served, tokens, words
+
+Serve = Callable[..., Served]
+
+ROUGH = {"name": "quality", "max_missing_mass": 0.3}  # k differs by layer and by request
+DOCUMENT = words(700, seed=1)
+QUESTIONS = [DOCUMENT + words(20 + i, seed=10 + i) for i in range(6)]
+BLOCKS = {"block_size": 32}  # a size that the CPU's kernel takes too
+STRIDES = {"NHD": (8192, 64, 256, 1), "HND": (8192, 2048, 64, 1)}
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with flash_on_cpu(monkeypatch):
+        yield
+
+
+def _stored(serve: Serve, **named: Any) -> Served:
+    """An engine whose store holds the document, and whose own cache is empty."""
+    served = serve(extra={"floor": ROUGH}, **BLOCKS, **named)
+    served.ask(QUESTIONS[:1])
+    served.forget()
+    return served
+
+
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("order", STRIDES)
+def test_exact_and_whole_sparse_answers_are_plain_ones(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", order)
+    plain = serve(store=False, **BLOCKS)
+    expected = tokens(plain.ask(QUESTIONS))
+    plain.close()
+    served = _stored(serve)
+    assert strides_of(served) == STRIDES[order]
+    exact = served.ask(QUESTIONS)
+    assert exact[0].said["mode"] == "exact"
+    assert tokens(exact) == expected
+    served.forget()
+    sparse = served.ask(QUESTIONS, policy={"name": "keep_all"})
+    assert [answer.said["mode"] for answer in sparse] == ["sparse"] * 6
+    assert tokens(sparse) == expected
+
+
+def test_a_mixed_batch_answers_as_over_the_cpus_own_kernel(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kernels, two block layouts, one store: the same rows are chosen and the same said."""
+    policies = [ROUGH if i % 2 else None for i in range(6)]
+    answers = []
+    for flash in (False, True):
+        with flash_on_cpu(monkeypatch) if flash else nullcontext():
+            served = _stored(serve)
+            answers.append(served.ask_each(QUESTIONS, 24, policies))
+            served.settle()
+            assert served.used_blocks() == 0 and served.store.stats()["leases"] == 0
+            served.close()
+    cpu, flash_answers = answers
+    assert [answer.said.get("mode") for answer in flash_answers[1::2]] == ["sparse"] * 3
+    shares = [answer.said["chosen_rows_share"] for answer in flash_answers[1::2]]
+    assert max(shares) < 0.9 and len(set(shares)) > 1
+    assert shares == [answer.said["chosen_rows_share"] for answer in cpu[1::2]]
+    assert tokens(flash_answers) == tokens(cpu)
+
+
+# ---- what is refused, or taken, on CUDA ----------------------------------------------------------
+
+
+def test_full_graphs_are_refused_with_the_setting_to_change() -> None:
+    for mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE):
+        with pytest.raises(Unsupported, match=f"{mode.name}.*PIECEWISE.*or --enforce-eager"):
+            vllm_settings._check_graphs(SimpleNamespace(cudagraph_mode=mode))
+    for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE):
+        vllm_settings._check_graphs(SimpleNamespace(cudagraph_mode=mode))
+
+
+def test_attention_that_has_no_bridge_is_refused_with_the_setting_to_change() -> None:
+    backend = SimpleNamespace(get_name=lambda: "FLASHINFER")
+    with pytest.raises(Unsupported, match=r"model.0.*FLASHINFER.*--attention-backend FLASH_ATTN"):
+        layouts_of({"model.0": None}, {"model.0": SimpleNamespace(attn_backend=backend)})
+
+
+def test_the_plug_in_takes_the_place_of_flash_attention_on_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
+    monkeypatch.setattr("vllm.platforms.current_platform", cuda)
+    kind = AttentionBackendEnum.FLASH_ATTN
+    try:
+        with pytest.raises(Unsupported, match="FlashAttentionBackend: install impress"):
+            vllm_settings._check_backend("cuda")
+        plugin.register()
+        vllm_settings._check_backend("cuda")
+        mine = kind.get_class()
+        assert mine.get_name() == "FLASH_ATTN" and issubclass(mine, FlashAttentionBackend)
+        assert issubclass(mine.get_impl_cls(), Choosing)
+        assert issubclass(mine.get_impl_cls(), FlashAttentionImpl)
+    finally:
+        kind.clear_override()
