@@ -137,9 +137,8 @@ class Load:
         }
         if ahead is not None:
             self._take(ahead, [g.taken for g in gathers])
-        # What is for the report only is found out while the disk is at work.
         self.bytes_by_tier = plan.n_bytes
-        self.rows_by_tier = rows_by_tier(self.parts, self.entries, caches)
+        self.rows_by_tier: dict[str, int] = {}  # once `wait` returned
 
     def _map(self, sources: Sequence[Source]) -> list[Gather]:
         """Where the wanted rows lie, by plane."""
@@ -273,6 +272,8 @@ class Load:
             raise lost
         self._unpin()
         self.bytes_by_tier["ssd"] += sum(self._reread)
+        # Not earlier: the threads that are to read wait for the interpreter.
+        self.rows_by_tier = rows_by_tier(self.parts, self.entries, self.caches)
         if self._lane is not Lane.DEMAND:
             return
         self.reading.counters.add("ahead_used_bytes", self.ahead_used_bytes)
