@@ -54,8 +54,7 @@ def source_of(held: Held, tables: Tables, geometry: Geometry, at: int) -> Source
     record = held.record
     probe_bytes = [probe.window_bytes(record.window) for probe in tables.probes]
     layout = SpanLayout.of(geometry, record.window, record.n_windows, probe_bytes)
-    slot = Slot(record.parts)
-    return Source(held, layout, slot, tables.sums, tables.probes, at, tables.order)
+    return Source(held, layout, Slot(record.parts), tables.sums, tables.probes, at, tables.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,7 @@ class Part:
     first: int
     count: int
     to: int  # where its first chunk goes in a dest that takes them all
-    ordinals: Positions | None  # of the wanted rows, in position order, 0 where `first` begins;
-    # None: every row of these chunks, in the order they lie in
+    ordinals: Positions | None  # of wanted rows, by position, from `first`; None: all, as they lie
 
     @property
     def span(self) -> int:

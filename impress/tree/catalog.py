@@ -293,10 +293,8 @@ class Catalog:
     def hottest(self, n: int) -> list[Prefix]:
         """The n most leased leaves, as paths."""
         with self.lock:
-            return [
-                path_of(self._tree, leaf, 4 * self.window)
-                for leaf in self._tree.hottest(n).tolist()
-            ]
+            leaves = self._tree.hottest(n).tolist()
+            return [path_of(self._tree, leaf, 4 * self.window) for leaf in leaves]
 
     def trace(self, root: bytes, labels: bytes) -> Trace:
         """How far a prefix matches, and what is stored where it stops. Pins and counts nothing."""
