@@ -1,9 +1,9 @@
 """Many users at once on a store that does not fit its DRAM tier: requests a second, and memory.
 
-Threads of one process, by engine; then processes that read (mode "r") beside one that writes. Each
-request takes a random prompt whole, 16 MiB; a sample of the answers is compared. fio reads a
-segment of the store before and after each cell. Rates are of what came from the SSD (O_DIRECT: the
-page cache has no part in it).
+Threads of one process, by engine; then processes that share a directory, each with a shard that it
+writes to beside, and one more whose shard holds what all read. Each request takes a random prompt
+whole, 16 MiB; a sample of the answers is compared. fio reads a segment of the store before and
+after each cell. Rates are of what came from the SSD (O_DIRECT: the page cache has no part in it).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +37,6 @@ _ENGINES: Final = ("aio", "io_uring", "preadv", "aiofiles")
 _ENGINE_THREADS: Final = 8
 _PROCESSES: Final = (1, 2, 4)
 _OF_A_PROCESS: Final = 8  # threads
-_WRITTEN: Final = 4  # prompts the writer keeps at a time
 _LEFT_S: Final = 120.0  # longest wait for a process that should have ended
 
 
@@ -86,35 +84,30 @@ def _threads(options: Options, n_threads: int, engine: str) -> list[Row]:
 
 
 def _processes(options: Options, n_processes: int) -> list[Row]:
-    """Readers beside a writer that stores and purges prompts of its own."""
+    """Processes that read what all hold, and store and purge prompts in shards of their own."""
     n_prompts, _, seconds = _sizes(options)
     path = _filled(options)
     before = _disk_gb_s(path)
     with impress.PrefixStore.open(path, GEOMETRY, NAMESPACE, config(0)) as store:
         readers = [_reader(path, seconds, options.seed + i, n_prompts) for i in range(n_processes)]
-        done, written = threading.Event(), [0]
-        writer = threading.Thread(target=_write, args=(store, n_prompts, done, written))
         try:
             for reader in readers:
                 _line(reader)  # it is open
-            writer.start()
             for reader in readers:
                 assert reader.stdin is not None
                 reader.stdin.write("go\n")
                 reader.stdin.flush()
             rows = [json.loads(reader.communicate(timeout=_LEFT_S)[0]) for reader in readers]
         finally:
-            done.set()
             for reader in readers:
                 reader.kill()
                 reader.wait()
-            if writer.is_alive():
-                writer.join()
+        store.follow()
         store.check()
     total: Row = {key: sum(row[key] for row in rows) for key in rows[0]}
     for key in ("p50 ms", "p99 ms", "oldest lease s", "RSS growth MB"):
         total[key] = float(np.max([row[key] for row in rows]))
-    return [_beside_fio(path, {**total, "written": written[0]}, before)]
+    return [_beside_fio(path, total, before)]
 
 
 def _reader(path: Path, seconds: float, seed: int, n_prompts: int) -> subprocess.Popen[str]:
@@ -130,18 +123,6 @@ def _line(reader: subprocess.Popen[str]) -> None:
     assert reader.stdout is not None
     if reader.stdout.readline() != "open\n":
         raise Unable("a reading process did not open the store")
-
-
-def _write(
-    store: impress.PrefixStore, first: int, done: threading.Event, written: list[int]
-) -> None:
-    """Store prompts that nobody reads, and take them out again, until told."""
-    while not done.is_set():
-        put(store, first + written[0] % 1000, tenant="writer")
-        written[0] += 1
-        if written[0] % _WRITTEN == 0:
-            store.flush()
-            store.purge("writer")
 
 
 def _cells(options: Options) -> list[Cell]:

@@ -1,7 +1,7 @@
 """Prompts for `experiments.load`, users who ask for them at random, and what they were given.
 
-`python -m experiments.load_content DIR SECONDS THREADS SEED PROMPTS` is one reading process: it
-opens the store with mode "r" and prints what it saw as JSON.
+`python -m experiments.load_content DIR SECONDS THREADS SEED PROMPTS` is one process of several: it
+reads what all shards hold, writes to one of its own, and prints what it saw as JSON.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +29,8 @@ PROMPT_BYTES: Final = N_TOKENS * GEOMETRY.token_bytes
 NAMESPACE: Final = "load"
 #: One answer in so many is compared, a layer of it.
 SAMPLE: Final = 8
+#: Prompts a writer keeps at a time.
+WRITTEN: Final = 4
 _BASE: Final = np.random.default_rng(7).integers(0, 1 << 14, (32, N_TOKENS, 128), dtype=np.uint16)
 
 
@@ -130,6 +133,33 @@ def users(
     return total
 
 
+class Writer:
+    """Stores prompts that nobody reads, and takes them out again, as long as it is entered."""
+
+    def __init__(self, store: impress.PrefixStore, first: int) -> None:
+        self.written = 0
+        self._store = store
+        self._first = first
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._write)
+
+    def __enter__(self) -> Writer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _write(self) -> None:
+        while not self._done.is_set():
+            put(self._store, self._first + self.written % 1000, tenant="writer")
+            self.written += 1
+            if self.written % WRITTEN == 0:
+                self._store.flush()
+                self._store.purge("writer")
+
+
 def left_behind(store: impress.PrefixStore) -> int:
     """Leases, pinned spans and bytes of buffers in use after the last request; closes the store."""
     store.flush()
@@ -156,14 +186,19 @@ def _percentile(ms: list[float], q: float) -> float:
 
 
 def measured(
-    store: impress.PrefixStore, n_threads: int, seconds: float, n_prompts: int, seed: int
-) -> dict[str, Any]:
-    """Users on a store, which is closed at the end. What DRAM holds is dropped first."""
+    store: impress.PrefixStore, n_threads: int, seconds: float, n_prompts: int, seed: int,
+    beside: AbstractContextManager[Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Users on a store, which is closed at the end; `beside` is entered while they ask.
+
+    What DRAM holds is dropped first.
+    """
     ask(store, 0, Seen(), compare=True)  # torch is imported by the first
     store.drop_caches()
     before = store.stats()
     begin_s = time.perf_counter()
-    seen = users(store, n_threads, seconds, n_prompts, seed)
+    with beside or nullcontext():
+        seen = users(store, n_threads, seconds, n_prompts, seed)
     took_s, after = time.perf_counter() - begin_s, store.stats()
     read = after["read_bytes"].get("ssd", 0) - before["read_bytes"].get("ssd", 0)
     shared = after["shared_bytes"] - before["shared_bytes"]
@@ -171,15 +206,15 @@ def measured(
 
 
 def main() -> int:
-    """A reading process."""
+    """One process of several."""
     folder, seconds, n_threads, seed, n_prompts = sys.argv[1:6]
-    settings = config(0)
-    with impress.PrefixStore.open(folder, GEOMETRY, NAMESPACE, settings, "r") as store:
+    with impress.PrefixStore.open(folder, GEOMETRY, NAMESPACE, config(0)) as store:
         ask(store, 0, Seen(), compare=True)
         print("open", flush=True)
         sys.stdin.readline()
-        row = measured(store, int(n_threads), float(seconds), int(n_prompts), int(seed))
-    print(json.dumps(row), flush=True)
+        beside = Writer(store, int(n_prompts))
+        row = measured(store, int(n_threads), float(seconds), int(n_prompts), int(seed), beside)
+    print(json.dumps({**row, "written": beside.written}), flush=True)
     return 0
 
 

@@ -38,7 +38,8 @@ class Config(BaseModel):
     last use, or by uses, or by last use and of one request's the longest prefix (vLLM's order). Of
     copies in HBM and DRAM none goes for a newcomer that is worth less."""
     disk_bytes: int | None = Field(default=None, gt=0)
-    """Most bytes of segments on disk; None: as much as the file system gives."""
+    """Most bytes of segments on disk, of this process's shard; None: as much as the file system
+    gives."""
     disk_high: float = Field(default=0.95, gt=0, le=1)
     """Share of disk_bytes above which spans are evicted in the background."""
     disk_low: float = Field(default=0.90, gt=0, le=1)
@@ -65,6 +66,12 @@ class Config(BaseModel):
     key. Set by whoever serves, never by a tenant; another secret finds nothing of what is there."""
     io_engine: Literal["auto", "aio", "io_uring", "preadv", "kvikio", "aiofiles"] = "auto"
     """How segments are read; `impress doctor` says which go here and measures each."""
+    shard: int | None = Field(default=None, ge=0, lt=4096)
+    """The part of the directory this process writes: it has one writer, and every process reads all
+    (docs/FORMAT.md). 0 is called main. None: the first that nobody writes to."""
+    follow_every_s: float = Field(default=0.05, ge=0)
+    """How often the other shards are looked at for what their writers stored or took out. 0: only
+    when `PrefixStore.follow` is called."""
     durable: bool = True
     """False skips fdatasync: for measurements only, a power cut may lose what was flushed."""
     repack_every_s: float = Field(default=600.0, ge=0)

@@ -131,7 +131,16 @@ class _Collector:
                 "impress_writes_left_bytes", "what is left of the daily write budget",
                 value=stats["writes_left_bytes"],
             )  # fmt: skip
-        for key in ("dead_bytes", "spans", "nodes", "windows", "leases", "oldest_lease_s"):
+        for key in (
+            "dead_bytes",
+            "limbo_bytes",
+            "other_shards",
+            "spans",
+            "nodes",
+            "windows",
+            "leases",
+            "oldest_lease_s",
+        ):
             yield GaugeMetricFamily(f"impress_{key}", key.replace("_", " "), value=stats[key])
         load = stats["load_latency"]
         yield HistogramMetricFamily(

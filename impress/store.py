@@ -27,23 +27,19 @@ from impress.spans.params import Params
 from impress.spans.rows import check_layers
 from impress.spans.tables import TableCache
 from impress.stats import Counters, serve_metrics
-from impress.tree.catalog import Catalog
 from impress.tree.leases import Leases
 from impress.types import Geometry
 from impress.upkeep.standing import standing
 from impress.usage.doorkeeper import Doorkeeper
-from impress.usage.history import History
 from impress.write.admission import Admission
-from impress.write.directory import Identity, Shard, matching_identity
+from impress.write.directory import Identity, locked_shard, matching_identity
 from impress.write.draft import Media, Stored
 from impress.write.fitting import Fitter
 from impress.write.home import COMMIT_TIMEOUT_S, Home
-from impress.write.index import Index
 from impress.write.writer import Writer, importance_of
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
 from tiers.slots import BufferPool
-from tiers.ssd import SsdTier
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -71,13 +67,12 @@ class PrefixStore:
         self._pid = os.getpid()
         self._secret = tenant_secret(config)
         self._doorkeeper = Doorkeeper() if config.admit == "second" else None
-        self._shard = Shard(path)
-        if write:
-            self._shard.lock()
+        self._shard = locked_shard(path, config.shard) if write else None
         try:
             self._open()
         except BaseException:
-            self._shard.unlock()
+            if self._shard is not None:
+                self._shard.unlock()
             raise
 
     @classmethod
@@ -89,10 +84,12 @@ class PrefixStore:
         config: Config | None = None,
         mode: str = "rw",
     ) -> PrefixStore:
-        """Open a directory, made a store if it is empty. mode "r": a snapshot, no writes.
+        """Open a directory, made a store if it is empty. mode "r": no writes.
 
-        Raises StoreMismatch (another geometry, dtype or window), StoreLocked (a second writer),
-        FormatError (no store, a foreign directory, a newer format), StoreFailed (no permission).
+        Any number of processes may: each writes a shard of its own (`Config.shard`) and reads all.
+        Raises StoreMismatch (another geometry, dtype or window), StoreLocked (a second writer of a
+        shard), FormatError (no store, a foreign directory, a newer format), StoreFailed (no
+        permission).
         """
         if mode not in ("rw", "r"):
             raise BadInput(f'open: mode must be "rw" or "r", got {mode!r}')
@@ -108,7 +105,7 @@ class PrefixStore:
         config, geometry = self.config, self.geometry
         check_budgets(config, geometry, self.window)
         self._home = home = Home(
-            self.path, self._identity, config, self.counters, self._forget, write=self.writable
+            self.path, self._identity, config, self.counters, self._forget, self._shard
         )
         home.before_evict = self._leases.reap
         self._pool = IoPool(config.io_threads)
@@ -116,7 +113,11 @@ class PrefixStore:
         self._copies = Copies(config, geometry, self.window, codecs)
         self._tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
         self.ledgers = home.ledgers  # what the guard knows of policies
-        params = Params(self._shard.params, write=self.writable)
+        self.ssd = home.ssd
+        self.catalog = home.catalog  # the tree and its spans, for commands that show them
+        self.history = home.history  # what requests have shown of each span
+        self.index = home.index
+        params = Params(home.place.params, write=self.writable, others=home.others.params)
         self.buffers = BufferPool(None)
         """Page-aligned buffers for whoever reads: sessions and engines."""
         self._reading = Reading(
@@ -195,9 +196,8 @@ class PrefixStore:
         return lease
 
     def _miss(self, *, off: bool, lost: bool, short: bool) -> str:
-        if off:
-            return "tier off"  # every I/O thread is stuck in a read: computing is faster
-        return "lost" if lost else "too short" if short else "not stored"
+        # tier off: every I/O thread is stuck in a read, so computing is faster
+        return "tier off" if off else "lost" if lost else "too short" if short else "not stored"
 
     def _release(self, lease: Lease) -> None:
         self._leases.discard(lease)
@@ -284,13 +284,14 @@ class PrefixStore:
     ) -> tuple[int, int]:
         """Erase what is stored of a tenant (None: of all of them) in this store's namespace.
 
-        `namespaces`: digests of others instead. Returns (spans, those of them a lease still holds:
-        they go when it ends). Their bytes are gone from the segments on return; what the index has
-        freed is overwritten by `impress.write.index.compact`, as `impress purge` does.
+        In the shard this process writes. `namespaces`: digests of others instead. Returns (spans,
+        those of them a lease still holds: they go when it ends). Their bytes are gone from the
+        segments on return; what the index has freed is overwritten by
+        `impress.write.env.compact`, as `impress purge` does.
         """
         digests = {self.namespace} if namespaces is None else set(namespaces)
         if tenant is None:
-            roots = {r.root for r in self._home.catalog.records() if r.namespace in digests}
+            roots = {r.root for r in self.catalog.own_records() if r.namespace in digests}
             self._reading.params.forget(digests)
         else:
             shape = (self.geometry, self.window, tenant, self._secret)
@@ -304,6 +305,13 @@ class PrefixStore:
         if self._repacker is None or self._closed or os.getpid() != self._pid:
             raise ImpressError("repack: wants a store that this process has open for writing")
         return self._repacker.run(dry_run=dry_run, max_bytes=max_bytes)
+
+    def follow(self) -> bool:
+        """Take over at once what other processes stored in the directory or took out of it.
+
+        Whether that was anything. Happens by itself every `Config.follow_every_s`.
+        """
+        return self._home.follow()
 
     def drop_caches(self) -> None:
         """Empty the DRAM tier and the cached tables; home keeps everything."""
@@ -334,7 +342,8 @@ class PrefixStore:
         self._home.settle()
         # A stuck thread may still use its file: then the files stay open until the process ends.
         self._home.close(files=self._pool.close(self.config.read_timeout_s))
-        self._shard.unlock()
+        if self._shard is not None:
+            self._shard.unlock()
 
     # ---- answering questions ---------------------------------------------------------------
 
@@ -349,23 +358,13 @@ class PrefixStore:
         """Of every span: how many of its chunks each tier holds, and what they are worth."""
         return placed(self.catalog.records(), self._copies.occupancy(), self.history.summary)
 
-    @property
-    def catalog(self) -> Catalog:
-        """The tree and its spans, for commands that show them."""
-        return self._home.catalog
+    def names(self) -> dict[bytes, str]:
+        """Root key -> what its namespace is called, in any shard."""
+        return self._home.names()
 
-    @property
-    def history(self) -> History:
-        """What requests have shown of each span."""
-        return self._home.history
-
-    @property
-    def index(self) -> Index:
-        return self._home.index
-
-    @property
-    def ssd(self) -> SsdTier:
-        return self._home.ssd
+    def saved_ledgers(self) -> list[tuple[bytes, bytes]]:
+        """Every guard's ledger, by key, of all shards."""
+        return self._home.saved_ledgers()
 
     def check(self) -> None:
         """Assert every invariant of tree, spans, caches and space.

@@ -63,15 +63,15 @@ def test_what_was_flushed_survives_kill_minus_9(tmp_path: Path) -> None:
         first = last + 10
 
 
-def test_a_second_writer_is_refused_in_one_line(tmp_path: Path) -> None:
-    config = impress.Config(**SMALL)
+def test_a_second_writer_of_a_shard_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = impress.Config(shard=0, **SMALL)
     with impress.PrefixStore.open(tmp_path / "s", GEOMETRY, "test", config):
         with pytest.raises(impress.StoreLocked, match=f"process {os.getpid()}"):
             impress.PrefixStore.open(tmp_path / "s", GEOMETRY, "test", config)
         code = (
             "import impress, sys\n"
             "g = impress.Geometry(2, 4, 2, 128, 'float32')\n"
-            "try: impress.PrefixStore.open(sys.argv[1], g, 't')\n"
+            "try: impress.PrefixStore.open(sys.argv[1], g, 't', impress.Config(shard=0))\n"
             "except impress.StoreLocked as err: print(err)"
         )
         out = subprocess.run(

@@ -1,9 +1,12 @@
-"""Small files written whole, and what makes a new name survive a power cut."""
+"""Small files written whole, what makes a new name survive a power cut, and locks on files."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
+
+_locked: set[int] = set()  # files this process holds locks on
 
 
 def sync_path(path: Path) -> None:
@@ -28,3 +31,47 @@ def write_whole(path: Path, raw: bytes) -> None:
     finally:
         draft.unlink(missing_ok=True)
     sync_path(path.parent)
+
+
+def lock_file(path: Path, *, wait: bool) -> int | None:
+    """Create a file if need be and lock it for this process alone; None: somebody else has it.
+
+    The kernel lets go when the process ends, however it ends: a forked child does not inherit the
+    lock. Give the descriptor to `unlock_file`. Raises OSError.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if _still_there(path, fd):
+                _locked.add(fd)
+                return fd
+            os.close(fd)  # deleted before it was ours: once more
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except OSError:
+            os.close(fd)
+            raise
+
+
+def unlock_file(fd: int) -> None:
+    _locked.discard(fd)
+    os.close(fd)
+
+
+def _still_there(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _in_a_child() -> None:
+    """A lock belongs to the open file, which a fork shares: it would outlive its owner."""
+    for fd in _locked:
+        os.close(fd)
+    _locked.clear()
+
+
+os.register_at_fork(after_in_child=_in_a_child)

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
+from time import monotonic
+from typing import Final
 
 import numpy as np
 
@@ -30,18 +32,26 @@ log = logging.getLogger("impress.ssd")
 
 #: A read or write through a buffer of this thread's, where memory is not page-aligned.
 BOUNCE_BYTES = 1 << 20
+#: Segments of folder n are numbered from n times this on: of folders read together all differ.
+SEGMENTS: Final = 1 << 20
 
 
 class SsdTier:
-    """All segments of one directory. One process writes; any number may open it read-only."""
+    """All segments of one directory. One process writes; any number may open it read-only.
+
+    What other processes write in folders of their own can be read too (`join`).
+    """
 
     name = "ssd"
 
     def __init__(
         self, folder: Path, segment_bytes: int, limit_bytes: int | None, *,
-        read_only: bool = False, engine: str = "auto",
+        read_only: bool = False, engine: str = "auto", number: int = 0,
     ) -> None:  # fmt: skip
-        """`engine`: how files are read (tiers.engines). Raises MediumError."""
+        """`engine`: how files are read (tiers.engines). `number`: this folder's.
+
+        Raises MediumError.
+        """
         self.engine = engine_named(engine)
         self.folder = folder
         self.full = False  # the last reserve found no room
@@ -55,7 +65,10 @@ class SsdTier:
         self._read_only = read_only
         self._space = Space()
         self._lock = threading.Lock()
+        self._number = number
+        self._folders = {number: folder}
         self._fds: dict[int, int] = {}
+        self._deleted: list[tuple[float, int]] = []  # files their owner deleted: when seen, fd
         self._local = threading.local()  # of each thread: a queue, a bounce buffer
         self._made: list[ReadQueue] = []
         self._queues = self.engine != "preadv"  # whether threads still get them
@@ -66,6 +79,29 @@ class SsdTier:
                 self._space.add(int(path.stem), path.stat().st_size // PAGE * PAGE)
         except OSError as err:
             raise MediumError(f"ssd: {folder}: {err.strerror}") from err
+
+    def join(self, number: int, folder: Path) -> None:
+        """Segments of that number's folder are read there from now on."""
+        self._folders[number] = folder
+
+    def drop_deleted(self, grace_s: float) -> None:
+        """Let go of files that their writers have deleted; closed when no read can be on its way.
+
+        Until then the file system keeps their blocks, and a new file of that name is another one.
+        """
+        now = monotonic()
+        with self._lock:
+            for segment, fd in list(self._fds.items()):
+                theirs = self._read_only or segment // SEGMENTS != self._number
+                if theirs and os.fstat(fd).st_nlink == 0:
+                    self._deleted.append((now, self._fds.pop(segment)))
+        self.close_deleted(grace_s)
+
+    def close_deleted(self, grace_s: float) -> None:
+        """Those let go of longer ago than a read takes."""
+        with self._lock:
+            while self._deleted and monotonic() - self._deleted[0][0] > grace_s:
+                os.close(self._deleted.pop(0)[1])
 
     def claim(self, extents: Iterable[Extent]) -> None:
         """At open: mark what an index says is in use. Raises ValueError when two overlap."""
@@ -213,19 +249,20 @@ class SsdTier:
             for thread in at_once:
                 thread.join()
             self._local = threading.local()
-            for fd in self._fds.values():
+            for fd in (*self._fds.values(), *(fd for _, fd in self._deleted)):
                 os.close(fd)
             self._fds.clear()
+            self._deleted.clear()
 
     def _path(self, segment: int) -> Path:
-        return self.folder / f"{segment:08d}.seg"
+        return self._folders.get(segment // SEGMENTS, self.folder) / f"{segment:08d}.seg"
 
     def _grow(self, n_bytes: int) -> bool:
         """One more segment; False when the limit or the file system says no. Under the lock."""
         total = self._space.total_bytes
         if self._limit_bytes is not None and total + self._segment_bytes > self._limit_bytes:
             return False
-        segment = max(self._space.sizes, default=-1) + 1
+        segment = max(self._space.sizes, default=self._number * SEGMENTS - 1) + 1
         path = self._path(segment)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -266,7 +303,8 @@ class SsdTier:
             return self._fds[segment]
 
     def _open(self, path: Path) -> int:
-        mode = (os.O_RDONLY if self._read_only else os.O_RDWR) | os.O_CLOEXEC
+        theirs = self._read_only or path.parent != self.folder
+        mode = (os.O_RDONLY if theirs else os.O_RDWR) | os.O_CLOEXEC
         if self.direct:
             try:
                 return os.open(path, mode | os.O_DIRECT)

@@ -51,12 +51,12 @@ def inspect(
 ) -> None:  # fmt: skip
     """Show what a store holds: tiers, spans, namespaces, hottest prefixes.
 
-    Reads a snapshot of the index and no rows, needs no model and takes no lock: it works while
-    another process writes to the store. The SSD tier is the directory; copies in HBM and DRAM
-    belong to the process that has the store open, so they are shown only with --metrics. Leases of
-    a running writer are counted here after it closes. "important" is the share of a tier's rows
-    that sparse requests chose, and a chunk's score its uses times that share, as last saved; –
-    where no request has told yet.
+    Reads a snapshot of the indexes and no rows, needs no model and takes no lock: it works while
+    other processes write to the store, each its shard. The SSD tier is the directory; copies in HBM
+    and DRAM belong to the process that has the store open, so they are shown only with --metrics.
+    Leases of a running writer are counted here after it closes. "important" is the share of a
+    tier's rows that sparse requests chose, and a chunk's score its uses times that share, as last
+    saved; – where no request has told yet.
 
     **Exit status**
 
@@ -108,6 +108,8 @@ def _print(found: dict[str, Any]) -> None:
         f"{found['tokens']:,} tokens in {found['spans']:,} spans, {found['nodes']:,} tree nodes\n"
     )
     show(_tiers(found["tiers"], live="live" in found))
+    if len(found["shards"]) > 1:
+        show(_shards(found["shards"], found["window"]))
     if found["tiers"]["ssd"]["dead_bytes"]:
         dead = size(found["tiers"]["ssd"]["dead_bytes"])
         out.print(f"{dead} on the SSD are of windows that were evicted; impress repack frees them")
@@ -148,6 +150,18 @@ def _tiers(tiers: dict[str, Any], *, live: bool) -> Table:
             f"{name} (emulated)" if usage.get("emulated") else name, *sizes,
             share(usage["used"], usage["total"]), number(usage.get("chunks"), ",.0f"),
             number(usage.get("important_share"), ".0%"),
+        )  # fmt: skip
+    return table
+
+
+def _shards(rows: list[dict[str, Any]], window: int) -> Table:
+    table = _table("\nShards", "shard", ">spans", ">tokens", ">used", ">on SSD", "written by",
+                   ">readers")  # fmt: skip
+    for row in rows:
+        writer = "nobody" if row["writer"] is None else f"process {row['writer']}"
+        table.add_row(
+            row["name"], f"{row['spans']:,}", f"{row['windows'] * window:,}", size(row["used"]),
+            size(row["total"]), writer, str(row["readers"]),
         )  # fmt: skip
     return table
 

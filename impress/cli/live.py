@@ -15,7 +15,8 @@ _COUNTERS: Final = (
     "stored_bytes", "refused", "evicted_spans", "promoted_bytes", "rows", "chunks",
 )  # fmt: skip
 _GAUGES: Final = (
-    "spans", "nodes", "windows", "leases", "oldest_lease_s", "dead_bytes", "ssd_read_only",
+    "spans", "nodes", "windows", "leases", "oldest_lease_s", "dead_bytes", "limbo_bytes",
+    "other_shards", "ssd_read_only",
 )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def match_prompt(store: PrefixStore, tokens: Tokens, namespace: bytes | None) ->
     `namespace`: the model's own, whose tree then comes first whatever it holds.
     """
     labels = labels_of(tokens, store.window)
-    names = store.index.names()
+    names = store.names()
     rows = [
         _row(store, root, names.get(root.key, ""), labels, len(tokens))
         for root in _roots(store, namespace)
@@ -103,7 +103,7 @@ def _row(store: PrefixStore, root: Root, name: str, labels: bytes, n_tokens: int
 
 def _ledgers(store: PrefixStore, root: Root) -> list[dict[str, Any]]:
     """What the guard of a namespace knows, by policy, as last saved by whoever serves it."""
-    found = decoded(store.index.ledgers())
+    found = decoded(store.saved_ledgers())
     return [ledger for ledger in found if ledger["namespace"] == root.namespace.hex()]
 
 

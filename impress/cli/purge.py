@@ -13,8 +13,8 @@ from impress.config import Config
 from impress.errors import BadInput
 from impress.store import PrefixStore
 from impress.terminal import out, size
-from impress.write.directory import Shard, read_identity
-from impress.write.index import compact
+from impress.write.directory import read_identity, shards_of
+from impress.write.env import compact
 
 _LEAST_HEX = 8
 
@@ -39,8 +39,8 @@ def purge(
     """Erase everything stored of a namespace, or of one tenant.
 
     The bytes are overwritten in the segments, and the index is written anew without what it has
-    freed, so that token ids do not linger there. The store must not be open for writing elsewhere;
-    a process that only reads keeps what it has in memory.
+    freed, so that token ids do not linger there. In every shard, so none may be open for writing
+    elsewhere; a process that only reads keeps what it has in memory.
 
     **Examples**
 
@@ -53,12 +53,28 @@ def purge(
     where = store_dir(store)
     identity = read_identity(where)
     secret = None if tenant_secret_file is None else str(tenant_secret_file)
-    config = Config(window=identity.window, dram_bytes=0, io_threads=2, tenant_secret_file=secret)
-    with PrefixStore.open(where, identity.geometry, b"purge", config) as opened:
-        before = opened.ssd.usage().used
-        spans, _ = opened.purge(tenant, namespaces=_digests(opened, namespace))
-        freed = before - opened.ssd.usage().used
-    compact(Shard(where).index)
+    config = Config(
+        window=identity.window, dram_bytes=0, io_threads=2, tenant_secret_file=secret,
+        follow_every_s=0,
+    )  # fmt: skip
+    shards = shards_of(where)
+    for shard in shards:  # all or nothing
+        shard.lock()
+        shard.unlock()
+    digests: set[bytes] = set()
+    if shards:
+        with PrefixStore.open(where, identity.geometry, b"purge", config, "r") as reader:
+            digests = _digests(reader, namespace)
+    spans = freed = 0
+    for shard in shards:
+        of_shard = config.model_copy(update={"shard": shard.number})
+        with PrefixStore.open(where, identity.geometry, b"purge", of_shard) as opened:
+            before = opened.ssd.usage().used
+            spans += opened.purge(tenant, namespaces=digests)[0]
+            freed += before - opened.ssd.usage().used
+        shard.lock()
+        compact(shard.index)
+        shard.unlock()
     if as_json:
         print_json({"store": str(where), "spans": spans, "freed_bytes": freed})
     else:

@@ -12,10 +12,11 @@ from rich.table import Table
 
 from impress.cli.options import Store, store_dir
 from impress.config import MIB, Config
+from impress.errors import StoreLocked
 from impress.repacking.repack import RepackReport
 from impress.store import PrefixStore
 from impress.terminal import err, out, size
-from impress.write.directory import Shard, read_identity
+from impress.write.directory import Identity, Shard, read_identity, shards_of
 
 
 def repack(
@@ -31,7 +32,8 @@ def repack(
 
     A span is copied in its new order, and the copy takes its place when it is whole: nothing that
     is stored is edited, and an interruption leaves the old one. Spans of which nothing is known,
-    neither choices nor importance, are left out. The store must not be open for writing elsewhere.
+    neither choices nor importance, are left out. A shard that is open for writing elsewhere is
+    named and left alone.
 
     What a request reads is an estimate: rows are taken to be chosen independently of each other.
 
@@ -47,19 +49,31 @@ def repack(
     """
     where = store_dir(store)
     identity = read_identity(where)
-    sizes = (path.stat().st_size for path in Shard(where).segments.glob("*.seg"))
-    config = Config(
-        window=identity.window, dram_bytes=0, repack_every_s=0,
-        segment_bytes=max(sizes, default=256 * MIB) // MIB * MIB,
-    )  # fmt: skip
-    with PrefixStore.open(where, identity.geometry, b"repack", config) as opened:
-        with err.status("planning" if dry_run else "repacking"):
-            report = opened.repack(dry_run=dry_run)
+    report, busy = RepackReport(dry_run), []
+    for shard in shards_of(where):
+        try:
+            report.spans += _repacked(where, shard, identity, dry_run).spans
+        except StoreLocked as taken:
+            busy.append(taken)
+            err.print(str(taken), markup=False, soft_wrap=True)
+    if busy and len(busy) == len(shards_of(where)):
+        raise typer.Exit(2)
     if json_file is not None:
         json_file.write_text(json.dumps(_plain(where, report), indent=1) + "\n")
     _print(where, report)
     if any(span.outcome == "failed" for span in report.spans):
         raise typer.Exit(1)
+
+
+def _repacked(where: Path, shard: Shard, identity: Identity, dry_run: bool) -> RepackReport:
+    sizes = (path.stat().st_size for path in shard.segments.glob("*.seg"))
+    config = Config(
+        window=identity.window, dram_bytes=0, repack_every_s=0, shard=shard.number,
+        segment_bytes=max(sizes, default=256 * MIB) // MIB * MIB,
+    )  # fmt: skip
+    with PrefixStore.open(where, identity.geometry, b"repack", config) as opened:
+        with err.status("planning" if dry_run else "repacking"):
+            return opened.repack(dry_run=dry_run)
 
 
 def _plain(where: Path, report: RepackReport) -> dict[str, Any]:

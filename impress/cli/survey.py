@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from impress.config import Config
 from impress.errors import BadInput, FormatError
 from impress.spans.format import VERSION
 from impress.store import PrefixStore
+from impress.upkeep.shares import shares_of
 from impress.write.directory import Identity, read_identity
 
 HOTTEST: Final = 5
@@ -23,7 +25,7 @@ HOTTEST: Final = 5
 def open_for_reading(path: Path) -> tuple[PrefixStore, Identity]:
     """A snapshot of any store, whatever model it is of. Takes no lock."""
     identity = read_identity(path)
-    config = Config(window=identity.window, dram_bytes=0, io_threads=1)
+    config = Config(window=identity.window, dram_bytes=0, io_threads=1, follow_every_s=0)
     try:
         store = PrefixStore.open(path, identity.geometry, b"inspect", config, mode="r")
     except FormatError as err:
@@ -45,6 +47,7 @@ def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
             "head_dim": g.head_dim, "v_head_dim": g.v_dim, "dtype": g.dtype,
             "token_bytes": g.token_bytes,
         },
+        "shards": [asdict(share) for share in shares_of(store.path, store.catalog)],
         "tiers": {"hbm": None, "dram": None, "ssd": _ssd(store)},
         "spans": counts["spans"],
         "nodes": counts["nodes"],
@@ -69,8 +72,8 @@ def known_of(store: PrefixStore, span: int) -> tuple[float | None, float | None]
 
 def _ssd(store: PrefixStore) -> dict[str, Any]:
     """Bytes of the segments; what spans own is used. A writer's unfinished stores count as free."""
-    total = store.ssd.usage().total
-    used = sum(extent.length for extent in store.catalog.extents()[0])
+    shares = shares_of(store.path, store.catalog)
+    total, used = sum(share.total for share in shares), sum(share.used for share in shares)
     runs = [(record.span_id, record.n_windows) for record in store.catalog.records()]
     n_windows = store.catalog.counts()["windows"]
     return {
@@ -83,7 +86,7 @@ def _ssd(store: PrefixStore) -> dict[str, Any]:
 
 def _namespaces(store: PrefixStore) -> list[dict[str, Any]]:
     """One row per root, which is a namespace and a tenant; the most stored first."""
-    names = store.index.names()
+    names = store.names()
     rows: dict[bytes, dict[str, Any]] = {}
     for record in store.catalog.records():
         new = {
@@ -149,7 +152,7 @@ def tree_of(store: PrefixStore) -> list[dict[str, Any]]:
 def stored_prefixes(store: PrefixStore, tokens: Tokens) -> list[dict[str, Any]]:
     """How much of a prompt is stored, in each namespace that has any of it, longest first."""
     labels = labels_of(tokens, store.window)
-    names = store.index.names()
+    names = store.names()
     found = []
     for root, namespace in {(r.root, r.namespace) for r in store.catalog.records()}:
         held = store.catalog.hold(root, labels, count=False)

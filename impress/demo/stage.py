@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from impress.demo import CHECKPOINTS
 from impress.errors import BadInput, ImpressError, Unsupported
 from impress.terminal import err
-from impress.write.directory import Shard
+from impress.write.directory import Shard, shards_of
 
 MARKER: Final = "impress-demo.json"  # stands in a folder the demo made
 LOG: Final = "worker.log"
@@ -57,12 +57,14 @@ def prepare(folder: Path) -> None:
 
 
 def _remove(store: Path) -> None:
-    shard = Shard(store)
-    shard.lock()  # refused while somebody writes to it
+    shards = shards_of(store) or [Shard(store)]
     try:
+        for shard in shards:
+            shard.lock()  # refused while somebody writes to it
         shutil.rmtree(store)
     finally:
-        shard.unlock()
+        for shard in shards:
+            shard.unlock()
 
 
 def run_step(step: str, folder: Path, size: str) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class Repacker:
         """
         with self._pass:
             heat = self._home.catalog.heat()
-            spans = [record.span_id for record in self._home.catalog.records()]
+            spans = [record.span_id for record in self._home.catalog.own_records()]
             spans.sort(key=lambda span: -heat.get(span, (0, 0))[0])
             return self._run(spans, dry_run, max_bytes)
 
@@ -174,7 +174,7 @@ class Repacker:
 
     def _mostly_dead(self) -> dict[int, None]:
         """Spans to rewrite, as a set in order."""
-        dead = self._home.catalog.dead()
+        dead = self._home.catalog.own_dead()
         return dict.fromkeys(d.span for d in dead if d.n_dead > DEAD_SHARE * d.n_windows)
 
     def _run(self, spans: list[int], dry_run: bool, max_bytes: int | None) -> RepackReport:
@@ -279,7 +279,7 @@ class Repacker:
 
     def _give_back(self, draft: SpanRecord) -> None:
         self._home.spoil(draft.span_id)
-        self._home.reclaim([draft])
+        self._home.scrap([draft])
         self._draft = None
 
     def _move(self, move: _Move, draft: SpanRecord) -> Swapped:

@@ -1,7 +1,7 @@
 """Parameters of fitted probe codecs: records of their own, named by the digest of their bytes.
 
-    STORE/shards/main/params/<64 hex digits>    all layers of one fit; written once, never changed
-    STORE/shards/main/params/current.json       for the writer: (namespace, codec) -> digest
+    STORE/shards/NAME/params/<64 hex digits>    all layers of one fit; written once, never changed
+    STORE/shards/NAME/params/current.json       for the writer: (namespace, codec) -> digest
 
 A span's header names the digest its records were made with. Whoever reads them reads the file of
 that name and compares its digest: one that is missing or does not match gives no parameters, never
@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -70,8 +70,12 @@ def digest_of(raw: bytes) -> bytes:
 class Params:
     """The records of one shard. Thread-safe; nothing here raises for what a disk does."""
 
-    def __init__(self, folder: Path, *, write: bool) -> None:
+    def __init__(
+        self, folder: Path, *, write: bool, others: Callable[[], Iterable[Path]] = tuple
+    ) -> None:
+        """`others`: folders of other shards, where records may be too: their names are digests."""
         self._folder = folder
+        self._others = others
         self._write = write
         self._lock = threading.Lock()
         self._cached: OrderedDict[bytes, Layers] = OrderedDict()
@@ -147,7 +151,11 @@ class Params:
                 self._cached.popitem(last=False)
 
     def _read(self, digest: bytes) -> Layers | None:
-        path = self._folder / digest.hex()
+        folders = (self._folder, *self._others())
+        found = (self._read_in(folder / digest.hex(), digest) for folder in folders)
+        return next((layers for layers in found if layers is not None), None)
+
+    def _read_in(self, path: Path, digest: bytes) -> Layers | None:
         try:
             if path.stat().st_size > MOST_RECORD_BYTES:
                 return None

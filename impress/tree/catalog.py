@@ -17,7 +17,7 @@ from impress.spans.format import (
     place_of,
     split_index,
 )
-from impress.tree.eviction import Dead, Score, least
+from impress.tree.eviction import ALL, Dead, Score, least
 from impress.tree.places import Places, split_all
 from impress.tree.radix import NONE, Graft, RadixTree, View
 from impress.tree.trace import Trace, path_of, trace, walk
@@ -37,8 +37,10 @@ class Held:
 class Catalog:
     """Thread-safe. A span lives while a node views it or a holder pins it."""
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, own: range = ALL) -> None:
+        """`own`: ids of the spans that may be evicted."""
         self.lock = threading.Lock()
+        self.own = own
         self.window = window
         self._tree = RadixTree(4 * window)
         self._kept: dict[int, bytes] = {}  # span -> index value without labels
@@ -126,7 +128,7 @@ class Catalog:
         while n_bytes > 0 and progress:
             with self.lock:
                 progress = False
-                for leaf in least(self._tree, {*self._pins, *spare}, score):
+                for leaf in least(self._tree, {*self._pins, *spare}, score, own=self.own):
                     progress = True
                     span = self._tree.view(leaf).span
                     if self._remove(leaf):
@@ -145,18 +147,6 @@ class Catalog:
                 if self._tree.view(node).span != span:
                     continue  # went with an earlier subtree
                 for below in self._tree.subtree(node):
-                    gone = self._tree.view(below).span
-                    if self._remove(below):
-                        retired.append(gone)
-        return retired
-
-    def purge(self, root: bytes) -> list[int]:
-        """Take everything under a root key out of the tree, held or not; spans retired by it."""
-        retired = []
-        with self.lock:
-            top = self._tree.roots.get(root)
-            for child in list(self._tree.children(top)) if top is not None else []:
-                for below in self._tree.subtree(child):
                     gone = self._tree.view(below).span
                     if self._remove(below):
                         retired.append(gone)

@@ -26,6 +26,8 @@ Score = Callable[[Ids, Ids, Ids, Ids], Floats]
 Key = tuple[float, int, int, int]
 #: Leaves looked at in one go.
 BATCH: Final = 1024
+#: Every span id there can be.
+ALL: Final = range(1 << 62)
 #: A share of important rows below this counts as this: a span that is used is worth something.
 LEAST_SHARE: Final = 1 / 1024
 
@@ -104,22 +106,32 @@ def score_of(eviction: str, shares: Mapping[int, float]) -> Score:
 
 
 def least(
-    tree: RadixTree, pinned: Collection[int], score: Score, limit: int = BATCH
+    tree: RadixTree,
+    pinned: Collection[int],
+    score: Score,
+    limit: int = BATCH,
+    own: range = ALL,
 ) -> Iterator[int]:
-    """Leaves to take out, least score first, never of a span that is held; at most about `limit`.
+    """Leaves to take out, least score first, never of a span that is held or not in `own`.
+
+    At most about `limit`.
 
     Whoever iterates removes each before asking for the next: then its parent may be one. Ends
     where a leaf that was not looked at might score less: begin again for more. Vectorised.
     """
-    leaves = tree.leaves()
-    queue, bound = _queue(Leaves(leaves, *tree.columns(leaves)), pinned, score, limit)
+    nodes = tree.leaves()
+    leaves = Leaves(nodes, *tree.columns(nodes))
+    mine = (leaves.span >= own.start) & (leaves.span < own.stop)
+    if not mine.all():
+        leaves = Leaves(*(column[mine] for column in leaves))
+    queue, bound = _queue(leaves, pinned, score, limit)
     while queue and queue[0][0] <= bound:
         *_, leaf = heappop(queue)
         above = tree.parent(leaf)
         yield leaf
         if tree.is_leaf(above):
             span = tree.view(above).span
-            if span not in pinned:
+            if span not in pinned and span in own:
                 row = (span, tree.hits[above], tree.used[above], tree.end[above])
                 heappush(queue, _key(score, above, *row))
 

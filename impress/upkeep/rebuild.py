@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from impress.errors import FormatError, StoreFailed
+from impress.errors import FormatError, StoreFailed, StoreLocked
 from impress.spans.format import (
     MAGIC,
     SpanHeader,
@@ -30,7 +30,14 @@ from impress.spans.format import (
 )
 from impress.spans.layout import SpanLayout
 from impress.spans.records import wrong_record
-from impress.write.directory import IDENTITY, Identity, Shard, read_identity, restore_identity
+from impress.write.directory import (
+    IDENTITY,
+    Identity,
+    Shard,
+    read_identity,
+    restore_identity,
+    shards_of,
+)
 from impress.write.index import Index
 from tiers.base import PAGE, Extent, Read, Slot
 from tiers.coalesce import slices
@@ -69,33 +76,46 @@ class Rebuilt:
 def rebuild_store(
     path: Path, *, dry_run: bool = False, progress: Progress | None = None
 ) -> Rebuilt:
-    """Scan, verify, and put a new index in place (not when `dry_run`). Needs the writer's lock.
+    """Scan, verify, and put new indexes in place (not when `dry_run`), shard by shard.
 
-    Raises FormatError (no store, no segments), StoreLocked, StoreFailed.
+    Needs the writers' locks: a shard that is open for writing is named in a note and left alone.
+    Raises FormatError (no store, no segments), StoreLocked (all are), StoreFailed.
     """
     say = progress or (lambda what, done, of: None)
-    shard = Shard(path)
-    if not shard.segments.is_dir():
+    shards = [shard for shard in shards_of(path) if shard.segments.is_dir()]
+    if not shards:
         read_identity(path)  # says what is wrong with a path that is no store
         raise FormatError(f"{path}: no segments to rebuild from")
-    shard.lock()
-    try:
-        found = Rebuilt()
+    found, locked = Rebuilt(), []
+    for shard in shards:
         try:
-            headers = list(_scan(shard.segments, found, say))
-            identity = _identity(path, headers, found, dry_run=dry_run)
-            kept = _resolved(headers, identity, shard.segments, found)
-            sound = _verified(kept, identity, shard.segments, found, say)
+            shard.lock()
+        except StoreLocked as err:
+            locked.append(err)
+            found.notes.append(f"left alone: {err}")
+            continue
+        try:
+            _rebuild(path, shard, found, say, dry_run=dry_run)
         except MediumError as err:
             raise StoreFailed(str(err)) from None
-        found.spans = len(sound)
-        found.windows = sum(h.record.n_windows for h in sound)
-        found.n_bytes = sum(h.record.data_bytes + h.record.meta.length for h in sound)
-        if not dry_run:
-            _install(shard, sound)
-        return found
-    finally:
-        shard.unlock()
+        finally:
+            shard.unlock()
+    if len(locked) == len(shards):
+        raise locked[0]
+    return found
+
+
+def _rebuild(path: Path, shard: Shard, found: Rebuilt, say: Progress, *, dry_run: bool) -> None:
+    """One shard, locked; adds what it holds to `found`. Raises MediumError, StoreFailed."""
+    headers = list(_scan(shard.segments, found, say))
+    identity = _identity(path, headers, found, dry_run=dry_run)
+    kept = _resolved(headers, identity, shard, found)
+    sound = _verified(kept, identity, shard, found, say)
+    found.spans += len(sound)
+    found.windows += sum(h.record.n_windows for h in sound)
+    found.n_bytes += sum(h.record.data_bytes + h.record.meta.length for h in sound)
+    if not dry_run:
+        _install(shard, sound)
 
 
 # ---- scan ------------------------------------------------------------------------------------
@@ -154,11 +174,11 @@ def _identity(
 
 
 def _resolved(
-    headers: Sequence[SpanHeader], identity: Identity, folder: Path, found: Rebuilt
+    headers: Sequence[SpanHeader], identity: Identity, shard: Shard, found: Rebuilt
 ) -> list[SpanHeader]:
     """One owner for each byte, one span for each run of windows: the highest generation."""
     space = Space()
-    for path in folder.glob("[0-9]*.seg"):
+    for path in shard.segments.glob("[0-9]*.seg"):
         space.add(int(path.stem), path.stat().st_size // PAGE * PAGE)
     kept: list[SpanHeader] = []
     places: set[tuple[bytes, bytes]] = set()
@@ -169,6 +189,7 @@ def _resolved(
             continue
         layout = _layout(header)
         wrong = header.geometry != identity.geometry or len(header.sums) != layout.n_sums
+        wrong = wrong or record.span_id not in shard.spans
         if wrong or wrong_record(record, identity.geometry, identity.window):
             found.torn += 1
             continue
@@ -203,10 +224,10 @@ def _layout(header: SpanHeader) -> SpanLayout:
 
 
 def _verified(
-    headers: Sequence[SpanHeader], identity: Identity, folder: Path, found: Rebuilt, say: Progress
+    headers: Sequence[SpanHeader], identity: Identity, shard: Shard, found: Rebuilt, say: Progress
 ) -> list[SpanHeader]:
     """Those whose every piece matches its sum."""
-    ssd = SsdTier(folder, PAGE, None, read_only=True)
+    ssd = SsdTier(shard.segments, PAGE, None, read_only=True, number=shard.number)
     pool, buffers = IoPool(_THREADS, "impress-rebuild"), BufferPool(None)
     total, done, sound = sum(h.record.data_bytes for h in headers), 0, []
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -30,7 +31,7 @@ from impress.spans.layout import K, SpanLayout, V
 from impress.spans.params import NONE, Params
 from impress.spans.records import wrong_record
 from impress.tree.catalog import Catalog
-from impress.write.directory import Identity, Shard, read_identity
+from impress.write.directory import Identity, Shard, read_identity, shards_of
 from impress.write.index import Index
 from tiers.base import Read, Slot, Sums, round_up, sums_of
 from tiers.coalesce import locate
@@ -67,6 +68,11 @@ class Verdict:
     gone: int = 0  # spans evicted while this ran
     problems: list[Problem] = field(default_factory=list)
 
+    def add(self, other: Verdict) -> None:
+        for name in ("spans", "pieces", "n_bytes", "gone"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.problems += other.problems
+
 
 @dataclass(slots=True)
 class _Bad:
@@ -95,35 +101,54 @@ class _Part:
 
 def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
     """Check a store from end to end. Raises FormatError (no store), StoreFailed (no access)."""
-    identity = read_identity(path)
-    shard = Shard(path)
-    if not shard.index.is_dir():
-        if any(shard.segments.glob("*.seg")):
-            return Verdict(problems=[Problem(f"index: {shard.index} is missing")])
-        return Verdict()
-    try:
-        index = Index(shard.index, create=False)
-    except FormatError as err:
-        return Verdict(problems=[Problem(str(err))])
+    identity, total = read_identity(path), Verdict()
+    shards = shards_of(path)
+    values = {shard.number: _values(shard, total) for shard in shards}
+    everything = {span: value for by_span in values.values() for span, value in by_span.items()}
     pool = IoPool(_THREADS, "impress-verify")
     try:
-        return _Verification(identity, shard, index, pool).run(progress or (lambda done, of: None))
-    except FormatError as err:
-        return Verdict(problems=[Problem(str(err))])
+        for shard in shards:
+            if values[shard.number]:
+                one = _Verification(identity, shard, values[shard.number], everything, pool)
+                total.add(one.run(progress or (lambda done, of: None)))
     finally:
         pool.close(0.1)  # its threads are daemons: one stuck in a read does not hold the process
-        index.close()
+    return total
+
+
+def _values(shard: Shard, total: Verdict) -> dict[int, bytes]:
+    """A shard's index values; what keeps them from being read is a problem. Raises StoreFailed."""
+    if not shard.index.is_dir():
+        total.problems.append(Problem(f"index: {shard.index} is missing"))
+        return {}
+    try:
+        index = Index(shard.index, create=False)
+        try:
+            return dict(index.spans())
+        finally:
+            index.close()
+    except FormatError as err:
+        total.problems.append(Problem(str(err)))
+    return {}
 
 
 class _Verification:
-    """One run over one store."""
+    """One run over one shard."""
 
-    def __init__(self, identity: Identity, shard: Shard, index: Index, pool: IoPool) -> None:
+    def __init__(
+        self, identity: Identity, shard: Shard, values: dict[int, bytes],
+        everything: dict[int, bytes], pool: IoPool,
+    ) -> None:  # fmt: skip
+        """`values`: read before the segments are listed: all they name exist; `everything`: of all
+        shards, as a prefix may go from one to another."""
         self._identity = identity
-        self._index = index
-        self._values = dict(index.spans())  # before the segments are listed: all it names exist
+        self._shard = shard
+        self._values = values
+        self._everything = everything
         try:
-            self._ssd = SsdTier(shard.segments, PART_BYTES, None, read_only=True)
+            self._ssd = SsdTier(
+                shard.segments, PART_BYTES, None, read_only=True, number=shard.number
+            )
         except MediumError as err:
             raise StoreFailed(str(err)) from None
         self._params = Params(shard.params, write=False)
@@ -181,17 +206,27 @@ class _Verification:
         """The tree these spans make is sound, and no span hangs in the air."""
         catalog = Catalog(self._identity.window)
         sound = {record.span_id for record in records}
+        wrong = self._values.keys() - sound
         try:
-            loose, _ = catalog.load(((s, v) for s, v in self._values.items() if s in sound), {})
+            loose, _ = catalog.load(
+                ((s, v) for s, v in self._everything.items() if s not in wrong), {}
+            )
             catalog.check()
         except AssertionError as err:
             self._report(f"tree: {err}")
             return
-        for record in catalog.retired_records(loose):
+        for record in catalog.retired_records(span for span in loose if span in sound):
             # One that repeats what other spans hold is only waiting to be reclaimed.
-            if record.first_window and not self._follows(record, records):
+            if record.first_window and not self._follows(record, [*records, *self._others()]):
                 self._report("the windows before it are not stored, so it is never found",
                              record.span_id)  # fmt: skip
+
+    def _others(self) -> Iterator[SpanRecord]:
+        """Records of the other shards, where they are sound."""
+        for span, value in self._everything.items():
+            if span not in self._values:
+                with suppress(FormatError, ValueError, struct.error):
+                    yield decode_index(span, *split_index(value))
 
     def _follows(self, record: SpanRecord, records: list[SpanRecord]) -> bool:
         """Whether some span reaches the window this one begins behind."""
@@ -318,9 +353,9 @@ class _Verification:
 
     def _drop_evicted(self) -> None:
         """Forget what was found about spans that a writer removed while this ran."""
-        evicted = set()
+        evicted, now = set(), _values(self._shard, Verdict())
         for span in {p.span for p in self._verdict.problems if p.span is not None}:
-            if next(self._index.spans(span - 1), None) != (span, self._values[span]):
+            if now.get(span) != self._values[span]:
                 evicted.add(span)
         self._verdict.gone = len(evicted)
         self._verdict.problems = [p for p in self._verdict.problems if p.span not in evicted]

@@ -19,12 +19,13 @@ from impress.errors import ImpressError, StoreFailed
 from impress.quality.ledgers import Ledgers
 from impress.spans.format import ORDER_PACKED, SpanHeader, SpanRecord, encode_header, encode_index
 from impress.stats import Counters
-from impress.tree.catalog import Catalog
+from impress.tree.merged import MergedCatalog
 from impress.types import Geometry
 from impress.usage.history import History
+from impress.write.changes import Change
 from impress.write.draft import Draft
 from impress.write.index import Index
-from impress.write.jobs import Batch, Duties, GiveUp, Job, StoreJob, SwapJob, Swapped, Trial
+from impress.write.jobs import Batch, Duties, Erase, GiveUp, Job, StoreJob, SwapJob, Swapped, Trial
 from tiers.base import PAGE, Extent, Slot
 from tiers.errors import MediumError
 from tiers.slots import aligned
@@ -40,7 +41,7 @@ class Committer:
     """Queues jobs from any thread; works on its own."""
 
     def __init__(
-        self, index: Index, ssd: SsdTier, catalog: Catalog, counters: Counters,
+        self, index: Index, ssd: SsdTier, catalog: MergedCatalog, counters: Counters,
         geometry: Geometry, uuid: bytes, duties: Duties, history: History, ledgers: Ledgers,
         *, durable: bool,
     ) -> None:  # fmt: skip
@@ -51,7 +52,7 @@ class Committer:
         self._geometry = geometry
         self._uuid = uuid
         self._duties = duties
-        self._reclaim = duties.reclaim
+        self._reclaim, self._scrap = duties.reclaim, duties.scrap
         self._history = history
         self._ledgers = ledgers
         self._durable = durable
@@ -71,6 +72,10 @@ class Committer:
         """Retired spans: out of the index, then reclaimed when nobody holds them."""
         if spans:
             self._put(spans)
+
+    def erase(self, spans: list[int]) -> None:
+        """As `delete`, and the log of changes forgets all it says."""
+        self._put(Erase(spans))
 
     def give_up(self, draft: Draft, done: Callable[[], None]) -> None:
         """A refused store: its space is free again when its last write has ended."""
@@ -168,7 +173,7 @@ class Committer:
         for job in batch.given_up:
             with contextlib.suppress(StoreFailed):  # a write that failed has ended too
                 job.draft.settle(WRITE_TIMEOUT_S)
-            self._reclaim([job.draft.record])
+            self._scrap([job.draft.record])
             job.done()
         for swap in batch.swaps:
             swap.done(self._swap(swap))
@@ -202,10 +207,16 @@ class Committer:
             if self._durable and written:
                 self._ssd.sync([_meta_slot(job.draft.record) for job in written])
                 self._ssd.sync([job.draft.slot for job in written])
-            if puts or batch.deletes:
+            if puts or batch.deletes or batch.forget:
                 born = dict.fromkeys(puts, (0, self._catalog.tick))
                 wear = self._duties.wear()
-                self._index.commit(puts, batch.deletes, born, names, wear)
+                changes = [
+                    *(Change(job.draft.record.span_id, 0, job.draft.prefix) for job in written),
+                    *(Change(0, span) for span in batch.deletes),
+                ]
+                self._index.commit(
+                    puts, batch.deletes, born, names, wear, changes, forget=batch.forget
+                )
         except (StoreFailed, MediumError) as err:
             self._duties.trouble(str(err))
             for job in written:
@@ -274,7 +285,7 @@ class Committer:
         heat = self._catalog.heat_of(job.old)
         if heat is None:
             job.spoil(record.span_id)
-            self._reclaim([record])
+            self._scrap([record])
             return Swapped.GONE
         try:
             record = self._put_header(job.header)
@@ -283,12 +294,15 @@ class Committer:
                 self._ssd.sync([_meta_slot(record), Slot(record.parts)])
             put = {record.span_id: encode_index(record)}
             wear = self._duties.wear()
-            self._index.commit(put, [job.old], heat={record.span_id: heat}, wear=wear)
+            prefix = self._catalog.labels_to(job.old, record.first_window) + record.labels
+            change = Change(record.span_id, job.old, prefix)
+            warm = {record.span_id: heat}
+            self._index.commit(put, [job.old], heat=warm, wear=wear, changes=[change])
         except (StoreFailed, MediumError) as err:
             self._duties.trouble(str(err))
             log.warning("span %d was not repacked: %s", job.old, err)
             job.spoil(record.span_id)
-            self._reclaim([record])
+            self._scrap([record])
             return Swapped.FAILED
         self._history.carry(job.old, record.span_id, job.skip, record.n_windows)
         if not self._catalog.replace(job.old, record):  # it left the tree since heat_of looked
@@ -313,7 +327,7 @@ class Committer:
         return added > 0
 
     def _drop(self, job: StoreJob, error: Exception | None) -> None:
-        self._reclaim([job.draft.record])
+        self._scrap([job.draft.record])
         job.done()
         job.stored.settle(error=error)
         if error is not None:
@@ -323,12 +337,3 @@ class Committer:
 
 def _meta_slot(record: SpanRecord) -> Slot:
     return Slot((record.meta,))
-
-
-def bury(ssd: SsdTier, record: SpanRecord) -> None:
-    """Wipe a span's header, so that no scan finds it again, and give its space back."""
-    # On a failing disk the header's generation and its rows' sums still give it away.
-    with contextlib.suppress(MediumError):
-        ssd.write(_meta_slot(record), 0, aligned(PAGE))
-    ssd.free(_meta_slot(record))
-    ssd.free(Slot(record.parts))

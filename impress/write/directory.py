@@ -1,18 +1,21 @@
-"""What makes a directory a store: its identity file, its shard, the writer's lock.
+"""What makes a directory a store: its identity file, its shards, the writers' locks.
 
 STORE/impress.json              format, uuid, geometry, window: written once, atomically
-STORE/shards/main/lock          held by the one writer of the shard (flock)
-STORE/shards/main/index/        LMDB
-STORE/shards/main/segments/     NNNNNNNN.seg
+STORE/shards/main/, 1/, 2/ …    one writer each:
+    lock                        held by it (flock)
+    index/                      LMDB
+    segments/                   NNNNNNNN.seg
+    readers/                    one file, locked, for each other process that reads here
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
+import re
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,11 +23,18 @@ from typing import Any, Final
 from impress.errors import BadInput, FormatError, StoreFailed, StoreLocked, StoreMismatch
 from impress.spans.format import VERSION
 from impress.types import Geometry
-from tiers.files import write_whole
+from tiers.files import lock_file, unlock_file, write_whole
 
 log = logging.getLogger("impress")
 
 IDENTITY: Final = "impress.json"
+#: Ids a shard may give its spans; shard n's begin at n times this.
+SPANS: Final = 1 << 40
+#: With 2^20 segments each, their numbers fill 32 bits.
+MOST_SHARDS: Final = 1 << 12
+#: Where an index lies for the moment in which a purge puts another in its place.
+GONE: Final = "index.gone"
+_NUMBER: Final = re.compile("[1-9][0-9]{0,3}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +147,14 @@ def _set_aside(path: Path, old: int, geometry: Geometry, window: int) -> Identit
     open: the identity says the older format until all the rest is done.
     """
     identity = Identity(VERSION, secrets.token_bytes(16), geometry, window)
-    shard = Shard(path)
+    shards = shards_of(path) or [Shard(path)]
     try:
-        if shard.path.parent.is_dir():
-            shard.lock()
+        if (path / "shards").is_dir():
+            for shard in shards:
+                shard.lock()
             names = [f"set-aside-format-{old}", *(f"set-aside-format-{old}-{n}" for n in range(99))]
             aside = next(path / name for name in names if not (path / name).exists())
-            shard.path.parent.rename(aside)
+            (path / "shards").rename(aside)
             log.warning(
                 "%s: format %d is no longer read: set aside in %s, delete it when you like; an "
                 "empty store begins", path, old, aside.name,
@@ -152,42 +163,79 @@ def _set_aside(path: Path, old: int, geometry: Geometry, window: int) -> Identit
     except OSError as err:
         raise StoreFailed(f"{path}: {err.strerror}") from None
     finally:
-        shard.unlock()
+        for shard in shards:
+            shard.unlock()
     return identity
 
 
 class Shard:
-    """One writer's part of a directory. `lock` it before writing anything in it."""
+    """One writer's part of a directory. `lock` it before writing anything in it.
 
-    def __init__(self, path: Path, name: str = "main") -> None:
-        self.path = path / "shards" / name
+    Shard 0 is called main. A shard's number stands in all its span ids and segment numbers, so
+    that those of all shards differ.
+    """
+
+    def __init__(self, path: Path, number: int = 0) -> None:
+        self.number = number
+        self.name = str(number) if number else "main"
+        self.path = path / "shards" / self.name
         self.index = self.path / "index"
         self.segments = self.path / "segments"
         self.params = self.path / "params"
-        self._fd = -1
+        self.readers = self.path / "readers"
+        self.spans = range(number * SPANS, (number + 1) * SPANS)
+        self._fd: int | None = None
 
     def lock(self) -> None:
         """Become the writer. Raises StoreLocked at once when somebody is."""
         try:
             for folder in (self.path.parent, self.path):  # parents=True would ignore the mode
                 folder.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = lock_file(self.path / "lock", wait=False)
+            if self._fd is None:
+                raise StoreLocked(
+                    f"{self.path.parent.parent}: shard {self.name} is open for writing by process "
+                    f'{self._holder()}; close it, name another shard, or open with mode="r"'
+                )
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+            if not self.index.is_dir() and self.index.with_name(GONE).is_dir():
+                self.index.with_name(GONE).rename(self.index)  # a purge was cut off
         except OSError as err:
             raise StoreFailed(f"{self.path}: {err.strerror}") from None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "another process"
-            os.close(fd)
-            raise StoreLocked(
-                f"{self.path.parent.parent}: open for writing by process {holder}; "
-                'close it, or open with mode="r"'
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        self._fd = fd
 
     def unlock(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._fd is not None:
+            unlock_file(self._fd)
+            self._fd = None
+
+    def _holder(self) -> str:
+        try:
+            return (self.path / "lock").read_text().strip() or "unknown"
+        except (OSError, UnicodeDecodeError):
+            return "unknown"
+
+
+def shards_of(path: Path) -> list[Shard]:
+    """Every shard of a directory in which something was ever stored, by number."""
+    try:
+        names = [entry.name for entry in (path / "shards").iterdir()]
+    except OSError:
+        return []
+    numbers = [0 if n == "main" else int(n) for n in names if n == "main" or _NUMBER.fullmatch(n)]
+    shards = [Shard(path, n) for n in sorted(numbers) if n < MOST_SHARDS]
+    return [shard for shard in shards if shard.index.is_dir() or any(shard.segments.glob("*.seg"))]
+
+
+def locked_shard(path: Path, number: int | None) -> Shard:
+    """The shard of that number, locked; None: the first that nobody has. Raises StoreLocked."""
+    if number is not None:
+        shard = Shard(path, number)
+        shard.lock()
+        return shard
+    for n in range(MOST_SHARDS):
+        shard = Shard(path, n)
+        with suppress(StoreLocked):
+            shard.lock()
+            return shard
+    raise StoreLocked(f"{path}: all of {MOST_SHARDS} shards are open for writing")

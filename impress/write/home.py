@@ -1,7 +1,8 @@
 """Home: what lies on the SSD, and who may take it away.
 
-Segments, index, catalog and committer of one shard. A span comes in READY through the committer,
-and goes out evicted or quarantined: tree first, then index, then space, when its last holder ends.
+Segments, index, catalog and committer of a shard, and what the others of the directory hold. A
+span comes in READY through the committer, and goes out evicted or quarantined: tree first, then
+index, then space, when its last holder ends, in this process or another.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from time import time as wall_clock
@@ -19,16 +22,19 @@ from impress.errors import FormatError, ImpressError, StoreFailed
 from impress.quality.ledgers import Ledgers
 from impress.spans.format import SpanRecord
 from impress.stats import Counters
-from impress.tree.catalog import Catalog, Held
+from impress.tree.catalog import Held
 from impress.tree.eviction import Score, score_of
+from impress.tree.merged import MergedCatalog
 from impress.usage.history import History, budget_of
 from impress.write.budget import WriteBudget
-from impress.write.commit import Committer, bury
+from impress.write.commit import Committer
 from impress.write.directory import Identity, Shard
+from impress.write.follow import Follower
 from impress.write.health import Health
 from impress.write.index import Index
 from impress.write.jobs import Duties
-from tiers.base import PAGE, Slot
+from impress.write.reclaim import Reclaim
+from tiers.base import PAGE
 from tiers.errors import MediumError
 from tiers.ssd import SsdTier
 
@@ -45,57 +51,99 @@ class Home:
 
     def __init__(
         self, path: Path, identity: Identity, config: Config, counters: Counters,
-        forget: Callable[[int], None], *, write: bool,
+        forget: Callable[[int], None], shard: Shard | None,
     ) -> None:  # fmt: skip
+        """`shard`: locked, to be written; None: all are only read."""
         self._path = path
+        self._shard = shard
         self._config = config
         self._counters = counters
         self._forget = forget
         self.before_evict: Callable[[], None] = lambda: None  # makes more of it evictable
-        self._erase: set[int] = set()  # purged, repacked: their bytes go before their space does
-        shard = Shard(path)
-        if not write and not shard.index.is_dir():
-            raise FormatError(f"{path}: nothing has been stored here yet")
-        if not shard.index.is_dir() and any(shard.segments.glob("*.seg")):
+        if shard is not None and not shard.index.is_dir() and any(shard.segments.glob("*.seg")):
             raise FormatError(
-                f"{path}: its index is missing; impress rebuild makes it again from the segments"
+                f"{path}: the index of shard {shard.name} is missing; impress rebuild makes it "
+                "again from the segments"
             )
+        self.place = place = shard or Shard(path)
         self.ssd = SsdTier(
-            shard.segments, config.segment_bytes, config.disk_bytes, read_only=not write,
-            engine=config.io_engine,
+            place.segments, config.segment_bytes, config.disk_bytes, read_only=shard is None,
+            engine=config.io_engine, number=place.number,
         )  # fmt: skip
-        self.index = Index(shard.index, create=write)
+        self.catalog = MergedCatalog(identity.window, range(0) if shard is None else shard.spans)
+        self.others = Follower(
+            path, shard, self.catalog, self.ssd, config.read_timeout_s, self.reclaim, self._orphaned
+        )
+        self.committer: Committer | None = None
+        self.reclaimer: Reclaim | None = None
+        try:
+            self._open(config, identity)
+        except BaseException:
+            self.others.close()  # else their writers would wait for a reader that is none
+            raise
+
+    def _open(self, config: Config, identity: Identity) -> None:
+        self.index = self._open_index()
         self.n_layers = identity.geometry.n_layers
-        self.catalog = Catalog(identity.window)
         self.history = History(
             identity.geometry.n_layers, identity.window, budget_of(config.dram_bytes),
-            self.index.history, self.index.history_tick(),
+            self._history_of, self.index.history_tick(),
         )  # fmt: skip
         self.ledgers = Ledgers(self.index.ledger, self.save_history)
         self.budget = WriteBudget(config.daily_write_bytes, wall_clock, self.index.wear())
-        self.health = Health(path, self._try_writing, monotonic)
+        self.health = Health(self._path, self._try_writing, monotonic)
         self._superfluous, last_span = self._load()
+        self.others.say()
         self.span_ids = itertools.count(last_span + 1)  # next() of it is atomic
-        self.committer: Committer | None = None
-        if write:
+        if self._shard is not None:
+            limit_s = config.lease_timeout_s + config.read_timeout_s
+            self.reclaimer = Reclaim(self._shard, self.ssd, self._counters, limit_s)
+            self.reclaimer.wait_for_readers(self.index.generation)
             self.committer = Committer(
-                self.index, self.ssd, self.catalog, counters, identity.geometry, identity.uuid,
-                Duties(self.reclaim, self._overfull, self.health.trouble, self.budget.dump),
+                self.index, self.ssd, self.catalog, self._counters, identity.geometry,
+                identity.uuid,
+                Duties(
+                    self.reclaim, self.scrap, self._overfull, self.health.trouble, self.budget.dump
+                ),
                 self.history, self.ledgers, durable=config.durable,
             )  # fmt: skip
 
+    def _open_index(self) -> Index:
+        """One's own; a reader's is that of the first shard there is."""
+        if self._shard is not None:
+            return Index(self._shard.index, create=True)
+        if not self.others.neighbours:
+            raise self.others.error or FormatError(
+                f"{self._path}: nothing has been stored here yet"
+            )
+        return next(iter(self.others.neighbours.values())).index
+
     def tidy(self) -> None:
-        """Delete what the index held in vain; once everything that `forget` needs is there."""
-        if self.committer is not None and self._superfluous:
+        """Delete what the index held in vain, and follow the other shards from here on.
+
+        Once everything that `forget` needs is there.
+        """
+        # Where a shard could not be read, what hangs from its spans only seems to be in vain.
+        if self.committer is not None and self._superfluous and self.others.error is None:
+            self._spoil(self._superfluous)  # what they hung from may have been purged
             self._delete(self._superfluous)
             self._superfluous = []
+        self.others.start(self._config.follow_every_s, self._settle)
+
+    def follow(self) -> bool:
+        """Take over what the other shards' writers changed; whether anything was."""
+        changed = self.others.look()
+        self._settle()
+        return changed
 
     def _load(self) -> tuple[list[int], int]:
         """Fill the tree and the space accounts from the index; (spans to delete, the last id)."""
         collecting = gc.isenabled()
         gc.disable()  # a million short-lived tuples would be walked again and again
         try:
-            superfluous, damaged = self.catalog.load(self.index.spans(), self.index.heat())
+            strange: list[int] = []
+            values = chain(self._own_values(strange), self.others.values())
+            superfluous, damaged = self.catalog.load(values, self.index.heat())
             extents, last = self.catalog.extents()
             self.ssd.claim(extents)
         except ValueError as err:
@@ -109,7 +157,38 @@ class Home:
         if damaged:
             log.warning("%s: %d damaged index values passed over", self._path, len(damaged))
             self._counters.add("damaged_spans", len(damaged))
-        return superfluous + damaged, max([last, *(span for span in damaged if not span >> 62)])
+        ids = self.catalog.own
+        self.catalog.n_strays = sum(span not in ids for span in superfluous)
+        mine = [span for span in superfluous + damaged if span in ids] + strange
+        known = [span for span in mine if span in ids]
+        return mine, max([last, ids.start, self.index.last_span, *known])
+
+    def _own_values(self, strange: list[int]) -> Iterator[tuple[int, bytes]]:
+        """Of the shard that is written; ids that are not its own are noted apart."""
+        if self._shard is not None:
+            for span, value in self.index.spans():
+                if span in self._shard.spans:
+                    yield span, value
+                else:
+                    strange.append(span)
+
+    def _history_of(self, span: int) -> bytes | None:
+        own = self.catalog.own
+        return self.index.history(span) if span in own else self.others.history(span)
+
+    def names(self) -> dict[bytes, str]:
+        """Root key -> what its namespace is called."""
+        return {**self.others.names(), **self.index.names()}
+
+    def saved_ledgers(self) -> list[tuple[bytes, bytes]]:
+        """Every guard's ledger, by key: one's own first."""
+        own = [] if self._shard is None else self.index.ledgers()
+        return [*own, *self.others.ledgers()]
+
+    @property
+    def shard_name(self) -> str:
+        """Which it writes; empty: none."""
+        return "" if self._shard is None else self._shard.name
 
     def _delete(self, spans: list[int]) -> None:
         assert self.committer is not None
@@ -126,6 +205,8 @@ class Home:
             raise ImpressError('store: opened with mode="r"')
         spans, freed = self._take_out(n_bytes)
         self._delete(spans)
+        if self.reclaimer is not None:
+            self.reclaimer.wait_for(spans)
         return freed
 
     def _take_out(self, n_bytes: int, spare: Iterable[int] = ()) -> tuple[list[int], int]:
@@ -169,19 +250,19 @@ class Home:
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
         spans = [span for root in roots for span in self.catalog.purge(root)]
-        self._erase.update(spans)
+        self._spoil(spans)
         self._counters.add("purged_spans", len(spans))
         failed = self._counters["unerased_spans"]
-        self._delete(spans)
+        self.committer.erase(spans)
+        self._delete([])
+        if self.reclaimer is not None:
+            self.reclaimer.wait_for(spans)
         if self._counters["unerased_spans"] > failed:
             raise StoreFailed(
                 f"{self._path}: purged, but not all could be overwritten; see the log"
             )
-        return len(spans), len(self.catalog.retired_records(spans))
-
-    def spoil(self, span: int) -> None:
-        """Erase this span's bytes before its space is free: they are a copy of what lives on."""
-        self._erase.add(span)
+        left = {record.span_id for record in self.in_limbo}
+        return len(spans), len(self.catalog.retired_records(spans)) + len(left & set(spans))
 
     def make_room(self, n_bytes: int) -> bool:
         """Evict until n_bytes more are free; False when nothing can go."""
@@ -195,30 +276,60 @@ class Home:
                 "%s: span %d does not read back; dropped, with what follows it", self._path, span
             )
             self._counters.add("quarantined_spans", len(retired))
-            if self.committer is not None:
-                self.committer.delete(retired)
+            self._delete_soon(retired)
+
+    def _orphaned(self, spans: Iterable[int]) -> None:
+        """What hung from spans that are gone: one's own of these leave the index too.
+
+        And are erased: what they hung from may have been purged.
+        """
+        mine = [span for span in spans if span in self.catalog.own]
+        self._spoil(mine)
+        self._delete_soon(mine)
+
+    def _delete_soon(self, spans: Iterable[int]) -> None:
+        """Those of one's own leave the index."""
+        mine = [span for span in spans if span in self.catalog.own]
+        if mine and self.committer is not None:
+            with suppress(StoreFailed):  # closed: nobody finds them again, and the next open does
+                self.committer.delete(mine)
 
     def release(self, held: Sequence[Held]) -> None:
         """A lease or a writer lets go."""
         self.reclaim(self.catalog.release(h.record.span_id for h in held))
 
     def reclaim(self, records: Iterable[SpanRecord]) -> None:
-        """Nobody views or holds these spans any more: copies and space go."""
+        """Nobody here views or holds these spans any more: copies go, and space in its time."""
+        records = list(records)
         for record in records:
             self._forget(record.span_id)
-            if self.committer is not None:
-                if record.span_id in self._erase:
-                    self._wipe(record)
-                bury(self.ssd, record)
+        mine = [record for record in records if record.span_id in self.catalog.own]
+        if self.reclaimer is not None and mine:
+            self.reclaimer.add(mine, self.index.generation)
 
-    def _wipe(self, record: SpanRecord) -> None:
-        """Overwrite a purged span. On the committer's thread: nothing may be raised there."""
-        self._erase.discard(record.span_id)
-        try:
-            self.ssd.erase(Slot((record.meta, *record.parts)))
-        except MediumError as err:
-            log.error("%s: span %d could not be erased: %s", self._path, record.span_id, err)
-            self._counters.add("unerased_spans")
+    def scrap(self, records: Iterable[SpanRecord]) -> None:
+        """These spans were never visible: their space goes at once."""
+        for record in records:
+            self._forget(record.span_id)
+            if self.reclaimer is not None:
+                self.reclaimer.bury(record)
+
+    def spoil(self, span: int) -> None:
+        """Erase this span's bytes before its space is free: they are a copy of what lives on."""
+        self._spoil([span])
+
+    def _spoil(self, spans: Iterable[int]) -> None:
+        if self.reclaimer is not None:
+            self.reclaimer.spoil(spans)
+
+    def _settle(self) -> None:
+        if self.reclaimer is not None:
+            self.reclaimer.settle()
+
+    @property
+    def in_limbo(self) -> list[SpanRecord]:
+        """Spans out of the index whose space other processes may still read."""
+        return [] if self.reclaimer is None else self.reclaimer.limbo.records()
 
     def flush(self, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
         """Wait until all that was stored is READY. Raises StoreFailed for what failed since."""
@@ -242,6 +353,9 @@ class Home:
             self.committer.close(COMMIT_TIMEOUT_S)
             for error in self.committer.take_failures():
                 log.warning("%s: a store failed before close: %s", self._path, error)
+        self.others.stop()
+        if self.reclaimer is not None:
+            self.reclaimer.close()
 
     def close(self, *, files: bool) -> None:
         """Save history, let the index go; the segments too unless a stuck thread may use them."""
@@ -252,14 +366,16 @@ class Home:
                 log.warning("%s: %s", self._path, err)
         if files:
             self.ssd.close()
-        self.index.close()
+        self.others.close()
+        if self._shard is not None:
+            self.index.close()
 
     def check(self, drafts: Iterable[SpanRecord]) -> None:
         """Assert that tree and space agree. `drafts`: stores under way, which own space too."""
         self.catalog.check()
         self.ssd.check()
         if self.committer is not None:
-            records = [*self.catalog.all_records(), *drafts]
+            records = [*self.catalog.all_records(), *self.in_limbo, *drafts]
             owned = sum(r.data_bytes + r.meta.length for r in records)
             used = self.ssd.usage().used
             assert used == owned, f"ssd: {used} bytes used, spans own {owned}"

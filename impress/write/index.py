@@ -1,67 +1,40 @@
 """The index on disk: LMDB, one value per span, written only by the committer thread.
 
-An index, not a chunk store: values are small, data never passes through it. One environment per
-path and process (LMDB's rule), shared by reference count, so a reader beside a writer works.
+An index, not a chunk store: values are small, data never passes through it.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import struct
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from time import time
+from typing import Any, Final, NamedTuple
 
 import lmdb
 
-from impress.errors import FormatError, ImpressError, StoreFailed
-from tiers.files import sync_path
-
-#: Address space, not disk: the file grows as it fills. Fixed, because growing a map under a live
-#: reader is not refused by LMDB and corrupts it.
-MAP_BYTES: Final = 64 << 30
-
-#: What LMDB says of a file that is not sound, as opposed to one that may not be opened or is full.
-_DAMAGE: Final = (
-    lmdb.BadDbiError, lmdb.BadTxnError, lmdb.CorruptedError, lmdb.InvalidError, lmdb.NotFoundError,
-    lmdb.PageNotFoundError, lmdb.VersionMismatchError,
-)  # fmt: skip
+from impress.errors import FormatError, StoreFailed
+from impress.write.changes import Change, decode, encode
+from impress.write.env import check_whole, close_env, error_of, inode_of, open_dbs, open_env
 
 _HEAT = struct.Struct("<QQ")
-_NAMES: Final = ("spans", "heat", "names", "history", "guard")
-_LATER: Final = ("history", "guard")  # stores written before these existed lack them
+#: What the log keeps: who follows and is further behind reads the whole index again.
+LOG_ENTRIES: Final = 1024
+LOG_BYTES: Final = 8 << 20
 #: In `history`, where every other key is a span id: requests noted, and what budget.py dumps.
 _TICK: Final = b"tick"
 _WEAR: Final = b"wear"
-_envs: dict[Path, tuple[Any, int]] = {}
-_envs_lock = threading.Lock()
 
 
-def _open_env(folder: Path, *, create: bool) -> Any:
-    with _envs_lock:
-        env, count = _envs.get(folder, (None, 0))
-        if env is None:
-            writable = create or os.access(folder / "data.mdb", os.W_OK)
-            env = lmdb.open(
-                str(folder), map_size=MAP_BYTES, max_dbs=8, mode=0o600, create=create,
-                readonly=not writable, lock=writable, readahead=False,
-            )  # fmt: skip
-            env.reader_check()  # slots of killed readers would hold old pages forever
-        _envs[folder] = (env, count + 1)
-        return env
+class News(NamedTuple):
+    """What a look at the log found. `values`: of the spans put, those still there."""
 
-
-def _close_env(folder: Path) -> None:
-    with _envs_lock:
-        env, count = _envs[folder]
-        if count > 1:
-            _envs[folder] = (env, count - 1)
-        else:
-            del _envs[folder]
-            env.close()
+    version: int
+    generation: int
+    changes: list[Change]
+    values: dict[int, bytes]
 
 
 class Index:
@@ -75,17 +48,20 @@ class Index:
         try:
             if create:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._env = _open_env(self._folder, create=create)
+            self._shared, self._key = open_env(self._folder, create=create)
+            self._env = self._shared.env
         except (lmdb.Error, OSError) as err:
-            raise _said(self._folder, err) from err
+            raise error_of(self._folder, err) from err
         try:
-            _check_whole(self._env, self._folder)
-            self._dbs = {name: self._open_db(name, create=create) for name in _NAMES}
+            check_whole(self._env, self._folder)
+            open_dbs(self._shared, create=create)
+            self._dbs = self._shared.dbs
+            self._log = self._read_log()
         except (lmdb.Error, OSError) as err:
-            _close_env(self._folder)
-            raise _said(self._folder, err) from err
+            close_env(self._key)
+            raise error_of(self._folder, err) from err
         except FormatError:
-            _close_env(self._folder)  # kept open, it would be what the rebuilt index's path gives
+            close_env(self._key)  # kept open, it would be what the rebuilt index's path gives
             raise
 
     def spans(self, after: int = -1) -> Iterator[tuple[int, bytes]]:
@@ -106,7 +82,7 @@ class Index:
 
     def history(self, span: int) -> bytes | None:
         """What requests have shown of a span (impress.usage.remembered), as last committed."""
-        if self._dbs["history"] is None:
+        if "history" not in self._dbs:
             return None
         with self._read() as txn:
             value: bytes | None = txn.get(_id(span), db=self._dbs["history"])
@@ -114,14 +90,14 @@ class Index:
 
     def history_tick(self) -> int:
         """Requests noted, as last committed."""
-        if self._dbs["history"] is None:
+        if "history" not in self._dbs:
             return 0
         with self._read() as txn:
             return int.from_bytes(txn.get(_TICK, b"", db=self._dbs["history"]), "little")
 
     def ledger(self, key: bytes) -> bytes | None:
         """A guard's ledger (impress.quality.ledgers), as last committed."""
-        if self._dbs["guard"] is None:
+        if "guard" not in self._dbs:
             return None
         with self._read() as txn:
             value: bytes | None = txn.get(key, db=self._dbs["guard"])
@@ -129,14 +105,14 @@ class Index:
 
     def ledgers(self) -> list[tuple[bytes, bytes]]:
         """Every guard's ledger, by key."""
-        if self._dbs["guard"] is None:
+        if "guard" not in self._dbs:
             return []
         with self._read() as txn, txn.cursor(self._dbs["guard"]) as cursor:
             return [(bytes(key), bytes(value)) for key, value in cursor]
 
     def wear(self) -> bytes:
         """What the write budget said of itself (impress.write.budget), as last committed."""
-        if self._dbs["history"] is None:
+        if "history" not in self._dbs:
             return b""
         with self._read() as txn:
             return bytes(txn.get(_WEAR, b"", db=self._dbs["history"]))
@@ -176,10 +152,19 @@ class Index:
         heat: Mapping[int, tuple[int, int]] | None = None,
         names: Mapping[bytes, str] | None = None,
         wear: bytes = b"",
+        changes: Sequence[Change] = (),
+        *,
+        forget: bool = False,
     ) -> None:
-        """One durable transaction: on return it survives a power cut. Only the committer calls."""
+        """One durable transaction: on return it survives a power cut. Only the committer calls.
+
+        `changes`: what of it followers are told; `forget`: and nothing any more of those before.
+        """
+        before, log = self.generation, self._log.copy()
         try:
             with self._env.begin(write=True) as txn:
+                if changes or forget:
+                    self._write_log(txn, before, log, changes, forget=forget)
                 for span, value in put.items():
                     txn.put(_id(span), value, db=self._dbs["spans"])
                 for root, name in (names or {}).items():
@@ -194,18 +179,97 @@ class Index:
                     txn.delete(_id(span), db=self._dbs["history"])
         except (lmdb.Error, OSError) as err:
             raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
+        self._log = log
+
+    # ---- following -------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """Of the spans, as this process last wrote or read them: grows with every change.
+
+        An index made anew goes on above the one before it. 0: empty; 1: spans without a log.
+        """
+        if self._log:
+            return self._log[-1][0]
+        return 1 if self._n_spans() else 0
+
+    def replaced(self) -> bool:
+        """Whether another index lies in this one's place by now."""
+        return inode_of(self._folder) != self._key[1]
+
+    def refresh(self) -> int:
+        """Look at what is committed now; the generation."""
+        if "log" not in self._dbs:  # its writer may have made one since
+            open_dbs(self._shared, create=False)
+        self._log = self._read_log()
+        return self.generation
+
+    def changes(self, after: int) -> News | None:
+        """What was changed since a generation; None: the log does not reach back so far."""
+        if "log" not in self._dbs:
+            return None
+        found: list[Change] = []
+        with self._read() as txn, txn.cursor(self._dbs["log"]) as cursor:
+            ok = cursor.set_range(_id(after + 1))
+            while ok:
+                try:
+                    entry = decode(bytes(cursor.value()))
+                except FormatError:
+                    return None
+                if entry.before != after:
+                    return None
+                after = int.from_bytes(cursor.key(), "big")
+                found += entry.changes
+                ok = cursor.next()
+            version = int(txn.id())  # `version` may be ahead of it by a commit just ending
+            new = {change.new for change in found if change.new}
+            values = {span: txn.get(_id(span), db=self._dbs["spans"]) for span in new}
+        there = {span: value for span, value in values.items() if value is not None}
+        return News(version, after, found, there)
+
+    def value(self, span: int) -> bytes | None:
+        """A span's index value; None: it is not there."""
+        with self._read() as txn:
+            value: bytes | None = txn.get(_id(span), db=self._dbs["spans"])
+            return value
+
+    def _n_spans(self) -> int:
+        with self._read() as txn:
+            return int(txn.stat(self._dbs["spans"])["entries"])
+
+    def _read_log(self) -> deque[tuple[int, int]]:
+        """(generation, bytes) of what the log holds."""
+        self.last_span = 0  # the highest id the log knows to have been given out
+        if "log" not in self._dbs:
+            return deque()
+        with self._read() as txn, txn.cursor(self._dbs["log"]) as cursor:
+            log = deque((int.from_bytes(key, "big"), len(value)) for key, value in cursor)
+            if log:
+                with suppress(FormatError):
+                    cursor.last()
+                    self.last_span = decode(bytes(cursor.value())).last_span
+        return log
+
+    def _write_log(
+        self, txn: Any, before: int, log: deque[tuple[int, int]], changes: Sequence[Change], *,
+        forget: bool,
+    ) -> None:  # fmt: skip
+        """One entry more in the transaction and in `log`; the oldest go where there are too many.
+
+        The first is numbered by the clock, so that it is above those of an index before this one.
+        """
+        self.last_span = max([self.last_span, *(change.new for change in changes)])
+        raw = encode(before, self.last_span, changes)
+        log.append((max(before + 1, 0 if before > 1 else int(time() * 1e6)), len(raw)))
+        txn.put(_id(log[-1][0]), raw, db=self._dbs["log"])
+        n_bytes = sum(size for _, size in log)
+        while len(log) > 1 and (forget or n_bytes > LOG_BYTES or len(log) > LOG_ENTRIES):
+            generation, size = log.popleft()
+            txn.delete(_id(generation), db=self._dbs["log"])
+            n_bytes -= size
 
     def close(self) -> None:
-        _close_env(self._folder)
-
-    def _open_db(self, name: str, *, create: bool) -> Any:
-        """None for one that a store written before it existed does not have."""
-        try:
-            return self._env.open_db(name.encode(), create=create)
-        except lmdb.NotFoundError:
-            if name in _LATER:
-                return None
-            raise
+        close_env(self._key)
 
     @contextmanager
     def _read(self) -> Iterator[Any]:
@@ -214,50 +278,7 @@ class Index:
             with self._env.begin() as txn:
                 yield txn
         except lmdb.Error as err:
-            raise _said(self._folder, err) from err
-
-
-def compact(folder: Path) -> None:
-    """Write the index anew without what it has freed, and put it in the old one's place.
-
-    For whoever holds the writer's lock, with no `Index` open on it. Raises StoreFailed.
-    """
-    folder = folder.resolve()
-    draft = folder / "compact"
-    try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(mode=0o700)
-        env = _open_env(folder, create=False)
-        try:
-            env.copy(str(draft), compact=True)
-        finally:
-            _close_env(folder)
-        (draft / "data.mdb").chmod(0o600)
-        sync_path(draft / "data.mdb")
-        (draft / "data.mdb").replace(folder / "data.mdb")
-        sync_path(folder)  # else a power cut could bring back what was erased
-        shutil.rmtree(draft)
-    except (lmdb.Error, OSError) as err:
-        raise StoreFailed(f"index: {folder}: {err}") from err
-
-
-def _said(folder: Path, err: Exception) -> ImpressError:
-    """What is raised for an error of LMDB's or of the system."""
-    if isinstance(err, _DAMAGE):
-        again = "impress rebuild makes it again from the segments"
-        return FormatError(f"index: {folder}: {err}; {again}")
-    return StoreFailed(f"index: {folder}: {err}")
-
-
-def _check_whole(env: Any, folder: Path) -> None:
-    """Raises FormatError when the file is shorter than its pages: a touch would be SIGBUS."""
-    want = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    size = (folder / "data.mdb").stat().st_size
-    if size < want:
-        raise FormatError(
-            f"index: {folder / 'data.mdb'} is cut short: {size} of {want} bytes; "
-            "impress rebuild makes it again from the segments"
-        )
+            raise error_of(self._folder, err) from err
 
 
 def _id(span: int) -> bytes:

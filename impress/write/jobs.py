@@ -31,6 +31,13 @@ class GiveUp:
 
 
 @dataclass(slots=True)
+class Erase:
+    """Retired spans of which nothing may be left: out of the index, and out of its log."""
+
+    spans: list[int]
+
+
+@dataclass(slots=True)
 class SwapJob:
     """A written copy of span `old`, its rows in another order, that is to take its place.
 
@@ -67,18 +74,19 @@ class Trial:
 class Duties:
     """What else there is to do, and whom to tell; all called by the committer's thread.
 
-    `reclaim`: space nobody holds. `overfull`: takes spans out of a tree whose home is too full,
-    but for those just stored, and names them. `trouble`: a write failed, and why. `wear`: the
-    write budget, to be kept.
+    `reclaim`: space nobody here holds; `scrap`: of spans that never were visible. `overfull`: takes
+    spans out of a tree whose home is too full, but for those just stored, and names them.
+    `trouble`: a write failed, and why. `wear`: the write budget, to be kept.
     """
 
     reclaim: Callable[[Iterable[SpanRecord]], None]
+    scrap: Callable[[Iterable[SpanRecord]], None]
     overfull: Callable[[Iterable[int]], list[int]]
     trouble: Callable[[str], None]
     wear: Callable[[], bytes]
 
 
-Job = StoreJob | GiveUp | SwapJob | Trial | list[int] | threading.Event
+Job = StoreJob | GiveUp | Erase | SwapJob | Trial | list[int] | threading.Event
 
 
 @dataclass(slots=True)
@@ -87,6 +95,7 @@ class Batch:
 
     stores: list[StoreJob] = field(default_factory=list)
     deletes: list[int] = field(default_factory=list)
+    forget: bool = False  # nothing of what was before may be left in the log
     given_up: list[GiveUp] = field(default_factory=list)
     swaps: list[SwapJob] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
@@ -98,6 +107,9 @@ class Batch:
                 self.stores.append(job)
             case list():
                 self.deletes += job
+            case Erase():
+                self.deletes += job.spans
+                self.forget = True
             case GiveUp():
                 self.given_up.append(job)
             case SwapJob():

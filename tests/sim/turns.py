@@ -188,7 +188,7 @@ class Lock:
     """threading.Lock. Taking it may be anybody else's turn first."""
 
     #: Held for a whole pass, or while a tier's files are opened and grown: by design.
-    LONG = ("impress.repacking.repack", "tiers.ssd", "impress.write.index")
+    LONG = ("impress.repacking.repack", "tiers.ssd", "impress.write.env", "impress.write.follow")
 
     def __init__(self, sched: Scheduler, module: str) -> None:
         self.module = module

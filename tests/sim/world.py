@@ -19,9 +19,9 @@ from disk import Faults, SimSsd, flipped
 from turns import Killed, Scheduler, Thread
 
 import impress
+import impress.write.env
 import impress.write.health
 import impress.write.home
-import impress.write.index
 from impress.policy import Paper, Quality, Random, Recency
 
 GEOMETRY = impress.Geometry(2, 4, 2, 32, "float32")
@@ -131,7 +131,7 @@ class World:
             dram_bytes=self.rng.choice((0, 1 << 18, 1 << 22)), read_timeout_s=2.0,
             hbm_bytes=self.rng.choice((0, 1 << 16)), hbm_device="cpu",
             disk_bytes=self.rng.choice((None, 3 << 20)), repack_every_s=0,
-            probes=("heads3-v1", "int4-v1"), eviction=self.rng.choice(EVICTIONS),
+            follow_every_s=0, probes=("heads3-v1", "int4-v1"), eviction=self.rng.choice(EVICTIONS),
             prefetch_bytes=self.rng.choice((0, 10_000, 1 << 20)),
             admit=self.rng.choice(("first", "second")), disk_high=0.8, disk_low=0.6,
             daily_write_bytes=self.rng.choice((None,) * 5 + (2 << 20,)),
@@ -168,9 +168,9 @@ class World:
     def _crash(self, *, power: bool) -> None:
         SimSsd.on = False
         self.sched.kill_all()
-        for env, _ in impress.write.index._envs.values():
-            env.close()
-        impress.write.index._envs.clear()
+        for shared in impress.write.env.envs.values():
+            shared.env.close()
+        impress.write.env.envs.clear()
         for tier in SimSsd.tiers:
             SimSsd.close(tier)
         SimSsd.tiers.clear()

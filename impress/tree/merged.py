@@ -1,0 +1,245 @@
+"""One tree of several shards: a process's own spans, and those that others wrote and it follows.
+
+A prefix may go from span to span whoever wrote them. A process evicts, purges and rewrites only its
+own; another's leave the tree when their writer took them out. What hangs from them goes too: its
+own are orphans then, to be deleted; of others some may be found again elsewhere, so they wait.
+
+    put ─admit─> in the tree ─withdraw─> out, what hung below: orphans (own), waiting (others')
+         └─ here already, or its ancestors are not: it waits; `retry` when the tree has changed
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Final
+
+import numpy as np
+
+from impress.spans.format import SpanRecord, decode_index, extents_of, place_of, split_index
+from impress.tree.catalog import Catalog
+from impress.tree.eviction import Dead, Score
+from impress.tree.radix import NONE, Ids, RadixTree
+from tiers.base import Extent
+
+#: Labels before spans that wait; beyond this the oldest are found again only by reading it all.
+MOST_WAITING_BYTES: Final = 64 << 20
+
+
+class MergedCatalog(Catalog):
+    """`own`: ids of the spans this process writes."""
+
+    def __init__(self, window: int, own: range) -> None:
+        super().__init__(window, own)
+        self._waiting: OrderedDict[int, bytes] = OrderedDict()  # span -> labels before it
+        self._waiting_bytes = 0
+        self.n_removed = 0  # nodes taken out so far
+        self.n_strays = 0  # others' spans out of the tree of which no place is known
+
+    # ---- following -------------------------------------------------------------------------
+
+    def knows(self, span: int) -> bool:
+        """Whether it still owns space, as far as this process has followed."""
+        with self.lock:
+            return span in self._kept
+
+    def admit(self, span: int, value: bytes, before: bytes) -> bool:
+        """Show another's span. `before`: the labels before it. False: it waits. Raises FormatError.
+
+        It waits where its windows are stored in another span, or its ancestors are not here.
+        """
+        kept, labels = split_index(value, self.window)
+        record = decode_index(span, kept, labels)
+        with self.lock:
+            if self._views.get(span):
+                return True
+            self._retired.discard(span)
+        if self.publish(record, before + labels) > 0:
+            return True
+        self._wait(span, before)
+        return False
+
+    def swap(self, old: int, span: int, value: bytes) -> bool:
+        """Another's repacked span takes the old one's place; False: it cannot, windows differ."""
+        kept, labels = split_index(value, self.window)
+        record = decode_index(span, kept, labels)
+        with self.lock:
+            whole = old in self._kept and self._views.get(old)
+            first = place_of(self._kept[old])[0] if whole else NONE
+            same = first == record.first_window
+            if not same or self._record(old).n_windows != record.n_windows:
+                return False
+        return self.replace(old, record)
+
+    def withdraw(self, spans: Collection[int]) -> list[int]:
+        """Take spans out of the tree, held or not, and all that hangs from them.
+
+        Returns those of this process's own that are in no node any more.
+        """
+        gone = []
+        with self.lock:
+            nodes = of_spans(self._tree, spans)
+            for node in nodes.tolist():
+                if self._tree.view(node).span in spans:  # else it went with an earlier subtree
+                    gone += [below for below in self._cut(node, spans) if below in self.own]
+        return gone
+
+    def _cut(self, node: int, spans: Collection[int]) -> list[int]:
+        """Remove a subtree; spans retired by that. Others' that nobody withdrew wait."""
+        retired = []
+        for below in self._tree.subtree(node):
+            span = self._tree.view(below).span
+            before = self._before(below) if self._views[span] == 1 else b""
+            if self._remove(below):
+                retired.append(span)
+                if span not in spans and span not in self.own:
+                    self._wait_locked(span, before)
+        return retired
+
+    def before(self, spans: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        """Of those of these spans that are in the tree: the labels from the root to each."""
+        wanted = set(spans)
+        with self.lock:
+            found = [(self._tree.view(n).span, n) for n in of_spans(self._tree, wanted).tolist()]
+        for span, node in dict(found).items():
+            with self.lock:
+                if self._tree.view(node).span == span:
+                    yield span, self._before(node)
+
+    def labels_to(self, span: int, window: int) -> bytes:
+        """Labels from the root to a window at or before the first of a span's in the tree."""
+        with self.lock:
+            nodes = self._tree.of_span(span)
+            if not nodes:
+                return b""
+            first = min(nodes, key=lambda node: self._tree.view(node).first)
+            labels = b"".join(self._tree.label(above) for above in self._tree.path(first)[:-1])
+        return labels[: window * 4 * self.window]
+
+    def _remove(self, node: int) -> bool:
+        self.n_removed += 1
+        return super()._remove(node)
+
+    def _before(self, node: int) -> bytes:
+        """Labels from the root to the first window of a node's span."""
+        labels = b"".join(self._tree.label(above) for above in self._tree.path(node)[:-1])
+        view = self._tree.view(node)
+        return labels[: len(labels) - view.first * 4 * self.window]
+
+    def retry(self, n: int, value_of: Callable[[int], bytes | None]) -> int:
+        """Try the n spans that waited longest again; how many are shown now."""
+        shown = 0
+        with self.lock:
+            todo = [self._waiting.popitem(last=False) for _ in range(min(n, len(self._waiting)))]
+            self._waiting_bytes -= sum(len(before) for _, before in todo)
+        for span, before in todo:
+            value = value_of(span)
+            if value is not None and self.knows(span):
+                shown += self.admit(span, value, before)
+        return shown
+
+    def _wait(self, span: int, before: bytes) -> None:
+        with self.lock:
+            self._wait_locked(span, before)
+
+    def _wait_locked(self, span: int, before: bytes) -> None:
+        self._waiting_bytes += len(before) - len(self._waiting.pop(span, b""))
+        self._waiting[span] = before
+        while self._waiting_bytes > MOST_WAITING_BYTES:
+            self._waiting_bytes -= len(self._waiting.popitem(last=False)[1])
+            self.n_strays += 1
+
+    def forget_waiting(self, spans: Iterable[int]) -> None:
+        with self.lock:
+            for span in spans:
+                self._waiting_bytes -= len(self._waiting.pop(span, b""))
+
+    def held_after(self, spans: range) -> list[int]:
+        """Of these: taken out by their writer, and still held here."""
+        with self.lock:
+            return [span for span in self._gone if span in spans]
+
+    def ids(self, spans: range) -> set[int]:
+        """Those of these that still own space, as far as this process has followed."""
+        with self.lock:
+            return {span for span in self._kept if span in spans and span not in self._gone}
+
+    # ---- one's own -------------------------------------------------------------------------
+
+    def evict(self, n_bytes: int, score: Score, spare: Iterable[int] = ()) -> list[int]:
+        """As `Catalog.evict`, of one's own spans; where only others' hang from one, they go too."""
+        spare = set(spare)
+        retired = super().evict(n_bytes, score, spare)
+        n_bytes -= sum(r.data_bytes + r.meta.length for r in self.retired_records(retired))
+        if n_bytes <= 0 or not len(self.own):
+            return retired
+        with self.lock:
+            for node in self._crowned(spare, score):
+                if n_bytes <= 0:
+                    break
+                for span in self._cut(node, ()):
+                    if span in self.own:
+                        retired.append(span)
+                        record = self._record(span)
+                        n_bytes -= record.data_bytes + record.meta.length
+        return retired
+
+    def _crowned(self, spare: Collection[int], score: Score) -> Iterator[int]:
+        """Own nodes from which only others' hang that nobody holds, least score first."""
+        nodes, held = self._tree.nodes(), {*self._pins, *spare}
+        spans = self._tree.columns(nodes)[0]
+        theirs = nodes[(spans < self.own.start) | (spans >= self.own.stop)]
+        above = {self._tree.parent(node) for node in theirs.tolist()}
+        mine = {node for node in above if self._tree.view(node).span in self.own}
+        found = np.fromiter(mine, dtype=np.int64, count=len(mine))
+        for i in np.argsort(score(*self._tree.columns(found)), kind="stable").tolist():
+            node = int(found[i])
+            below = {self._tree.view(n).span for n in self._tree.subtree(node)[:-1]}
+            kept = below & held or any(span in self.own for span in below)
+            if not kept and self._tree.view(node).span not in held:
+                yield node
+
+    def purge(self, root: bytes) -> list[int]:
+        """Take one's own spans under a root key out of the tree, held or not; they."""
+        return self.withdraw({r.span_id for r in self.own_records() if r.root == root})
+
+    def own_records(self) -> list[SpanRecord]:
+        """Of one's own in the tree."""
+        return [record for record in self.records() if record.span_id in self.own]
+
+    def all_records(self) -> list[SpanRecord]:
+        """Of one's own that still own space."""
+        return [record for record in super().all_records() if record.span_id in self.own]
+
+    def heat(self) -> dict[int, tuple[int, int]]:
+        """Of one's own."""
+        return {span: heat for span, heat in super().heat().items() if span in self.own}
+
+    def own_dead(self) -> list[Dead]:
+        """Of one's own."""
+        return [dead for dead in self.dead() if dead.span in self.own]
+
+    def extents(self, spans: range | None = None) -> tuple[list[Extent], int]:
+        """Of one's own spans, or of these."""
+        these = self.own if spans is None else spans
+        with self.lock:
+            found = {span: kept for span, kept in self._kept.items() if span in these}
+        return [e for kept in found.values() for e in extents_of(kept)], max(found, default=0)
+
+    def views_of(self, spans: range) -> dict[int, int]:
+        """Of these spans, those in the tree: how many of their windows are."""
+        with self.lock:
+            nodes = self._tree.nodes().tolist()
+            views = [self._tree.view(node) for node in nodes]
+        found: dict[int, int] = {}
+        for view in views:
+            if view.span in spans:
+                found[view.span] = found.get(view.span, 0) + view.n_windows
+        return found
+
+
+def of_spans(tree: RadixTree, spans: Collection[int]) -> Ids:
+    """Nodes that view any of these spans. Vectorised over all nodes."""
+    nodes = tree.nodes()
+    found = tree.columns(nodes)[0]
+    return nodes[np.isin(found, np.fromiter(spans, dtype=np.int64, count=len(spans)))]

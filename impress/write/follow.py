@@ -1,0 +1,290 @@
+"""Following the other shards of a directory: what their writers store and take out, as it happens.
+
+    look: which shards are there → their logs since the last look → the tree → say how far we are
+
+Behind everybody's back, every `Config.follow_every_s`; no request waits for it. A log that does not
+reach back far enough, or an index made anew, is read whole and compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+from impress.errors import FormatError, ImpressError
+from impress.spans.format import SpanRecord, split_index
+from impress.tree.merged import MergedCatalog
+from impress.write.changes import Change
+from impress.write.directory import Shard, shards_of
+from impress.write.index import Index
+from impress.write.readers import Presence
+from tiers.ssd import SsdTier
+
+log = logging.getLogger("impress")
+
+#: Spans that wait for a place, tried again after a look that changed something.
+RETRIES: Final = 64
+_STOP_S: Final = 10.0
+
+
+Stamp = tuple[int, int, int]
+
+
+class Neighbour:
+    """Another's shard, open for reading."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.presence: Presence | None = None
+        with suppress(OSError):
+            self.presence = Presence(shard.readers)  # before the first look: all of it may be read
+        try:
+            self.index = Index(shard.index, create=False)
+        except ImpressError:
+            self.close_presence()
+            raise
+        self.version = -1  # LMDB's, of the last look
+        self.generation = 0
+
+    def read(self) -> dict[int, bytes]:
+        """Everything it holds now, and from here on only what changes."""
+        self.version = -1  # what is committed from here on is found by the next look
+        self.generation = self.index.refresh()
+        ours = self.shard.spans
+        return {span: value for span, value in self.index.spans() if span in ours}
+
+    def reopen(self) -> None:
+        """The index was made anew. Raises ImpressError; then the old one is still open."""
+        fresh = Index(self.shard.index, create=False)
+        self.index.close()
+        self.index, self.version = fresh, -1
+
+    def close_presence(self) -> None:
+        if self.presence is not None:
+            self.presence.close()
+
+    def close(self) -> None:
+        self.close_presence()
+        self.index.close()
+
+
+class Follower:
+    """One look at a time; `look` may be called from any thread."""
+
+    def __init__(
+        self, path: Path, own: Shard | None, catalog: MergedCatalog, ssd: SsdTier, grace_s: float,
+        reclaim: Callable[[Iterable[SpanRecord]], None], orphaned: Callable[[list[int]], None],
+    ) -> None:  # fmt: skip
+        """`reclaim`: told of others' spans that nobody here holds; `orphaned`: of own to delete.
+
+        `grace_s`: longest that a read takes.
+        """
+        self._path = path
+        self._own = own
+        self._catalog = catalog
+        self._ssd = ssd
+        self._grace_s = grace_s
+        self._reclaim = reclaim
+        self._orphaned = orphaned
+        self._turn = threading.Lock()  # held for a whole look; only looks and `close` take it
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._failed: dict[int, tuple[Stamp, bool]] = {}  # as what it cannot be read; is it said?
+        self.error: ImpressError | None = None  # the last one's
+        self._n_removed = 0  # nodes, when spans that wait were last tried again
+        self.neighbours: dict[int, Neighbour] = {}
+        self._discover()
+
+    def start(self, every_s: float, then: Callable[[], None]) -> None:
+        """Look every so often from now on, and call `then`."""
+        if every_s:
+            self._thread = threading.Thread(
+                target=self._work, args=(every_s, then), name="impress-follow", daemon=True
+            )
+            self._thread.start()
+
+    def values(self) -> Iterator[tuple[int, bytes]]:
+        """Everything that the others hold now; for opening."""
+        for neighbour in self.neighbours.values():
+            yield from neighbour.read().items()
+
+    def params(self) -> list[Path]:
+        """Where the others keep probe parameters."""
+        return [neighbour.shard.params for neighbour in self.neighbours.values()]
+
+    def ledgers(self) -> list[tuple[bytes, bytes]]:
+        """The guards' ledgers of the others, by key."""
+        return [pair for n in self.neighbours.values() for pair in n.index.ledgers()]
+
+    def names(self) -> dict[bytes, str]:
+        """Root key -> what its namespace is called, in the others' indexes."""
+        return {k: name for n in self.neighbours.values() for k, name in n.index.names().items()}
+
+    def value(self, span: int) -> bytes | None:
+        """The index value of another's span."""
+        return next((n.index.value(span) for n in self._of(span)), None)
+
+    def history(self, span: int) -> bytes | None:
+        """What requests have shown of another's span, as its writer saved it."""
+        return next((n.index.history(span) for n in self._of(span)), None)
+
+    def look(self) -> bool:
+        """Take over what others changed; whether anything was."""
+        with self._turn:
+            if self._stop.is_set():
+                return False
+            self._discover()
+            changed = False
+            for neighbour in self.neighbours.values():
+                try:
+                    changed |= self._catch_up(neighbour)
+                except (ImpressError, OSError) as err:
+                    self._leave_out(neighbour.shard, _stamp(neighbour.shard), err)
+            if changed or self._catalog.n_removed != self._n_removed:
+                self._n_removed = self._catalog.n_removed
+                self._catalog.retry(RETRIES, self.value)
+            self._ssd.close_deleted(2 * self._grace_s)
+            self.say()
+            return changed
+
+    def say(self) -> None:
+        """Tell the writers how far this process has followed, and what it still holds."""
+        for n in self.neighbours.values():
+            if n.presence is not None:
+                with suppress(OSError):
+                    n.presence.say(n.generation, self._catalog.held_after(n.shard.spans))
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_S)
+
+    def close(self) -> None:
+        """The writers need not wait for this process any more: it reads nothing of theirs."""
+        self.stop()
+        with self._turn:
+            for neighbour in self.neighbours.values():
+                neighbour.close()
+
+    # ---- a look ----------------------------------------------------------------------------
+
+    def _work(self, every_s: float, then: Callable[[], None]) -> None:
+        while not self._stop.wait(every_s):
+            try:
+                self.look()
+                then()
+            except Exception:
+                log.exception("following the other shards failed; the next look tries again")
+
+    def _of(self, span: int) -> list[Neighbour]:
+        return [n for n in list(self.neighbours.values()) if span in n.shard.spans]
+
+    def _discover(self) -> None:
+        for shard in shards_of(self._path):
+            ours = self._own is not None and shard.number == self._own.number
+            if ours or shard.number in self.neighbours or not shard.index.is_dir():
+                continue
+            stamp = _stamp(shard)  # before: what is being made may be whole a moment later
+            if self._failed.get(shard.number) == (stamp, True):
+                continue
+            try:
+                neighbour = Neighbour(shard)
+            except ImpressError as err:
+                self.error = err
+                self._leave_out(shard, stamp, err)
+                continue
+            self._failed.pop(shard.number, None)
+            self._ssd.join(shard.number, shard.segments)
+            self.neighbours = {**self.neighbours, shard.number: neighbour}
+
+    def _leave_out(self, shard: Shard, stamp: Stamp, err: Exception) -> None:
+        """Say so the second time: an index that is just being made is whole by then."""
+        before, said = self._failed.get(shard.number, (None, False))
+        if before is not None and not said:
+            log.warning("%s: shard %s is left out: %s", self._path, shard.name, err)
+        self._failed[shard.number] = (stamp, before == stamp)
+
+    def _catch_up(self, n: Neighbour) -> bool:
+        if n.index.replaced():
+            n.reopen()
+            return self._compare(n)
+        if n.index.version() == n.version:
+            return False
+        found = n.index.changes(n.generation)
+        if found is None:
+            return n.index.refresh() != n.generation and self._compare(n)
+        n.version, n.generation, changes, values = found
+        if changes:
+            self._ssd.drop_deleted(2 * self._grace_s)  # before what is new in files of their names
+            self._apply(n, changes, values)
+        return bool(changes)
+
+    def _apply(self, n: Neighbour, changes: list[Change], values: dict[int, bytes]) -> None:
+        """In the tree, what its writer did in its own."""
+        gone = {change.old for change in changes if change.old}
+        puts: dict[int, bytes] = {}
+        swapped: set[int] = set()
+        for new, old, prefix in changes:
+            if new not in values or self._catalog.knows(new) or new not in n.shard.spans:
+                continue
+            if old and self._catalog.swap(old, new, values[new]):
+                swapped.add(old)
+            else:
+                puts[new] = prefix
+        self._take_out({span for span in gone if self._catalog.knows(span)}, swapped)
+        for span, prefix in puts.items():
+            with suppress(FormatError):
+                self._catalog.admit(span, values[span], _before(values[span], prefix))
+
+    def _take_out(self, gone: set[int], swapped: set[int]) -> None:
+        """Spans whose writer deleted them. `swapped`: those whose nodes view another by now."""
+        if not gone:
+            return
+        self._catalog.forget_waiting(gone)
+        self._orphaned(self._catalog.withdraw(gone - swapped))
+        self._reclaim(self._catalog.deleted(gone))
+
+    def _compare(self, n: Neighbour) -> bool:
+        """Read a shard whole, and take over what differs."""
+        values = n.read()
+        known = self._catalog.ids(n.shard.spans)
+        self._ssd.drop_deleted(2 * self._grace_s)
+        self._take_out(known - values.keys(), set())
+        new = values.keys() - known
+        if new:
+            whole = MergedCatalog(self._catalog.window, range(0))
+            theirs = (n.index.spans() for n in self.neighbours.values())
+            whole.load(chain(self._own_values(), *theirs), {})
+            for span, before in whole.before(new):
+                with suppress(FormatError):
+                    self._catalog.admit(span, values[span], before)
+        return True
+
+    def _own_values(self) -> Iterable[tuple[int, bytes]]:
+        if self._own is None:
+            return []
+        index = Index(self._own.index, create=False)
+        try:
+            return list(index.spans())
+        finally:
+            index.close()
+
+
+def _before(value: bytes, prefix: bytes) -> bytes:
+    """The labels before a span, of those up to its end."""
+    return prefix[: len(prefix) - len(split_index(value)[1])]
+
+
+def _stamp(shard: Shard) -> Stamp:
+    """Of an index's file: another once it was written to."""
+    try:
+        stat = (shard.index / "data.mdb").stat()
+    except OSError:
+        return (-1, -1, -1)
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns

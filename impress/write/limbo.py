@@ -1,0 +1,61 @@
+"""Spans that are out of the index, and whose space other processes may still read.
+
+out of tree and index ─add→ limbo ─take→ no reader may read it, or the time limit is over → free
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from impress.spans.format import SpanRecord
+from impress.write.readers import Seen
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Taken out by the transaction of `generation`, in limbo since `since_s`."""
+
+    record: SpanRecord
+    generation: int
+    since_s: float
+
+
+class Limbo:
+    """Thread-safe. A reader that hangs holds a span for `limit_s` at most.
+
+    Its next read of it then meets bytes of another checksum: a miss.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
+        self._waiting: deque[Waiting] = deque()  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def records(self) -> list[SpanRecord]:
+        with self._lock:
+            return [one.record for one in self._waiting]
+
+    def add(self, record: SpanRecord, generation: int, now_s: float) -> None:
+        with self._lock:
+            self._waiting.append(Waiting(record, generation, now_s))
+
+    def take(self, readers: Sequence[Seen], now_s: float) -> list[SpanRecord]:
+        """Those whose space may be given to others now; they leave limbo."""
+        free: list[SpanRecord] = []
+        with self._lock:
+            kept: deque[Waiting] = deque()
+            for one in self._waiting:
+                late = now_s - one.since_s > self._limit_s
+                span, generation = one.record.span_id, one.generation
+                if any(reader.may_read(span, generation) for reader in readers) and not late:
+                    kept.append(one)
+                    continue
+                free.append(one.record)
+            self._waiting = kept
+        return free

@@ -1,0 +1,115 @@
+"""Which processes read a shard that another writes, and what they may still be reading of it.
+
+    shards/NAME/readers/<pid>.<n>    locked by its process; deleted by it, or by the writer once the
+                                     lock is free: killed processes leave nothing behind
+
+ 0  8 generation up to which it has followed: of what was taken out before it holds only
+ 8  4 spans held, 4 zero, then their ids, 8 each
+-8  8 xxh3_64 of all before
+
+Anything else, an empty file too, says that it may read whatever was ever there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import struct
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import xxhash
+
+from tiers.files import lock_file, unlock_file
+
+log = logging.getLogger("impress")
+
+_HEAD: Final = struct.Struct("<QI4x")
+#: Spans one says it holds; with more it stays at its generation, and so holds everything.
+MOST_HELD: Final = 500
+_MOST_BYTES: Final = _HEAD.size + 8 * MOST_HELD + 8
+_serial = itertools.count()
+
+
+class Seen(NamedTuple):
+    """A reader, as the writer sees it."""
+
+    name: str
+    generation: int
+    held: frozenset[int]
+
+    def may_read(self, span: int, generation: int) -> bool:
+        """A span that was taken out by the transaction of this generation."""
+        return self.generation < generation or span in self.held
+
+
+class Presence:
+    """This process, as a reader of one shard."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError, where nothing may be written there: then nobody waits for its reads."""
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._path = folder / f"{os.getpid()}.{next(_serial)}"
+        fd = lock_file(self._path, wait=True)
+        assert fd is not None, "waited for"
+        self._fd: int | None = fd
+        self._said = b""
+
+    def say(self, generation: int, held: Collection[int]) -> None:
+        """Followed up to here; of what was taken out before, only these are held."""
+        if self._fd is None or len(held) > MOST_HELD:
+            return
+        raw = _HEAD.pack(generation, len(held)) + struct.pack(f"<{len(held)}Q", *sorted(held))
+        raw += xxhash.xxh3_64_digest(raw)
+        if raw != self._said:
+            os.pwrite(self._fd, raw, 0)
+            self._said = raw
+
+    def close(self) -> None:
+        """Idempotent. Nothing of the shard may be read any more."""
+        if self._fd is not None:
+            self._path.unlink(missing_ok=True)
+            unlock_file(self._fd)
+            self._fd = None
+
+
+def present(folder: Path) -> list[Seen]:
+    """Who reads now; for the shard's writer. Clears away who was killed."""
+    try:
+        names = [entry.name for entry in os.scandir(folder)]
+    except OSError:
+        return []
+    found = (_seen(folder / name) for name in names)
+    return [seen for seen in found if seen is not None]
+
+
+def _seen(path: Path) -> Seen | None:
+    """None: it is gone."""
+    try:
+        if not path.exists():
+            return None
+        fd = lock_file(path, wait=False)
+        if fd is not None:  # nobody's any more
+            path.unlink(missing_ok=True)
+            unlock_file(fd)
+            return None
+        raw = path.read_bytes()[:_MOST_BYTES]
+    except OSError:
+        return Seen(path.name, 0, frozenset())
+    return decode(path.name, raw)
+
+
+def decode(name: str, raw: bytes) -> Seen:
+    """What a reader says. Pure. What does not decode, as while it is written, says nothing."""
+    nothing = Seen(name, 0, frozenset())
+    if len(raw) < _HEAD.size + 8:
+        return nothing
+    generation, n_held = _HEAD.unpack_from(raw)
+    end = _HEAD.size + 8 * n_held
+    if n_held > MOST_HELD or end + 8 > len(raw):
+        return nothing
+    if xxhash.xxh3_64_digest(raw[:end]) != raw[end : end + 8]:
+        return nothing
+    return Seen(name, generation, frozenset(struct.unpack_from(f"<{n_held}Q", raw, _HEAD.size)))

@@ -1,0 +1,104 @@
+"""Space of spans that are out of the index: given to others once no process may be reading it.
+
+nobody here holds it ─add→ limbo ─settle→ no other process does → erased where asked, buried, free
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable
+from time import monotonic
+from typing import Final
+
+from impress.spans.format import SpanRecord
+from impress.stats import Counters
+from impress.write.directory import Shard
+from impress.write.limbo import Limbo
+from impress.write.readers import present
+from tiers.base import PAGE, Slot
+from tiers.errors import MediumError
+from tiers.slots import aligned
+from tiers.ssd import SsdTier
+
+log = logging.getLogger("impress")
+
+#: Longest wait for other processes to let go of space that is wanted, and how often it is looked
+#: for; they look every Config.follow_every_s.
+YIELD_TIMEOUT_S: Final = 1.0
+YIELD_LOOK_S: Final = 0.01
+
+
+class Reclaim:
+    """Of the shard that this process writes. Thread-safe."""
+
+    def __init__(self, shard: Shard, ssd: SsdTier, counters: Counters, limit_s: float) -> None:
+        """`limit_s`: longest that a reader is waited for; see Limbo."""
+        self._shard = shard
+        self._ssd = ssd
+        self._counters = counters
+        self._erase: set[int] = set()  # purged, repacked: their bytes go before their space does
+        self.limbo = Limbo(limit_s)
+
+    def spoil(self, spans: Iterable[int]) -> None:
+        """Erase these spans' bytes before their space is free."""
+        self._erase.update(spans)
+
+    def add(self, records: Iterable[SpanRecord], generation: int) -> None:
+        """Out of the index by the transaction of this generation, or one before."""
+        for record in records:
+            self.limbo.add(record, generation, monotonic())
+        self.settle()
+
+    def settle(self) -> None:
+        """Give back what no other process may be reading any more."""
+        if self.limbo:
+            for record in self.limbo.take(present(self._shard.readers), monotonic()):
+                self.bury(record)
+
+    def wait_for(self, spans: Collection[int]) -> None:
+        """Until these spans' space is free, for a while."""
+        wanted = set(spans)
+        self._wait(lambda: not any(r.span_id in wanted for r in self.limbo.records()))
+
+    def wait_for_readers(self, generation: int) -> None:
+        """Until others have followed so far and hold nothing of what was before, for a while.
+
+        At opening: nobody owns that space any more, but it may still be read.
+        """
+        readers = self._shard.readers
+        self._wait(lambda: not any(r.generation < generation or r.held for r in present(readers)))
+
+    def close(self) -> None:
+        """Wait for others a last time, then bury what is left: its rows stay until the next open,
+        but for those to be erased."""
+        self.wait_for([record.span_id for record in self.limbo.records()])
+        for record in self.limbo.take([], monotonic()):
+            self.bury(record)
+
+    def bury(self, record: SpanRecord) -> None:
+        """Wipe a span's header, so that no scan finds it again, and give its space back."""
+        if record.span_id in self._erase:
+            self._wipe(record)
+        # On a failing disk the header's generation and its rows' sums still give it away.
+        with contextlib.suppress(MediumError):
+            self._ssd.write(Slot((record.meta,)), 0, aligned(PAGE))
+        self._ssd.free(Slot((record.meta,)))
+        self._ssd.free(Slot(record.parts))
+
+    def _wipe(self, record: SpanRecord) -> None:
+        """Overwrite a purged span. On the committer's thread: nothing may be raised there."""
+        self._erase.discard(record.span_id)
+        try:
+            self._ssd.erase(Slot((record.meta, *record.parts)))
+        except MediumError as err:
+            where = self._shard.path
+            log.error("%s: span %d could not be erased: %s", where, record.span_id, err)
+            self._counters.add("unerased_spans")
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        until_s = monotonic() + YIELD_TIMEOUT_S
+        while not done() and monotonic() < until_s:
+            threading.Event().wait(YIELD_LOOK_S)
+            self.settle()

@@ -1,0 +1,371 @@
+"""Several writers in one directory: each reads what all stored, and nobody reads what is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import assert_serves, kv_of, prompt, put_prompt
+from test_isolation import everything_in, rows_of
+from typer.testing import CliRunner
+
+import impress
+import impress.write.index
+import impress.write.reclaim
+from impress.cli.main import app
+from impress.usage.history import Note
+
+Open = Callable[..., impress.PrefixStore]
+Pair = tuple[impress.PrefixStore, impress.PrefixStore]
+#: They look at each other only when told.
+APART = {"follow_every_s": 0, "repack_every_s": 0, "dram_bytes": 0}
+
+
+@pytest.fixture
+def small() -> impress.Geometry:
+    return impress.Geometry(2, 2, 2, 32, "float32")
+
+
+@pytest.fixture
+def pair(open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
+    return open_store(geometry, **APART), open_store(geometry, **APART)
+
+
+def ready(store: impress.PrefixStore, tokens: np.ndarray, **named: Any) -> None:
+    assert put_prompt(store, tokens, **named).wait(60)
+
+
+def look(*stores: impress.PrefixStore) -> None:
+    """Each sees what all the others did, and then who has seen it."""
+    for store in (*stores, *stores):
+        store.follow()
+
+
+def check(*stores: impress.PrefixStore) -> None:
+    for store in stores:
+        store.flush()
+        store.check()
+
+
+def limbo(store: impress.PrefixStore) -> int:
+    n_bytes: int = store.stats()["limbo_bytes"]
+    return n_bytes
+
+
+# ---- what the others stored ----------------------------------------------------------------------
+
+
+def test_each_writer_reads_what_the_other_stored(pair: Pair) -> None:
+    a, b = pair
+    assert [p.name for p in sorted((a.path / "shards").iterdir())] == ["1", "main"]
+    ready(a, prompt(256, 1))
+    ready(b, prompt(256, 2))
+    assert a.lookup(prompt(256, 2)) == 0
+    assert a.follow() and b.follow() and not a.follow()
+    for store in pair:
+        assert_serves(store, prompt(256, 1), 256)
+        assert_serves(store, prompt(256, 2), 256)
+    check(*pair)
+
+
+def test_a_prompt_goes_on_in_another_shard(pair: Pair, open_store: Open) -> None:
+    """A conversation's turns may be served by one replica after another."""
+    a, b = pair
+    ready(a, prompt(512, 1)[:192])
+    b.follow()
+    ready(b, prompt(512, 1)[:384], start=192)
+    a.follow()
+    ready(a, prompt(512, 1), start=384)
+    b.follow()
+    for store in pair:
+        assert_serves(store, prompt(512, 1), 512)
+        store.close()
+    for mode in ("rw", "r"):
+        with open_store(a.geometry, mode) as again:
+            assert_serves(again, prompt(512, 1), 512)
+    run = CliRunner().invoke
+    verified = run(app, ["verify", "--store", str(a.path)])
+    assert verified.exit_code == 0 and "3 spans" in verified.stdout, verified.output
+
+
+def test_readers_follow_by_themselves(open_store: Open, geometry: impress.Geometry) -> None:
+    writer = open_store(geometry)
+    ready(writer, prompt(128, 1))
+    reader = open_store(geometry, mode="r", follow_every_s=0.001)
+    other = open_store(geometry, follow_every_s=0.001)
+    ready(writer, prompt(128, 2))
+    ready(other, prompt(128, 3))
+    for store in (reader, other, writer):
+        while store.lookup(prompt(128, 2)) + store.lookup(prompt(128, 3)) < 256:
+            pass  # the suite's time limit ends it
+        assert_serves(store, prompt(128, 3), 128)
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_who_is_far_behind_reads_the_whole_index(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, trimmed: bool
+) -> None:
+    a, b = pair
+    if trimmed:
+        monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 2)
+    for seed in range(6):
+        ready(a, prompt(128, seed))
+    b.follow()
+    assert a.evict(1 << 30) > 0
+    for seed in range(4, 9):
+        ready(a, prompt(192, seed)[:128])
+        ready(a, prompt(192, seed), start=128)
+    look(b, a)
+    assert [b.lookup(prompt(192, seed)) for seed in range(9)] == [0] * 4 + [192] * 5
+    for seed in range(9):
+        assert_serves(b, prompt(192, seed), b.lookup(prompt(192, seed)))
+    assert limbo(a) == 0
+    check(a, b)
+
+
+def test_both_stored_the_same_and_one_evicts_it(pair: Pair) -> None:
+    a, b = pair
+    for store in pair:
+        ready(store, prompt(256, 1))
+    look(a, b)
+    check(a, b)
+    assert a.evict(1 << 30) > 0
+    look(a, b)
+    for store in pair:
+        assert_serves(store, prompt(256, 1), 256)
+    assert b.evict(1 << 30) > 0
+    look(a, b)
+    assert a.lookup(prompt(256, 1)) == b.lookup(prompt(256, 1)) == 0
+    check(a, b)
+
+
+def test_one_that_nobody_uses_here_goes_though_another_hung_from_it(pair: Pair) -> None:
+    """Else a writer whose every span is continued elsewhere could not make room."""
+    a, b = pair
+    ready(a, prompt(512, 1)[:256])
+    look(b)
+    ready(b, prompt(512, 1), start=256)
+    look(a)
+    assert a.evict(1) > 0
+    assert a.lookup(prompt(512, 1)) == 0
+    look(b, a)
+    check(a, b)
+    look(b, a)
+    assert b.lookup(prompt(512, 1)) == 0 and b.ssd.usage().used == 0, "nobody would find it again"
+
+
+def test_a_repack_is_followed_without_losing_what_hangs_from_it(pair: Pair) -> None:
+    a, b = pair
+    tokens = prompt(512, 1)
+    ready(a, tokens[:256])
+    look(b)
+    ready(b, tokens, start=256)
+    look(a)
+    for layer in range(a.geometry.n_layers):
+        for _ in range(8):
+            chosen = np.arange(0, 256, 16)
+            a.history.request(
+                [Note(a.catalog.own_records()[0].span_id, 256, layer, 0, 256, chosen)]
+            )
+    with b.lease(tokens) as held, held.session() as session:
+        report = a.repack()
+        b.follow()
+        keys, _ = kv_of(tokens, b.geometry)
+        k, _, _ = session.retrieve(0, None)
+        assert np.array_equal(k.numpy(), keys[0])
+    assert report.moved == 1, report
+    look(a, b)
+    for store in pair:
+        assert_serves(store, tokens, 512)
+    check(a, b)
+
+
+# ---- what they take out --------------------------------------------------------------------------
+
+
+def test_space_that_another_process_reads_is_not_given_away(pair: Pair) -> None:
+    a, b = pair
+    ready(a, prompt(256, 1))
+    look(b, a)
+    with b.lease(prompt(256, 1)) as lease, lease.session() as session:
+        assert a.evict(1 << 30) > 0 and limbo(a) > 0
+        look(b, a)  # it has seen that, and holds it still
+        held = limbo(a)
+        assert held > 0 and b.lookup(prompt(256, 1)) == 0
+        for seed in range(2, 6):
+            ready(a, prompt(256, seed))
+        assert limbo(a) == held
+        keys, values = kv_of(prompt(256, 1), b.geometry)
+        for layer in range(b.geometry.n_layers):
+            k, v, _ = session.retrieve(layer, None)
+            assert np.array_equal(k.numpy(), keys[layer])
+            assert np.array_equal(v.numpy(), values[layer])
+    look(b, a)
+    assert limbo(a) == 0
+    check(a, b)
+
+
+def test_a_reader_that_hangs_is_waited_for_a_while_and_then_meets_a_miss(pair: Pair) -> None:
+    a, b = pair
+    ready(a, prompt(256, 1))
+    look(b, a)
+    with b.lease(prompt(256, 1)) as lease, lease.session() as session:
+        session.retrieve(0, None)
+        assert a.evict(1 << 30) > 0 and limbo(a) > 0
+        a._home.reclaimer.limbo._limit_s = -1.0  # type: ignore[union-attr]
+        a.follow()
+        assert limbo(a) == 0
+        ready(a, prompt(256, 2))  # in its place
+        with pytest.raises(impress.PrefixLost) as lost:
+            session.retrieve(1, None)
+        assert lost.value.reason == "checksum"
+    look(b, a)
+    assert_serves(b, prompt(256, 2), 256)
+    check(a, b)
+
+
+def test_a_file_that_was_deleted_and_made_again_is_read_anew(pair: Pair) -> None:
+    a, b = pair
+    ready(a, prompt(128, 1))
+    look(b, a)
+    assert_serves(b, prompt(128, 1), 128)
+    a.evict(1 << 30)
+    look(b, a)
+    a.evict(1)  # gives the empty segment back
+    ready(a, prompt(128, 2))
+    assert [p.name for p in (a.path / "shards/main/segments").iterdir()] == ["00000000.seg"]
+    look(b)
+    assert_serves(b, prompt(128, 2), 128)
+
+
+def test_a_purge_leaves_no_byte_in_any_shard(pair: Pair) -> None:
+    """Nor in what hung from it elsewhere, nor in the logs that tell followers of it."""
+    a, b = pair
+    hers, his = prompt(512, 1), prompt(256, 2)
+    ready(a, hers[:256], tenant="alice")
+    ready(b, his, tenant="bob")
+    look(b)
+    ready(b, hers, start=256, tenant="alice")
+    path = a.path
+    purge = ["purge", "--store", str(path), "--tenant", "alice"]
+    busy = CliRunner().invoke(app, purge)
+    assert busy.exit_code == 2 and "shard main is open for writing by" in busy.stderr
+    a.close()
+    busy = CliRunner().invoke(app, purge)
+    assert busy.exit_code == 2 and "shard 1 is open for writing by" in busy.stderr
+    b.close()
+    marks = [hers[:64].tobytes(), hers[-64:].tobytes(), rows_of(hers, a.geometry)]
+    kept = [his.tobytes()[:256], rows_of(his, a.geometry)]
+    held = everything_in(path)
+    assert all(mark in held for mark in marks + kept)
+    done = CliRunner().invoke(app, purge)
+    assert done.exit_code == 0, done.output
+    held = everything_in(path)
+    assert not any(mark in held for mark in marks) and all(mark in held for mark in kept)
+
+
+def test_an_index_made_anew_is_followed(pair: Pair) -> None:
+    a, b = pair
+    ready(a, prompt(256, 1))
+    look(b)
+    a.close()
+    done = CliRunner().invoke(app, ["rebuild", "--store", str(a.path)])
+    assert done.exit_code == 0 and "left alone" in done.stdout and "shard 1" in done.stdout
+    again = impress.PrefixStore.open(a.path, a.geometry, "test", a.config)
+    with again:
+        ready(again, prompt(256, 2))
+        assert again.stats()["shard"] == "main"
+        look(b, again)
+        for seed in (1, 2):
+            assert_serves(b, prompt(256, seed), 256)
+        again.evict(1 << 30)
+        look(b, again)
+        assert limbo(again) == 0 and b.lookup(prompt(256, 2)) == 0
+
+
+def test_inspect_shows_the_shards_in_use(pair: Pair) -> None:
+    a, b = pair
+    ready(a, prompt(256, 1))
+    look(b)
+    ready(b, prompt(512, 2))
+    run = CliRunner().invoke
+    shown = run(app, ["inspect", "--store", str(a.path), "--json"])
+    assert shown.exit_code == 0, shown.output
+    main, one = json.loads(shown.stdout)["shards"]
+    assert (main["name"], main["windows"], main["readers"]) == ("main", 4, 2)  # b, and inspect
+    assert (one["name"], one["windows"], one["writer"]) == ("1", 8, os.getpid())
+    assert main["used"] == a.ssd.usage().used > 0
+    assert "Shards" in run(app, ["inspect", "--store", str(a.path)]).stdout
+    repacked = run(app, ["repack", "--store", str(a.path)])
+    assert repacked.exit_code == 2 and repacked.stderr.count("is open for writing by") == 2
+
+
+# ---- at random -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_three_writers_do_answers_are_right(
+    open_store: Open, small: impress.Geometry, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """And when all have looked, all find the same, and all space is accounted for."""
+    monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
+    monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 6)
+    rng = np.random.default_rng(seed)
+    made = [prompt(64 * int(rng.integers(1, 8)), n) for n in range(6)]
+    made += [np.concatenate([made[n][: 64 * int(rng.integers(1, 4))], prompt(192, 50 + n)])
+             for n in range(6)]  # fmt: skip
+    settings = {**APART, "disk_bytes": 2 << 20, "io_threads": 2}
+    stores = [open_store(small, **settings) for _ in range(3)]
+    leases: list[tuple[impress.PrefixStore, np.ndarray, Any]] = []
+
+    def read(store: impress.PrefixStore, tokens: np.ndarray, lease: Any) -> None:
+        keys, values = kv_of(tokens, small)
+        n = lease.n_tokens
+        with lease, lease.session() as session:
+            for layer in range(small.n_layers):
+                k, v, _ = session.retrieve(layer, None)
+                assert np.array_equal(k.numpy(), keys[layer][:, :n])
+                assert np.array_equal(v.numpy(), values[layer][:, :n])
+
+    for _ in range(150):
+        store, tokens = stores[rng.integers(3)], made[rng.integers(len(made))]
+        what = rng.random()
+        if what < 0.35:
+            scores = rng.random((2, len(tokens)), dtype=np.float32) if what < 0.15 else None
+            put_prompt(store, tokens, importance=scores, wait_s=30)
+        elif what < 0.65:
+            store.follow()
+        elif what < 0.75:
+            lease = store.lease(tokens)
+            if lease.n_tokens:
+                leases.append((store, tokens, lease))
+        elif what < 0.9 and leases:
+            read(*leases.pop(int(rng.integers(len(leases)))))
+        elif what < 0.94:
+            store.evict(int(rng.integers(1, 1 << 19)))
+        elif what < 0.96:
+            store.repack()
+        elif what < 0.97:
+            store.purge()
+        elif what > 0.98:
+            at = stores.index(store)
+            leases = [held for held in leases if held[0] is not store]
+            store.close()
+            stores[at] = open_store(small, **settings)
+    while leases:
+        read(*leases.pop())
+    for store in stores * 4:  # what one deletes orphans another's, and that is deleted in turn
+        with suppress(impress.StoreFailed):  # what it hung from left meanwhile
+            store.flush()
+        look(*stores)
+    for tokens in made:
+        for store in stores:
+            assert_serves(store, tokens, store.lookup(tokens))
+    assert [limbo(store) for store in stores] == [0, 0, 0]
+    check(*stores)

@@ -1,0 +1,156 @@
+"""Shards with real processes: read by all, killed, stopped, taken over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+FAST = {"follow_every_s": 0.005, "dram_bytes": 0, "repack_every_s": 0}
+
+
+class Process:
+    """A store in a process of its own (shard_worker.py)."""
+
+    def __init__(self, folder: Path, mode: str, config: dict[str, Any]) -> None:
+        command = [sys.executable, str(HERE / "shard_worker.py"), str(folder), mode,
+                   json.dumps({**FAST, **config})]  # fmt: skip
+        self.popen = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert self._answer() == "open"
+
+    def __call__(self, *words: object) -> Any:
+        self.tell(*words)
+        return self._answer()
+
+    def tell(self, *words: object) -> None:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(" ".join(map(str, words)) + "\n")
+        self.popen.stdin.flush()
+
+    def _answer(self) -> Any:
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        assert line, "the process ended"
+        return json.loads(line)
+
+    def until(self, want: Any, *words: object) -> None:
+        """Ask until it answers so; the suite's time limit ends it."""
+        while self(*words) != want:
+            pass
+
+    def kill(self, how: int = signal.SIGKILL) -> None:
+        os.kill(self.popen.pid, how)
+        if how == signal.SIGKILL:
+            self.popen.wait()
+
+    def close(self) -> None:
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            assert pipe is not None
+            pipe.close()
+        assert self.popen.wait(60) in (0, -signal.SIGKILL)
+
+
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """start(mode, **config) on one directory."""
+    running: list[Process] = []
+
+    def starter(mode: str = "rw", **config: Any) -> Process:
+        running.append(Process(tmp_path / "store", mode, config))
+        return running[-1]
+
+    yield starter
+    for process in running:
+        if process.popen.poll() is None:
+            process.kill(signal.SIGCONT)
+        process.close()
+
+
+def test_two_writers_and_a_reader_read_what_all_stored(start: Start) -> None:
+    a, b = start(), start()
+    assert (a("stat", "shard"), b("stat", "shard")) == ("main", "1")
+    assert a("put", 256, 1) and b("put", 256, 2)
+    reader = start("r")
+    assert a("put", 256, 3)
+    for process in (a, b, reader):
+        for seed in (1, 2, 3):
+            process.until(256, "get", 256, seed)
+    assert a("check") and b("check")
+
+
+def test_answers_are_right_while_both_evict_under_pressure(start: Start) -> None:
+    """Each keeps two prompts of the six; the other reads along. A miss is fine, a wrong row not."""
+    small = {"disk_bytes": 3 << 20, "disk_high": 1.0, "disk_low": 0.5}
+    a, b = start(**small), start(**small)
+    reader = start("r")
+    right = 0
+    for turn in range(40):
+        a.tell("put", 256, turn % 6)
+        b.tell("put", 256, 10 + turn % 6)
+        for seed in (turn % 6, (turn - 1) % 6, 10 + turn % 6):
+            got = reader("get", 256, seed)
+            assert got in (0, 256) or str(got).startswith("lost"), got
+            right += got == 256
+        for writer in (a, b):
+            assert writer._answer() in (True, False)
+        assert a("get", 256, 10 + (turn - 1) % 6) in (0, 256, "lost checksum")
+    assert right > 10
+    assert a("check") and b("check")
+
+
+def test_a_killed_reader_holds_nothing_back(start: Start) -> None:
+    a, b = start(), start("r")
+    assert a("put", 256, 1)
+    b.until(256, "hold", 256, 1)
+    assert a("evict", 1 << 30) > 0 and a("stat", "limbo_bytes") > 0
+    assert b("read") == "right"
+    b.kill()
+    a.until(0, "stat", "limbo_bytes")
+    assert a("check")
+
+
+def test_a_reader_that_is_stopped_is_waited_for_within_the_limit(start: Start) -> None:
+    """A writer whose time limits are short goes on; the reader, woken, meets a miss."""
+    a = start(lease_timeout_s=0.2, read_timeout_s=0.2)
+    b = start("r")
+    assert a("put", 256, 1)
+    b.until(256, "hold", 256, 1)
+    b.kill(signal.SIGSTOP)
+    assert a("evict", 1 << 30) > 0
+    a.until(0, "stat", "limbo_bytes")
+    for seed in range(2, 6):  # over what it held
+        assert a("put", 256, seed)
+    b.kill(signal.SIGCONT)
+    assert b("read") in ("lost checksum", "lost short", "lost io")
+    assert b("free")
+    b.until(256, "get", 256, 5)
+
+
+def test_a_killed_writers_shard_is_read_and_taken_over(start: Start) -> None:
+    a, b = start(), start()
+    assert a("put", 256, 1)
+    b.until(256, "get", 256, 1)
+    a.kill()
+    assert b("get", 256, 1) == 256
+    c = start()
+    assert c("stat", "shard") == "main"
+    assert c("get", 256, 1) == 256 and c("put", 256, 2)
+    b.until(256, "get", 256, 2)
+    assert c("evict", 1 << 30) > 0
+    c.until(0, "stat", "limbo_bytes")
+    b.until(0, "lookup", 256, 2)
+    assert c("check")
