@@ -62,6 +62,7 @@ class World:
             False  # in this life: the disk had faults, something was purged
         )
         self.unsure = False  # in this life: what is stored may be lost by a bad read
+        self.rotten = False  # a bit is bad at rest, until somebody reads it
         self.takings = self.taking = 0  # evictions and purges: so far, and under way
         self.must_have: set[int] = set()  # prompts that were READY and that nothing took away
         self.lives = 0
@@ -108,7 +109,8 @@ class World:
             self._check_promises()
             SimSsd.faults = faults
             self.taking = 0
-            self.excused, self.purged, self.unsure = faults.any, False, faults.on_reads
+            self.excused, self.purged = faults.any or self.rotten, False
+            self.unsure = faults.on_reads or self.rotten
             if faults.on_reads:
                 self.must_have.clear()
             self._clients()
@@ -188,6 +190,7 @@ class World:
         if segments:
             flipped(self.rng.choice(segments), self.rng)
             self.must_have.clear()
+            self.rotten = True
 
     def _check_promises(self) -> None:
         assert self.store is not None
