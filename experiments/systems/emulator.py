@@ -3,7 +3,7 @@
 Numbers of this processor are fitted on requests of two lengths: its arithmetic rate on prompts that
 hit nothing, what a hit costs besides, by the rows it lays down, on exact hits, what a choice of
 rows costs on the choices alone. Then requests of a length between, and kinds that were not fitted
-whole (sparse hits), are served twice in turn: by the Transformers engine, really, and by the
+whole (sparse hits), are served twice a round: by the Transformers engine, really, and by the
 emulator, which waits where the engine computes and reads the same rows from the same store.
 Where the medians are apart by more than `MOST_ERROR`, the emulated experiments withdraw.
 """
@@ -210,8 +210,9 @@ class Times:
 def check(folder: Path, rounds: int) -> list[Row]:
     """Predicted and real milliseconds of each kind of request, and how far they are apart.
 
-    Every round fits once more, then serves each kind twice, one behind the other: what else the
-    machine does falls on all of it. Medians of all rounds are compared.
+    Every round fits once more, then serves each kind really, then emulated: what else the machine
+    does falls on all of it. Real requests follow each other, as those that are fitted do: behind a
+    wait a processor has gone idle, and the next request takes a tenth longer. Medians are compared.
     """
     torch.set_num_threads(1)
     real = Real.of(folder)
@@ -227,12 +228,12 @@ def check(folder: Path, rounds: int) -> list[Row]:
             times.one_round(real)
             if turn < FIRST:
                 continue
-            for mode, device in times.rooflines(real, rows).items():
-                measured = real.ttft_s(PREDICTED, mode)
+            devices = times.rooflines(real, rows)
+            measured = {mode: real.ttft_s(PREDICTED, mode) for mode in devices}
+            for mode, device in devices.items():
                 server = _server(real, device, mode, chosen.get(mode, []))
-                took.setdefault(mode, []).append(
-                    (measured, server.serve(_asking(PREDICTED)).ttft_s)
-                )
+                emulated = server.serve(_asking(PREDICTED)).ttft_s
+                took.setdefault(mode, []).append((measured[mode], emulated))
         return [_apart(mode, some) for mode, some in took.items()]
     finally:
         real.close()
