@@ -41,8 +41,9 @@ CHECKPOINT: Final = "specialised"
 #: Document lengths the rates are fitted at, and the one between them that is predicted.
 FITTED: Final = (512, 1536)
 PREDICTED: Final = 1024
-#: Rounds that only fit.
+#: Rounds that only fit; and how many of the last ones a fit goes by, since machines change speed.
 FIRST: Final = 4
+LAST: Final = 5
 _POLICIES: Final[dict[str, Policy]] = {
     "recompute": Exact(), "exact": Exact(), "paper": Paper(0.25), "quality": Quality(0.1),
 }  # fmt: skip
@@ -168,6 +169,7 @@ class Times:
     def one_round(self, real: Real) -> None:
         """Each of them once more."""
         nothing = Roofline("no compute", math.inf, math.inf, 1.0, 1.0)
+        real.ttft_s(PREDICTED, "recompute")  # not counted: behind the last round's waits it is slow
         for n in FITTED:
             for mode in ("recompute", "exact"):
                 self.real.setdefault((mode, n), []).append(real.ttft_s(n, mode))
@@ -181,14 +183,14 @@ class Times:
         """This processor as a roofline, for each kind of request; `rows`: that a hit lays down."""
         compute = Compute(real.shape, Roofline("", 1.0, math.inf, 1.0, 1.0))
         flops = [real.shape.n_layers * compute.layer(n + N_NEW, 0) for n in FITTED]
-        dense = [median(self.real["recompute", n]) for n in FITTED]
+        dense = [_lately(self.real["recompute", n]) for n in FITTED]
         slope, base = np.polyfit(flops, dense, 1)
         device = Roofline(
             "this processor", 1 / max(slope, 1e-15), math.inf, 1.0, 1.0, request_s=max(base, 0.0)
         )
         compute = Compute(real.shape, device)
         rest = [
-            median(self.real["exact", n]) - median(self.bare[n])
+            _lately(self.real["exact", n]) - _lately(self.bare[n])
             - real.shape.n_layers * compute.layer(N_NEW, n)
             for n in FITTED
         ]  # fmt: skip
@@ -198,13 +200,17 @@ class Times:
             score_s = 0.0
             if mode in _CHOOSING:
                 score_s = float(np.interp(PREDICTED, FITTED, [
-                    median(self.choosing[mode, n])
+                    _lately(self.choosing[mode, n])
                     - score_seconds(compute, real.shape.geometry(1), _POLICIES[mode], n)
                     for n in FITTED
                 ]))  # fmt: skip
             request_s = max(float(np.polyval(besides, n_rows)), 0.0)
             found[mode] = replace(device, request_s=request_s, score_s=max(score_s, 0.0))
         return found
+
+
+def _lately(seconds: Sequence[float]) -> float:
+    return median(seconds[-LAST:])
 
 
 def check(folder: Path, rounds: int) -> list[Row]:

@@ -82,7 +82,7 @@ class Verdict:
         if self._options.more.unchecked:
             console.print("the emulator is not checked")
             return []
-        rows = emulator.check(self._options.folder / "check", 12 if self._options.quick else 30)
+        rows = emulator.check(self._options.folder / "check", 20 if self._options.quick else 30)
         self.error = emulator.worst(rows)
         console.print(emulator.verdict(self.error))
         return [{"part": "check", **row} for row in rows]
