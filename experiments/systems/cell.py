@@ -2,8 +2,9 @@
 
     requests drawn ─> choices made (no clock) ─> caches warmed until hit rates are flat ─> measured
 
-In every round each system serves the same request; the order of the systems turns with the rounds,
-and nothing is left running between two of them.
+In every round each system serves the same request, in an order drawn for that round, and nothing is
+left running between two of them. Drawn, not turned: systems share files, and whoever reads a place
+first in a round may find it slower than who comes behind, where a disk has a cache of its own.
 """
 
 from __future__ import annotations
@@ -124,10 +125,10 @@ class Bench:
         found: dict[str, list[Served]] = {s.name: [] for s in self.systems}
         for server in self.servers:
             server.choose_modes(self.data.prefixes[0].n_tokens)
-        part = self._asked[self.n_warmed : self.n_warmed + self.load.n_measured]
-        for turn, asked in enumerate(part):
-            at = turn % len(self.servers)
-            for server in self.servers[at:] + self.servers[:at]:
+        rng = np.random.default_rng([self.load.seed, 6])
+        for asked in self._asked[self.n_warmed : self.n_warmed + self.load.n_measured]:
+            for at in rng.permutation(len(self.servers)).tolist():
+                server = self.servers[at]
                 found[server.system.name].append(self._one(server, asked))
         return found
 
