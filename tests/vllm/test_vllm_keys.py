@@ -271,14 +271,15 @@ def test_what_cannot_be_served_is_refused_at_start(
     assert kv_transfer_state._KV_CONNECTOR_AGENT is None
 
 
-def test_a_second_writer_is_refused(serve: Serve, tmp_path: Path) -> None:
+def test_another_writer_has_a_shard_of_its_own(serve: Serve, tmp_path: Path) -> None:
     from impress.engines.vllm.shared import acquire, release
     from impress.store import PrefixStore
 
     served = serve()
     assert acquire(tmp_path / "store", None) is served.store
     release(tmp_path / "store")
+    opened = (tmp_path / "store", served.store.geometry, b"x" * 32)
+    with PrefixStore.open(*opened, Config(**SMALL), "rw"):
+        assert (tmp_path / "store" / "shards" / "1").is_dir()
     with pytest.raises(ImpressError, match=r"holds|locked|writer"):
-        PrefixStore.open(
-            tmp_path / "store", served.store.geometry, b"x" * 32, Config(**SMALL), "rw"
-        )
+        PrefixStore.open(*opened, Config(shard=0, **SMALL), "rw")

@@ -1,4 +1,4 @@
-"""Stores of this process, one writer a directory: vLLM's two sides may live in one process or two.
+"""Stores of this process, one each directory: vLLM's two sides may live in one process or two.
 
 one process     the worker's store is the scheduler's too: what was stored is found at once
 two processes   the scheduler has a snapshot (mode "r"), opened again behind its back whenever
