@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
@@ -58,14 +58,9 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     return said, rows
 
 
-def draw(figure: Any, _said: Figures, rows: list[Row]) -> None:
-    """p50 of each system, with and without."""
-    draw_p50(figure, rows)
-
-
 EXPERIMENT: Final = Experiment(
     "ablation", "IMPRESS without each of its techniques; compute emulated.", cells, figures,
-    {"p50": draw}, arguments, meta, uses_disk=True,
+    {"p50": draw_p50}, arguments, meta, uses_disk=True,
 )  # fmt: skip
 
 

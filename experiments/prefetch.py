@@ -122,14 +122,9 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     return said, rows
 
 
-def draw(figure: Any, _said: Figures, rows: list[Row]) -> None:
-    """p50 of each system, with and without."""
-    draw_p50(figure, rows)
-
-
 EXPERIMENT: Final = Experiment(
     "prefetch", "The next layer's rows read ahead, or not; compute emulated.", cells, figures,
-    {"p50": draw}, arguments, meta, uses_disk=True,
+    {"p50": draw_p50}, arguments, meta, uses_disk=True,
 )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ used (docs/decisions/0019). Host reads were run against a stand-in for the drive
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, Final
 
 from tiers.coalesce import RUN_BYTES, Run
+from tiers.cuda import no_device
 from tiers.queues import OwnFiles, ReadQueue, SegmentFile
 
 _TEST_TIMEOUT_S: Final = 60.0
@@ -43,13 +43,9 @@ def why_not() -> str:
     """Why kvikio cannot be used here, in one line; "" when it proved that it can."""
     if importlib.util.find_spec("kvikio") is None:
         return "kvikio is not installed: pip install 'impress-kv[gpu]'"
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "no CUDA driver (libcuda.so.1)"
-    count = ctypes.c_int(0)
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        return "the CUDA driver finds no device"
+    lacking = no_device()
+    if lacking:
+        return lacking
     try:
         command = (sys.executable, "-c", _SELF_TEST)
         done = subprocess.run(

@@ -16,7 +16,6 @@ has torch, and one process then has one CUDA context. Written, not yet run on a 
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import threading
 from collections import deque
@@ -28,6 +27,7 @@ import numpy as np
 from tiers.arena import Arena
 from tiers.base import Bytes, Read, Slot, verify
 from tiers.coalesce import locate
+from tiers.cuda import no_device
 from tiers.errors import MediumError, ReadFailed
 
 #: Bytes of a stage: some 40 µs of PCIe 4 x16 by its rating; not measured.
@@ -136,13 +136,9 @@ def _stages(slot: Slot, off: int, host: Bytes) -> Iterator[tuple[int, Bytes]]:
 
 def why_not() -> str:
     """Why there can be no tier on CUDA here, in one line; "" when there can."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "no CUDA driver (libcuda.so.1)"
-    count = ctypes.c_int(0)
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        return "the CUDA driver finds no device"
+    lacking = no_device()
+    if lacking:
+        return lacking
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     import torch
