@@ -48,7 +48,7 @@ if __name__ == "__main__":
     prompt = {"prompt_token_ids": words(500, seed=1)}
     first = llm.generate([prompt], params(6), use_tqdm=False)[0]
     deadline = time.monotonic() + 120
-    while True:  # the scheduler's view is renewed with a step: ask until it has been
+    while True:  # stored behind the answer: ask until the scheduler has seen it
         other = llm.generate([prompt], params(6), use_tqdm=False)[0]
         if other.num_cached_tokens or time.monotonic() > deadline:
             break
@@ -60,7 +60,7 @@ if __name__ == "__main__":
 def test_scheduler_and_worker_in_processes_of_their_own(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """vLLM's default: the scheduler's view is a snapshot, renewed when something was stored."""
+    """vLLM's default: the scheduler follows what the worker stores."""
     script = tmp_path / "apart.py"
     script.write_text(_APART)
     root = Path(__file__).parents[2]

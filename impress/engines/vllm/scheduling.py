@@ -257,7 +257,7 @@ class SchedulerSide:
             if report.stored or report.lost or report.evicted:
                 self._view.refresh()
                 self._evicting |= report.evicted
-                if self._evicting:  # a snapshot may have been taken before what went was gone
+                if self._evicting:  # the view may have looked before what went was gone
                     self._events.doubt()
             for request_id, what in report.served.items():
                 if request_id in self._tracked:

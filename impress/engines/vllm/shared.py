@@ -1,9 +1,9 @@
 """Stores of this process, one each directory: vLLM's two sides may live in one process or two.
 
 one process     the worker's store is the scheduler's too: what was stored is found at once
-two processes   the scheduler has a snapshot (mode "r"), opened again behind its back whenever
-                the worker says that something was stored or lost; a snapshot that is behind
-                makes misses and load errors, never a wrong answer
+two processes   the scheduler has a reader of its own (mode "r"), which follows every shard's log
+                behind its back, and at once when the worker says that something was stored or
+                lost; what it does not know yet makes misses and load errors, never a wrong answer
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class View:
         self._path = path
         self._open = (geometry, namespace, config)
         self._shared = acquire(path, None)
-        self._snapshot: PrefixStore | None = None
-        self._stale = threading.Event()
+        self._own: PrefixStore | None = None  # once something is stored
+        self._asked = threading.Event()
         self._n_asked = self._n_renewed = 0  # refreshes
         self._closed = False
         self._thread: threading.Thread | None = None
         if self._shared is None:
-            self._reopen()
-            self._thread = threading.Thread(target=self._follow, name="impress-view", daemon=True)
+            self._renew()
+            self._thread = threading.Thread(target=self._work, name="impress-view", daemon=True)
             self._thread.start()
 
     @property
@@ -97,13 +97,13 @@ class View:
 
     def lookup(self, tokens: Any, extra: Mapping[int, bytes], tenant: str) -> int:
         """Tokens of this prompt that are stored, in whole windows; 0 where nothing can be seen."""
-        store = self._shared or self._snapshot
+        store = self._shared or self._own
         return store.lookup(tokens, extra, tenant) if store is not None else 0
 
     def refresh(self) -> None:
-        """Something was stored or lost: look again soon. Returns at once."""
+        """Something was stored or lost: look at once, in the background. Returns at once."""
         self._n_asked += 1
-        self._stale.set()
+        self._asked.set()
 
     def close(self) -> None:
         """Idempotent."""
@@ -113,30 +113,36 @@ class View:
         if self._shared is not None:
             release(self._path)
         if self._thread is not None:
-            self._stale.set()
+            self._asked.set()
             self._thread.join()
+        if self._own is not None:
+            self._own.close()
 
-    def _follow(self) -> None:
+    def _work(self) -> None:
         while True:
-            self._stale.wait()
-            self._stale.clear()
+            self._asked.wait()
+            self._asked.clear()
             if self._closed:
                 return
             asked = self._n_asked
-            self._reopen()
+            self._renew()
             self._n_renewed = asked
 
-    def _reopen(self) -> None:
-        geometry, namespace, config = self._open
-        small = config.model_copy(
-            update={"dram_bytes": 0, "hbm_bytes": 0, "io_threads": 1, "metrics_port": None}
-        )
+    def _renew(self) -> None:
+        """Take over what has changed. Never raises: a view that is behind makes misses."""
         try:
-            fresh = PrefixStore.open(self._path, geometry, namespace, small, mode="r")
+            if self._own is None:
+                self._own = self._opened()
+            else:
+                self._own.follow()
         except FormatError:
             return  # nothing has been stored here yet
         except ImpressError as err:
             log.warning("%s: the scheduler's view is not renewed: %s", self._path, err)
-            return
-        fresh.close()  # lookups need its tree, not its files
-        self._snapshot = fresh
+
+    def _opened(self) -> PrefixStore:
+        geometry, namespace, config = self._open
+        small = config.model_copy(
+            update={"dram_bytes": 0, "hbm_bytes": 0, "io_threads": 1, "metrics_port": None}
+        )
+        return PrefixStore.open(self._path, geometry, namespace, small, mode="r")

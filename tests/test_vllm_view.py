@@ -1,0 +1,96 @@
+"""The scheduler's view of a store that other processes write: behind at most by a look."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, prompt, put_prompt
+
+import impress
+from impress.engines.vllm.shared import View
+from impress.write.readers import present
+
+Open = Callable[..., impress.PrefixStore]
+NAMESPACE = b"n" * 32
+#: It looks only when asked to, or by itself.
+WHEN_ASKED = impress.Config(**SMALL, follow_every_s=0)
+BY_ITSELF = impress.Config(**SMALL, follow_every_s=0.01)
+
+
+def view_of(store: impress.PrefixStore, config: impress.Config) -> View:
+    return View(store.path, store.geometry, NAMESPACE, config)
+
+
+def soon(true: Callable[[], bool]) -> bool:
+    """Whether it becomes so within a minute."""
+    deadline = time.monotonic() + 60
+    while not true() and time.monotonic() < deadline:
+        threading.Event().wait(0.005)
+    return true()
+
+
+@pytest.fixture
+def writer(open_store: Open, geometry: impress.Geometry) -> impress.PrefixStore:
+    store = open_store(geometry, namespace=NAMESPACE, repack_every_s=0)
+    put_prompt(store, prompt(128, 1)).wait(60)
+    return store
+
+
+def test_what_was_stored_before_is_seen_at_once(writer: impress.PrefixStore) -> None:
+    view = view_of(writer, WHEN_ASKED)
+    assert not view.shared
+    assert view.lookup(prompt(128, 1), {}, "") == 128
+    view.close()
+
+
+def test_a_refresh_brings_what_came_and_takes_what_went(writer: impress.PrefixStore) -> None:
+    view = view_of(writer, WHEN_ASKED)
+    put_prompt(writer, prompt(128, 2)).wait(60)
+    assert view.lookup(prompt(128, 2), {}, "") == 0
+    view.refresh()
+    assert soon(lambda: view.current)
+    assert view.lookup(prompt(128, 2), {}, "") == 128
+    writer.evict(1 << 40)
+    view.refresh()
+    assert soon(lambda: view.current)
+    assert view.lookup(prompt(128, 1), {}, "") == view.lookup(prompt(128, 2), {}, "") == 0
+    view.close()
+
+
+def test_what_another_server_stores_is_seen_without_being_told(
+    writer: impress.PrefixStore, open_store: Open
+) -> None:
+    """It used to show when the server's own worker next reported something: maybe never."""
+    view = view_of(writer, BY_ITSELF)
+    other = open_store(writer.geometry, namespace=NAMESPACE, repack_every_s=0)
+    put_prompt(other, prompt(128, 3)).wait(60)
+    assert soon(lambda: view.lookup(prompt(128, 3), {}, "") == 128)
+    view.close()
+
+
+def test_a_directory_without_a_store_has_no_hits_until_it_is_one(
+    tmp_path: Path, geometry: impress.Geometry
+) -> None:
+    view = View(tmp_path / "later", geometry, NAMESPACE, WHEN_ASKED)
+    assert view.lookup(prompt(128, 1), {}, "") == 0
+    with impress.PrefixStore.open(tmp_path / "later", geometry, NAMESPACE) as store:
+        put_prompt(store, prompt(128, 1)).wait(60)
+        view.refresh()
+        assert soon(lambda: view.current)
+        assert view.lookup(prompt(128, 1), {}, "") == 128
+    view.close()
+
+
+def test_the_writer_waits_for_no_view_that_is_closed(writer: impress.PrefixStore) -> None:
+    """Space is used again when no reader can be at it: a view counts as one while it is open."""
+    readers = writer.path / "shards" / "main" / "readers"
+    view = view_of(writer, WHEN_ASKED)
+    assert len(present(readers)) == 1
+    view.close()
+    view.close()
+    assert present(readers) == []
+    assert view.lookup(prompt(128, 1), {}, "") == 128  # what it knew is in memory
