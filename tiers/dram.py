@@ -19,12 +19,7 @@ class DramTier(Arena):
         """`name`: of the medium it is, or stands for."""
         super().__init__(budget_bytes)
         self.name = name
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._arena: Bytes = (
-            np.frombuffer(mmap.mmap(-1, self.n_bytes, flags=flags), dtype=np.uint8)
-            if self.n_bytes
-            else np.empty(0, dtype=np.uint8)
-        )
+        self._arena = _mapped(self.n_bytes) if self.n_bytes else np.empty(0, dtype=np.uint8)
 
     def write(self, slot: Slot, off: int, data: Bytes) -> None:
         for _, start, length in locate(slot, off, len(data)):
@@ -38,3 +33,12 @@ class DramTier(Arena):
                 np.copyto(read.dest[at : at + length], self._arena[start : start + length])
                 at += length
             verify(read, self.name)
+
+
+def _mapped(n_bytes: int) -> Bytes:
+    """Memory that costs nothing until it is touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    area = mmap.mmap(-1, n_bytes, flags=flags)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)  # measured: a first copy at a quarter of the CPU
+    return np.frombuffer(area, dtype=np.uint8)

@@ -38,7 +38,7 @@ from impress.stats import Counters
 from impress.types import Geometry
 from impress.usage.history import History
 from tiers.base import PAGE, Bytes, Read, Tier
-from tiers.coalesce import slices
+from tiers.coalesce import RUN_BYTES, slices
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool, Lane, Ticket
 from tiers.slots import Allowance, Buffer, BufferPool
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 #: A slice of reads for one thread: at least this, so that small layers do not drown in hand-offs.
 LEAST_SLICE = 256 << 10
+#: The same where every thread has work already: then more slices bring nothing any sooner.
+BUSY_SLICE = RUN_BYTES
 MOST_SLICE = 2 << 20
 #: Bytes of read buffers that promotions may keep from being reused.
 MOST_WAITING = 256 << 20
@@ -190,7 +192,8 @@ class Load:
 
     def _submit(self, tier: Tier, by_part: list[tuple[Part, list[Read]]]) -> Ticket:
         n_bytes = sum(len(read.dest) for _, reads in by_part for read in reads)
-        size = max(LEAST_SLICE, min(MOST_SLICE, n_bytes // self.reading.pool.n_threads))
+        least = BUSY_SLICE if self.reading.pool.waiting(self._lane) else LEAST_SLICE
+        size = max(least, min(MOST_SLICE, n_bytes // self.reading.pool.n_threads))
         tasks = [
             partial(self._read, tier, some, part.span)
             for part, reads in by_part
@@ -341,12 +344,10 @@ class Load:
                 dense = np.empty(n_rows * shape.row_bytes, dtype=np.uint8)
                 unpack(data, dense, shape)
                 data = dense
+        if out is not None and data.__array_interface__["data"][0] == out.data_ptr():
+            return out
         rows = as_tensor(data, self.reading.geometry, n_rows, dim)
-        if out is None:
-            return rows
-        if out.data_ptr() != rows.data_ptr():
-            out.copy_(rows)
-        return out
+        return rows if out is None else out.copy_(rows)
 
     # ---- ending it -------------------------------------------------------------------------
 

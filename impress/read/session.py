@@ -151,6 +151,7 @@ class Session:
         self._held_bytes = 0  # of buffers that wait for it
         self._looked: list[Looked] = []  # by layers retrieved, for history
         self._layers: list[dict[str, Any]] = []
+        self._positions: torch.Tensor | None = None  # of all rows
         self._closed = False
 
     @property
@@ -201,9 +202,15 @@ class Session:
         if query is not None and query.device != k.device:
             k, v = k.to(query.device), v.to(query.device)
         if positions is None:
-            end = self._first + self.n_tokens
-            return k, v, torch.arange(self._first, end, dtype=torch.int64, device=k.device)
+            return k, v, self._every_position(k.device)
         return k, v, torch.tensor(positions, dtype=torch.int64, device=k.device)
+
+    def _every_position(self, device: torch.device) -> torch.Tensor:
+        """Of all rows: the same for every layer, made once."""
+        if self._positions is None or self._positions.device != device:
+            end = self._first + self.n_tokens
+            self._positions = torch_module().arange(self._first, end, device=device)
+        return self._positions
 
     def _bring(
         self,
