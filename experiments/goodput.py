@@ -41,8 +41,8 @@ WAYS: Final = (
 )  # fmt: skip
 #: Requests let in at once, and arrivals a second.
 LEVELS: Final = {False: (8, 32, 64), True: (8,)}
-RATES: Final = {False: (8, 16, 48), True: (8, 32)}
-REQUESTS: Final = {False: 96, True: 16}
+RATES: Final = {False: (8, 16, 24, 32, 48), True: (8, 32)}
+REQUESTS: Final = {False: 128, True: 16}
 #: What the figures are taken at.
 _LEVEL: Final = {False: 32, True: 8}
 _TOKENS: Final = 8  # of an answer

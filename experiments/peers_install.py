@@ -33,7 +33,7 @@ RECIPES: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
         ("--no-deps", "sglang==0.5.23"),
         (
             "orjson", "psutil", "pybase64", "msgspec", "pyzmq", "requests", "tqdm", "ipython",
-            "pydantic", "starlette", "pillow", "packaging", "aiohttp",
+            "pydantic", "starlette", "pillow", "packaging", "aiohttp", "triton",
         ),
     ),
     "mooncake": (("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy"),),
