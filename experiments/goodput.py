@@ -4,11 +4,12 @@
 
 Questions about documents of 1,024 tokens, each asked about once before, come to vLLM's OpenAI
 server at random times, whether or not earlier ones are answered; so many at most are let in at
-once, and the time at the gate counts. Before each cell vLLM's own prefix cache is emptied and each
-document is asked about once, so a hit is the connector's. Goodput is what is answered in time, a
-second, at the best of the arrival rates. The peer is vLLM's ExampleConnector, the only one that
-serves a CPU (LMCache 0.5.6 says "No supported cpu connector found", vLLM's OffloadingConnector
-asks for a GPU).
+once, and the time at the gate counts. All servers run all the time, and each cell asks them one
+after the other, in a drawn order, the same questions at the same times. Before that vLLM's own
+prefix cache is emptied, so a hit is the connector's. Goodput is what is answered in time, a second,
+at the best of the arrival rates. The peer is vLLM's ExampleConnector, the only one that serves a
+CPU (LMCache 0.5.6 says "No supported cpu connector found", vLLM's OffloadingConnector asks for a
+GPU).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -39,6 +39,7 @@ WAYS: Final = (
         connector={"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
     ),
 )  # fmt: skip
+_WAYS: Final = [way.name for way in WAYS]
 #: Requests let in at once, and arrivals a second.
 LEVELS: Final = {False: (8, 32, 64), True: (8,)}
 RATES: Final = {False: (8, 16, 24, 32, 48), True: (8, 32)}
@@ -57,45 +58,59 @@ def cells(options: Options) -> list[Cell]:
             "needs vLLM's environment: make test-vllm, then "
             ".venv-vllm/bin/python -m experiments.goodput"
         ) from None
-    model: list[Path] = []
-
-    def measured(way: Way) -> list[Row]:
-        if not model:
-            model.append(make_model(options.folder / "model", CHECKPOINT))
-        return _measure(way, model[0], options)
-
+    field = Field(options)
+    n = len(WAYS) * REQUESTS[options.quick]
     return [
-        Cell({"way": way.name}, lambda way=way: measured(way), 60 if options.quick else 200)
-        for way in WAYS
-    ]
+        Cell(
+            {"at once": level, "arrive/s": rate}, lambda at=(level, rate): field.measure(*at),
+            10 + n / rate,
+        )
+        for level in LEVELS[options.quick] for rate in RATES[options.quick]
+    ]  # fmt: skip
 
 
-def _measure(way: Way, model: Path, options: Options) -> list[Row]:
-    """One server: store, then every level at every rate."""
-    n = REQUESTS[options.quick]
-    asked = documents(options.seed, n)
-    store, log = options.folder / f"store {way.name}", options.folder / f"{way.name}.log"
-    store.mkdir()
-    rows: list[Row] = []
-    with Server(model, way, store, log, DTYPE, max_seqs=max(LEVELS[False])) as server:
-        at_once = [0.0] * n
-        _ask(server, way, [first for first, _ in asked], at_once, 4)
-        again = [second for _, second in asked]
-        server.forget()
-        _ask(server, way, again, at_once, 8)  # nobody's first: tiers and page cache are warm
-        for level in LEVELS[options.quick]:
-            for rate in RATES[options.quick]:
-                server.forget()
-                draw = np.random.default_rng([options.seed, rate])
-                order = draw.permutation(n)
-                times = np.cumsum(draw.exponential(1 / rate, n))
-                took = _ask(server, way, [again[i] for i in order], times, level)
-                rows.append(_row(level, rate, took, options.more.ttft_ms / 1e3))
-    return rows
+class Field:
+    """The servers of all ways, started for the first cell: each cell asks them all, in turn."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._n = REQUESTS[options.quick]
+        self._servers: list[Server] = []
+
+    def measure(self, level: int, rate: float) -> list[Row]:
+        if not self._servers:
+            self._start()
+        draw = np.random.default_rng([self._options.seed, level, rate])
+        order = draw.permutation(self._n)
+        times = np.cumsum(draw.exponential(1 / rate, self._n))
+        rows: list[Row] = []
+        for i in draw.permutation(len(self._servers)):
+            server = self._servers[i]
+            server.forget()
+            took = _ask(server, [self._again[i] for i in order], times, level)
+            limit_s = self._options.more.ttft_ms / 1e3
+            rows.append({"way": server.way.name, **_row(took, limit_s)})
+        return rows
+
+    def _start(self) -> None:
+        """Servers that have stored every document, in both their tiers and the page cache."""
+        options = self._options
+        asked = documents(options.seed, self._n)
+        self._again = [second for _, second in asked]
+        model = make_model(options.folder / "model", CHECKPOINT)
+        at_once = [0.0] * self._n
+        for way in WAYS:
+            store, log = options.folder / f"store {way.name}", options.folder / f"{way.name}.log"
+            store.mkdir()
+            server = Server(model, way, store, log, DTYPE, max_seqs=max(LEVELS[False]))
+            self._servers.append(options.exits.enter_context(server))
+            _ask(server, [first for first, _ in asked], at_once, 4)
+            server.forget()
+            _ask(server, self._again, at_once, 8)
 
 
 def _ask(
-    server: Server, way: Way, asked: Sequence[Asked], times: Sequence[float], level: int
+    server: Server, asked: Sequence[Asked], times: Sequence[float], level: int
 ) -> list[tuple[float, float, bool]]:
     """Ask each at its time, `level` at once at most: [(TTFT, end, right)], seconds.
 
@@ -116,7 +131,7 @@ def _ask(
                     first_s, token = 0.0, -1
                     stream = await client.completions.create(
                         model="lookup", prompt=asked[i].prompt, max_tokens=_TOKENS, temperature=0,
-                        stream=True, extra_body=_body(way, i),
+                        stream=True, extra_body=_body(server.way, i),
                     )  # fmt: skip
                     async for chunk in stream:
                         ids = getattr(chunk.choices[0], "token_ids", None) if chunk.choices else ()
@@ -138,14 +153,10 @@ def _body(way: Way, i: int) -> dict[str, Any]:
     return body
 
 
-def _row(
-    level: int, rate: float, took: Sequence[tuple[float, float, bool]], limit_s: float
-) -> Row:  # fmt: skip
+def _row(took: Sequence[tuple[float, float, bool]], limit_s: float) -> Row:
     ttft = np.array([first_s for first_s, _, _ in took])
     elapsed_s = max(end_s for _, end_s, _ in took)
     return {
-        "at once": level,
-        "arrive/s": rate,
         "done/s": len(took) / elapsed_s,
         "in time": float((ttft <= limit_s).mean()),
         "in time/s": float((ttft <= limit_s).sum()) / elapsed_s,
@@ -157,9 +168,12 @@ def _row(
 
 def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
     limit_ms = options.more.ttft_ms
+    first = ("way", "at once", "arrive/s")
+    rows = sorted(rows, key=lambda row: _WAYS.index(row["way"]))
     lines = [
-        {key: row[key] for key in row if key not in ("experiment", "seed", "quick")} for row in rows
-    ]
+        {key: row[key] for key in (*first, *row) if key not in ("experiment", "seed", "quick")}
+        for row in rows
+    ]  # fmt: skip
     print_rows(f"Open-loop arrivals, a first token within {limit_ms:g} ms", lines)
     best: dict[tuple[str, int], float] = {}
     for row in rows:

@@ -113,7 +113,9 @@ class Server:
     def __enter__(self) -> Server:
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "2", "VLLM_SERVER_DEV_MODE": "1", **os.environ,
+            "OMP_NUM_THREADS": "2", "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # as the client: it reuses what the server closes
+            **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
         }  # fmt: skip
         self._process = subprocess.Popen(

@@ -16,7 +16,7 @@ QUICK: Any = argparse.Namespace(quick=True, more=MORE)
 
 def test_a_request_is_in_time_by_its_own_arrival() -> None:
     took = [(0.2, 1.0, True), (1.0, 2.0, True), (1.5, 4.0, False), (0.9, 3.0, True)]
-    row = _row(8, 16, took, limit_s=1.0)
+    row = _row(took, limit_s=1.0)
     assert row["in time"] == 0.75
     assert row["in time/s"] == 3 / 4.0
     assert row["done/s"] == 1.0
