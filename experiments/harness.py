@@ -132,6 +132,10 @@ def _parser(experiment: Experiment) -> argparse.ArgumentParser:
     add("--plot", type=Path, metavar="DIR", help="write plots here (needs matplotlib)")
     add("--resume", action="store_true", help="keep the cells measured before; needs --json")
     add(
+        "--cells", nargs="+", metavar="WORD",
+        help="only those of whose parameters a WORD is one (default: all)",
+    )  # fmt: skip
+    add(
         "--dir", type=Path, metavar="DIR", default=Path(),
         help="put data in a new directory here (default: the current one)",
     )  # fmt: skip
@@ -166,7 +170,8 @@ def _run(
     )
     common = {"experiment": experiment.name, "seed": args.seed, "quick": args.quick}
     done = Cells(args.json, resume=args.resume)
-    cells = [(common | dict(cell.params), cell) for cell in experiment.cells(options)]
+    chosen = _chosen(experiment.cells(options), args.cells)
+    cells = [(common | dict(cell.params), cell) for cell in chosen]
     todo = [(params, cell) for params, cell in cells if params not in done]
     seconds = sum(cell.seconds for _, cell in todo)
     console.print(
@@ -186,6 +191,20 @@ def _run(
         )  # fmt: skip
     if args.plot is not None:
         plot_all(args.plot, experiment.name, experiment.plots, figures, lines)
+
+
+def _chosen(cells: Sequence[Cell], words: Sequence[str] | None) -> list[Cell]:
+    """Cells that have one of these words among their parameters; None: all. Raises Unable."""
+    if words is None:
+        return list(cells)
+    values = [[str(value) for value in cell.params.values()] for cell in cells]
+    for word in words:
+        if not any(word in said for said in values):
+            known = list(dict.fromkeys(value for said in values for value in said))
+            raise Unable(f"--cells {word}: no cell has that; there are: {', '.join(known)}")
+    return [
+        cell for cell, said in zip(cells, values, strict=True) if not set(words).isdisjoint(said)
+    ]
 
 
 def _measure(name: str, todo: Sequence[tuple[dict[str, Any], Cell]], done: Cells) -> None:

@@ -85,6 +85,27 @@ def test_other_parameters_are_measured_again(
     assert other.measured == [2, 5]
 
 
+def test_some_cells_are_measured_by_their_parameters_and_the_rest_later(
+    tmp_path: Path, report: Path
+) -> None:
+    """The base cell of a sweep may take half an hour, the whole sweep hours."""
+    some = Doubling([1, 2, 3])
+    assert some.run(tmp_path, "--json", str(report), "--cells", "1", "3") == 0
+    assert some.measured == [1, 3]
+    assert json.loads(report.read_text())["figures"] == {"of1": 2.0, "of3": 6.0}
+    rest = Doubling([1, 2, 3])
+    assert rest.run(tmp_path, "--json", str(report), "--resume") == 0
+    assert rest.measured == [2]
+    assert json.loads(report.read_text())["figures"] == {"of1": 2.0, "of2": 4.0, "of3": 6.0}
+
+
+def test_a_cell_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Doubling([1, 2]).run(tmp_path, "--cells", "1", "7") == 2
+    assert "--cells 7: no cell has that; there are: 1, 2" in capsys.readouterr().err
+
+
 def test_without_resume_everything_is_measured_again(tmp_path: Path, report: Path) -> None:
     assert Doubling([1]).run(tmp_path, "--json", str(report)) == 0
     again = Doubling([1])

@@ -77,7 +77,7 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
         plan.options.seed,
     )  # fmt: skip
     stretch = dilation(plan.options)
-    more = {"prefixes": len(data.prefixes), "layers": data.n_layers}
+    more = {"prefixes": len(data.prefixes), "layers": data.n_layers, "dilation": stretch}
     with Bench(systems, data, load, stretch) as bench:
         bench.warm()
         more["n_warmed"] = bench.n_warmed
