@@ -83,12 +83,13 @@ class Field:
         draw = np.random.default_rng([self._options.seed, level, rate])
         order = draw.permutation(self._n)
         times = np.cumsum(draw.exponential(1 / rate, self._n))
+        limit_s = self._options.more.ttft_ms / 1e3
         rows: list[Row] = []
-        for i in draw.permutation(len(self._servers)):
-            server = self._servers[i]
+        asked = [self._again[i] for i in order]
+        for at in draw.permutation(len(self._servers)).tolist():
+            server = self._servers[at]
             server.forget()
-            took = _ask(server, [self._again[i] for i in order], times, level)
-            limit_s = self._options.more.ttft_ms / 1e3
+            took = _ask(server, asked, times, level)
             rows.append({"way": server.way.name, **_row(took, limit_s)})
         return rows
 

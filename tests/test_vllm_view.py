@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +29,7 @@ def soon(true: Callable[[], bool]) -> bool:
     """Whether it becomes so within a minute."""
     deadline = time.monotonic() + 60
     while not true() and time.monotonic() < deadline:
-        threading.Event().wait(0.005)
+        os.sched_yield()
     return true()
 
 

@@ -124,10 +124,6 @@ class IoPool:
         for task in tasks:
             ticket.run(task)
 
-    def waiting(self, lane: Lane) -> bool:
-        """Whether tasks of a lane wait for a thread."""
-        return bool(self._lanes[lane])
-
     def depth(self) -> list[int]:
         """Queued tasks by lane."""
         return [len(lane) for lane in self._lanes]

@@ -192,7 +192,7 @@ class Load:
 
     def _submit(self, tier: Tier, by_part: list[tuple[Part, list[Read]]]) -> Ticket:
         n_bytes = sum(len(read.dest) for _, reads in by_part for read in reads)
-        least = BUSY_SLICE if self.reading.pool.waiting(self._lane) else LEAST_SLICE
+        least = BUSY_SLICE if self.reading.pool.depth()[self._lane] else LEAST_SLICE
         size = max(least, min(MOST_SLICE, n_bytes // self.reading.pool.n_threads))
         tasks = [
             partial(self._read, tier, some, part.span)

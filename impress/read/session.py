@@ -182,7 +182,8 @@ class Session:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(k, v, pos) of a layer: k, v [n_kv_heads, m, head_dim], pos int64 [m].
 
-        On the query's device, in position order.
+        On the query's device, in position order. Where all rows are brought, pos is one tensor for
+        every layer: not the caller's to change.
 
         query [n_heads, q, head_dim] after RoPE; scaling defaults to head_dim^-0.5; suffix_lse
         float32 [n_heads, q]. Exact ignores all three. Valid until this layer's next retrieve or
