@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from experiments.results_lines import LINES, Line, Ours
+from experiments.systems.sweep import by_cell
+from experiments.ttft import worst_of
 
 _MARK: Final = re.compile(r"(<!-- table: ([\w.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _NOT_RUN: Final = "not yet run"
@@ -74,13 +76,33 @@ def _ours(line: Line, reports: Reports) -> str:
     return "; ".join(f"{o.label}{reports.figure(o)}" for o in line.ours) or _NOT_RUN
 
 
-def rows_table(report: Mapping[str, Any], columns: Mapping[str, str]) -> str:
-    """Some columns of a report's rows."""
+def rows_table(report: Mapping[str, Any], columns: Mapping[str, str], cell: str = "") -> str:
+    """Some columns of a report's rows; `cell`: of that one only."""
     made = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in report["rows"]:
-        if all(name in row for name in columns.values()):
+        if all(name in row for name in columns.values()) and cell in ("", row.get("cell")):
             made.append(f"| {' | '.join(_cell(row[name]) for name in columns.values())} |")
     return "\n".join(dict.fromkeys(made)) + "\n"  # what two cells say alike is said once
+
+
+#: What a table across cells sets side by side.
+_ACROSS: Final = (
+    "recompute", "as", "as_h2o_lfu", "impress", "as_int4", "snapkv", "quality", "exact", "auto",
+)  # fmt: skip
+
+
+def across_table(report: Mapping[str, Any]) -> str:
+    """p50 of some systems, a line for each cell, with the measured fallback share."""
+    heads = ["cell", "fell back", *_ACROSS, "AS+H2O+LFU ÷ impress", "auto ÷ best of three"]
+    made = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for label, systems in by_cell(report["rows"]).items():
+        p50 = {name: row["p50_ms"] for name, row in systems.items()}
+        gain = p50["as_h2o_lfu"] / p50["impress"] if {"as_h2o_lfu", "impress"} <= p50.keys() else ""
+        worst = worst_of(systems)
+        fell = systems["impress"]["fell_back"] if "impress" in systems else ""
+        values = [fell, *(p50.get(name, "") for name in _ACROSS), gain, worst or ""]
+        made.append(f"| {label} | {' | '.join(_cell(value) for value in values)} |")
+    return "\n".join(made) + "\n"
 
 
 def _cell(value: Any) -> str:
@@ -130,6 +152,10 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
 }  # fmt: skip
 
 
+#: Tables of one cell of their report; the others stand in a table of their own.
+_ONLY: Final = {"ttft": "base"}
+
+
 def fill(page: Path, folder: Path) -> None:
     """Rewrite every marked table of a page. Effects: the page."""
     reports = Reports.of(folder)
@@ -141,8 +167,10 @@ def fill(page: Path, folder: Path) -> None:
         name = found[2]
         if name in makers:
             text = makers[name]()
+        elif name == "ttft.cells" and "ttft" in reports.by_name:
+            text = across_table(reports.by_name["ttft"])
         elif (report := name.partition(".")[0]) in reports.by_name and name in _COLUMNS:
-            text = rows_table(reports.by_name[report], _COLUMNS[name])
+            text = rows_table(reports.by_name[report], _COLUMNS[name], _ONLY.get(name, ""))
         else:
             text = f"{_NOT_RUN}\n"
         return found[1] + text + found[3]

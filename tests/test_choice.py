@@ -10,7 +10,7 @@ from test_engine_hf import CONFIG
 
 import impress
 from impress.engines import hf
-from impress.engines.choice import MODES, Fit, Rates, decide, forced
+from impress.engines.choice import MODES, Fit, Rates, Stored, decide, forced
 from impress.policy import Exact, Paper, Recency
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,40 +28,51 @@ def test_the_own_mode_is_left_only_for_a_gain_worth_it() -> None:
     assert decide("exact", allowed, {"exact": 10.0, "recompute": 9.0}).mode == "recompute"
 
 
-def test_a_fit_finds_the_cost_of_calls_and_of_amounts():
-    fit = Fit()
-    assert fit.seconds(1, 1) is None
-    for calls, amount in ((2, 100), (2, 900), (7, 300), (1, 50)):
-        fit.note(calls, amount, 0.25 * calls + 0.01 * amount)
-    assert fit.seconds(3, 500) == pytest.approx(5.75)
+def test_a_fit_finds_the_cost_of_each_amount():
+    fit = Fit(3)
+    assert fit.seconds((1, 1, 1)) is None
+    for amounts in ((2, 100, 0), (2, 900, 300), (7, 300, 300), (1, 50, 9), (3, 400, 0)):
+        fit.note(amounts, 0.25 * amounts[0] + 0.01 * amounts[1] + 0.1 * amounts[2])
+    assert fit.seconds((3, 500, 70)) == pytest.approx(0.75 + 5 + 7)
 
 
 def test_samples_that_are_all_alike_give_a_rate():
-    fit = Fit()
+    fit = Fit(2)
     for _ in range(5):
-        fit.note(1, 200, 4.0)
-    assert fit.seconds(1, 400) == pytest.approx(8.0)
+        fit.note((1, 200), 4.0)
+    assert fit.seconds((1, 400)) == pytest.approx(8.0)
 
 
 def test_costs_are_never_negative():
-    falling, free = Fit(), Fit()
+    falling, free = Fit(2), Fit(2)
     for amount, seconds in ((10, 5.0), (1000, 1.0)):
-        falling.note(1, amount, seconds)
-    assert 1.0 <= falling.seconds(1, 100_000) <= 5.0
-    steep = Fit()
+        falling.note((1, amount), seconds)
+    assert 1.0 <= falling.seconds((1, 100_000)) <= 5.0
+    steep = Fit(2)
     for amount, seconds in ((10, 0.0), (1000, 5.0)):
-        steep.note(1, amount, seconds)
-    assert steep.seconds(1, 1) >= 0
-    free.note(2, 0, 0.0)
-    assert free.seconds(2, 100) == 0.0
+        steep.note((1, amount), seconds)
+    assert steep.seconds((1, 1)) >= 0
+    free.note((2, 0), 0.0)
+    assert free.seconds((2, 100)) == 0.0
 
 
 def test_later_samples_count_for_more():
-    fit = Fit()
-    fit.note(1, 100, 10.0)
-    for _ in range(20):
-        fit.note(1, 100, 1.0)
-    assert fit.seconds(1, 100) == pytest.approx(1.0, rel=0.15)
+    fit = Fit(2)
+    fit.note((1, 100), 10.0)
+    for _ in range(30):
+        fit.note((1, 100), 1.0)
+    assert fit.seconds((1, 100)) == pytest.approx(1.0, rel=0.15)
+
+
+def test_one_stall_is_not_believed_and_a_disk_that_stays_slow_is():
+    fit = Fit(2)
+    for _ in range(10):
+        fit.note((1, 100), 1.0)
+    fit.note((1, 100), 50.0)
+    assert fit.seconds((1, 100)) < 1.25
+    for _ in range(60):
+        fit.note((1, 100), 50.0)
+    assert fit.seconds((1, 100)) == pytest.approx(50.0, rel=0.15)
 
 
 # --- deciding -------------------------------------------------------------------------------------
@@ -96,32 +107,72 @@ def test_a_mode_is_forced_as_far_as_the_policy_allows():
         assert forced("recompute", own).mode == "recompute"
 
 
-def test_sparse_is_estimated_by_what_the_last_selections_moved():
+def stored(n_tokens=64, n_layers=2, n_bytes=1000, cold_bytes=1000):
+    return Stored(n_tokens, n_layers, n_bytes, cold_bytes)
+
+
+def test_each_mode_is_estimated_by_its_own_reads():
     rates = Rates()
-    rates.note_prefill(1000, 10.0)
-    rates.note_prefill(10, 0.1)
-    for n_bytes in (250, 250):
-        rates.note_read("sparse", 4, n_bytes, 1000, n_bytes * 0.001)
-    rates.note_read("exact", 4, 1000, 1000, 1.0)
-    found = rates.estimate(2000, 1900, 4, 4000)
+    rates.note_prefill(1000, 0, 10.0)
+    rates.note_prefill(10, 0, 0.1)
+    for _ in range(2):
+        rates.note_read("sparse", stored(), 0.25)
+    rates.note_read("exact", stored(), 1.0)
+    found = rates.estimate(2000, stored(1900, 2, 4000, 4000))
     assert found["recompute"] == pytest.approx(20.0)
     assert found["exact"] == pytest.approx(1.0 + 4.0)
     assert found["sparse"] == pytest.approx(1.0 + 1.0)
 
 
-def test_rates_of_a_mode_long_passed_over_are_measured_again():
+def test_many_short_forwards_do_not_say_what_a_long_one_takes():
+    """An engine whose prompts all hit computes a few tokens each: their rate a token is many times
+    that of a whole prompt, which would never be recomputed again.
+    """
     rates = Rates()
-    rates.note_prefill(100, 0.001)
-    rates.note_read("exact", 2, 1000, 1000, 9.0)  # once slow
-    for _ in range(200):
-        choice = decide("exact", ("exact", "recompute"), rates.estimate(100, 64, 2, 1000))
-        rates.count(choice.mode)
+    rates.note_prefill(1000, 0, 1.0)
+    for _ in range(50):
+        rates.note_prefill(10, 990, 0.5)
+        rates.note_read("exact", stored(990), 0.1)
+    found = rates.estimate(1000, stored(990))
+    assert found["recompute"] == pytest.approx(1.0)
+    assert found["exact"] == pytest.approx(0.6)
+
+
+def test_a_prefix_in_the_caches_is_read_and_one_at_home_recomputed():
+    """Estimates once followed the last few reads whatever they had found in the caches: after
+    some cold ones, prefixes that lay in memory were recomputed too.
+    """
+    rates = Rates()
+    rates.note_prefill(1000, 0, 2.0)
+    for cold in (0, 1000, 500, 1000, 0, 1000, 1000, 1000):
+        rates.note_read("exact", stored(990, cold_bytes=cold), 0.5 + cold / 250)
+    modes = [rates.choose("exact", 1000, stored(990, cold_bytes=c)).mode for c in (0, 1000, 100)]
+    assert modes == ["exact", "recompute", "exact"]
+
+
+def test_a_way_long_passed_over_is_measured_again_and_less_often_each_time():
+    rates = Rates()
+    rates.note_prefill(100, 0, 0.001)
+    looked = []
+    for at in range(400):
+        choice = rates.choose("exact", 100, stored())
         if choice.mode == "exact":
-            break
-    assert choice.mode == "exact"
-    rates.note_read("exact", 2, 1000, 1000, 9.0)
-    found = rates.estimate(100, 64, 2, 1000)
-    assert decide("exact", ("exact", "recompute"), found).mode == "recompute"
+            rates.note_read("exact", stored(), 9.0)
+            looked.append(at)
+    assert looked == [0, 17, 50, 115, 244, 373]
+    assert "measured again" not in choice.why
+    while (choice := rates.choose("exact", 100, stored())).mode != "exact":
+        pass
+    assert choice.why == "exact: measured again, not taken for 128 requests"
+    for _ in range(60):  # it has become fast
+        rates.note_read("exact", stored(), 0.0)
+    assert rates.choose("exact", 100, stored()).mode == "exact"
+
+
+def test_what_the_policy_does_not_allow_is_not_measured_either():
+    rates = Rates()
+    rates.note_prefill(100, 0, 9.0)
+    assert {rates.choose("exact", 100, stored()).mode for _ in range(300)} == {"exact"}
 
 
 # --- an engine ------------------------------------------------------------------------------------
@@ -154,14 +205,13 @@ def test_auto_takes_the_policys_own_mode_first_and_then_the_cheapest(tmp_path, p
         engine.generate(ids, max_new_tokens=2)
         own = "exact" if policy == Exact() else "sparse"
         assert engine.last_request.mode == own
-        engine._modes.rates.note_prefill(
-            100_000, 1e6
-        )  # as if computing had become slow, then reading
+        # As if computing had become slow, then reading.
+        engine._modes.rates.note_prefill(100_000, 0, 1e6)
         engine.generate(ids, max_new_tokens=2)
         assert engine.last_request.mode != "recompute"
         for _ in range(60):
-            engine._modes.rates.note_prefill(10_000, 1e-9)
-        engine._modes.rates.note_read(own, 3, 1000, 1000, 1e6)
+            engine._modes.rates.note_prefill(10_000, 0, 1e-9)
+        engine._modes.rates.note_read(own, stored(HIT, 3, 1000, 1000), 1e6)
         out = engine.generate(ids, max_new_tokens=2, do_sample=False)
         request = engine.last_request
         assert (request.mode, request.hit_tokens, request.lost) == ("recompute", 0, "")

@@ -55,6 +55,26 @@ def test_rows_are_printed_by_the_names_they_have(tmp_path: Path) -> None:
     assert "| m | 0.311 | 0.5 | 1 | 1 | 0.25 |" in text
 
 
+def test_cells_stand_side_by_side_and_the_base_cell_in_full(tmp_path: Path) -> None:
+    def rows(cell: str, **ms: float) -> list[dict]:
+        rest = {"p90_ms": 0, "io_ms": 0, "mb": 0, "ssd_mb": 0, "hbm": 0, "dram": 0, "rows": 1}
+        return [{"part": "cell", "cell": cell, "system": name, "p50_ms": n, "fell_back": 0.25,
+                 **rest} for name, n in ms.items()]  # fmt: skip
+
+    report = {"figures": {}, "rows": [
+        *rows("base", recompute=30.0, as_h2o_lfu=20.0, impress=10.0, quality=12.0, exact=40.0),
+        *rows("modes", recompute=30.0, quality=10.0, exact=40.0, auto=11.0),
+    ]}  # fmt: skip
+    text = _filled(tmp_path, "ttft.cells", {"ttft": report})
+    assert "| base | 0.25 | 30 |  | 20 | 10 |  |  | 12 | 40 |  | 2 |  |" in text
+    assert "| modes |  | 30 |  |  |  |  |  | 10 | 40 | 11 |  | 1.1 |" in text
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.replace("NAME", "ttft"))
+    results_table.fill(page, tmp_path / "results")
+    assert page.read_text().count("| base |") == 5
+    assert "modes" not in page.read_text()
+
+
 def test_filling_twice_changes_nothing(tmp_path: Path) -> None:
     once = _filled(tmp_path, "runs", {"hits": {"figures": {}}})
     results_table.fill(tmp_path / "page.md", tmp_path / "results")
@@ -92,7 +112,7 @@ def test_a_path_that_cannot_be_is_one_line(
 def test_the_pages_have_a_table_for_every_report() -> None:
     docs = Path(everything.__file__).parent.parent / "docs"
     pages = "".join((docs / page).read_text() for page in results_table.PAGES)
-    for name in results_table._COLUMNS:
+    for name in ("ttft.cells", *results_table._COLUMNS):
         assert pages.count(f"<!-- table: {name} -->") == 1, name
 
 
@@ -139,8 +159,9 @@ def test_an_emulator_that_is_off_is_withdrawn(
 
 
 def test_the_base_cell_is_what_the_others_depart_from(tmp_path: Path) -> None:
-    check, base, *others = ttft.cells(_options(tmp_path, quick=False))
+    check, base, modes, *others = ttft.cells(_options(tmp_path, quick=False))
     assert check.params == {"part": "check"}
+    assert modes.params == {**base.params, "cell": "modes"}
     assert len(others) == sum(len(values) for values in ttft.VARIED.values())
     for cell in others:
         changed = [name for name in BASE if cell.params[name] != base.params[name]]

@@ -229,12 +229,12 @@ def test_the_mode_is_chosen_by_what_things_cost(dilation: float, mode: str, data
     with Bench([auto], data, Load(n_measured=1, n_warm=1, most_windows=1), dilation) as bench:
         (server,) = bench.servers
         asking = bench.asking(*bench._asked[0])
-        assert server._mode(asking) == "sparse"  # while warming, whatever it costs
-        n = len(asking.tokens)
-        server.choose_modes(n)
-        exact = n * TINY.row_bytes * TINY.n_layers
-        server._rates.note_read("sparse", TINY.n_layers, exact // 4, exact, 5.0)
-        assert server._mode(asking) == mode
+        with server._lease(asking) as lease:  # while warming, whatever it costs
+            assert server._mode(lease.n_tokens, None) == "sparse"
+        server.choose_modes(len(asking.tokens))
+        with server._lease(asking) as lease:
+            server._rates.note_read("sparse", server._stored(lease), 5.0)
+            assert server._mode(lease.n_tokens, server._stored(lease)) == mode
 
 
 def test_a_system_without_its_parts_is_named_and_left_out() -> None:

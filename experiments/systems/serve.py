@@ -19,7 +19,7 @@ from experiments.systems.clock import Clock, Compute
 from experiments.systems.generate import N_NEW
 from experiments.systems.planned import Choices, Planned, reads_keys
 from experiments.systems.quantised import QuantisedStore
-from impress.engines.choice import MODES, Rates, decide
+from impress.engines.choice import Rates, Stored
 from impress.policy import Contiguous, Exact, Policy
 from impress.read.session import AccessReport, Lease
 from impress.selection.probes import codec_of
@@ -83,14 +83,21 @@ class Server:
 
     def serve(self, asking: Asking) -> Served:
         """The request, to its first token."""
-        mode = self._mode(asking)
-        if mode == "recompute":
-            served = self._recompute(len(asking.tokens))
-        else:
-            served = self._read(asking, mode)
-        served.mode = mode
-        if self._rates is not None:
-            self._learn(self._rates, asking, served)
+        may_read_all = self.system.auto or isinstance(self.system.policy, Exact)
+        outs = self._outs_of(len(asking.tokens)) if self.store and may_read_all else None
+        begin = self._clock.start()
+        self._clock.spend(self._compute.device.request_s)
+        if self.store is None:
+            return self._recompute(begin, len(asking.tokens))
+        with self._lease(asking) as lease:
+            stored = self._stored(lease) if self._rates is not None else None
+            mode = self._mode(len(asking.tokens), stored)
+            if mode == "recompute":
+                served = self._recompute(begin, len(asking.tokens))
+            else:
+                served = self._read(begin, lease, asking, mode, outs)
+        if self._rates is not None and stored is not None:
+            self._learn(self._rates, len(asking.tokens), stored, served)
         return served
 
     def choose_modes(self, n_tokens: int) -> None:
@@ -98,7 +105,7 @@ class Server:
         if self.system.auto:
             self._rates = Rates()
             seconds = self._compute.layer(n_tokens, 0) * self._clock.dilation
-            self._rates.note_prefill(n_tokens, seconds * self._compute.shape.n_layers)
+            self._rates.note_prefill(n_tokens, 0, seconds * self._compute.shape.n_layers)
 
     def settle(self) -> None:
         """Return when what the request left to do in the background is done."""
@@ -113,50 +120,41 @@ class Server:
 
     # ---- the ways to a first token ---------------------------------------------------------
 
-    def _mode(self, asking: Asking) -> str:
-        if self.store is None:
-            return "recompute"
+    def _stored(self, lease: Lease) -> Stored:
+        """What the store says of the prefix; of a slice of the layers, told as of all of them."""
+        n, shape = lease.n_tokens, self._compute.shape
+        cold = lease.cold_bytes() * shape.n_layers // self._geometry.n_layers
+        return Stored(n, shape.n_layers, n * shape.row_bytes * shape.n_layers, cold)
+
+    def _mode(self, n_tokens: int, stored: Stored | None) -> str:
         own = "exact" if isinstance(self.system.policy, Exact) else "sparse"
-        if self._rates is None:
+        if self._rates is None or stored is None:
             return own
-        n = len(asking.tokens)
-        layers = self._compute.shape.n_layers
-        seconds = self._rates.estimate(
-            n + N_NEW, n, layers, n * self._compute.shape.row_bytes * layers
-        )
-        choice = decide(own, MODES, seconds)
-        self._rates.count(choice.mode)
-        return choice.mode
+        return self._rates.choose(own, n_tokens + N_NEW, stored).mode
 
-    def _learn(self, rates: Rates, asking: Asking, served: Served) -> None:
+    def _learn(self, rates: Rates, n_tokens: int, stored: Stored, served: Served) -> None:
         """As an engine does; what a slice of the layers took is told as of all of them."""
-        n, shape = len(asking.tokens), self._compute.shape
-        times = shape.n_layers / self._geometry.n_layers
+        times = self._compute.shape.n_layers / self._geometry.n_layers
         if served.mode != "sparse":
-            computed = n + N_NEW if served.mode == "recompute" else N_NEW
-            rates.note_prefill(computed, (served.ttft_s - served.io_s) * times)
+            hit = 0 if served.mode == "recompute" else stored.n_tokens
+            rates.note_prefill(n_tokens + N_NEW - hit, hit, (served.ttft_s - served.io_s) * times)
         if served.mode != "recompute":
-            moved = int(sum(served.bytes_by_tier.values()) * times)
-            exact = n * shape.row_bytes * shape.n_layers
-            rates.note_read(served.mode, shape.n_layers, moved, exact, served.io_s * times)
+            rates.note_read(served.mode, stored, served.io_s * times)
 
-    def _recompute(self, n_tokens: int) -> Served:
-        begin = self._clock.start()
-        self._clock.spend(self._compute.device.request_s)
+    def _recompute(self, begin: float, n_tokens: int) -> Served:
         for _ in range(self._geometry.n_layers):
             self._clock.spend(self._compute.layer(n_tokens + N_NEW, 0))
         ttft_s = time.perf_counter() - begin
-        return Served(ttft_s, 0.0, self._clock.spent_s)
+        return Served(ttft_s, 0.0, self._clock.spent_s, mode="recompute")
 
-    def _read(self, asking: Asking, mode: str) -> Served:
+    def _read(
+        self, begin: float, lease: Lease, asking: Asking, mode: str, outs: Outs | None
+    ) -> Served:
         clock, compute = self._clock, self._compute
         policy = self._policy(asking, mode)
         bits, io_s = self.system.bits, 0.0
-        outs = self._outs_of(len(asking.tokens)) if isinstance(policy, Exact) else None
-        begin = clock.start()
-        clock.spend(compute.device.request_s)
-        with self._lease(asking) as lease, lease.session(policy) as session:
-            session.prefetch(outs)
+        with lease.session(policy) as session:
+            session.prefetch(outs if isinstance(policy, Exact) else None)
             for layer in range(self._geometry.n_layers):
                 clock.spend(compute.project(N_NEW))
                 waits, spent = time.perf_counter(), clock.spent_s
@@ -168,7 +166,9 @@ class Server:
                     clock.spend(compute.dequantise(k.shape[1], bits))
                 clock.spend(compute.attend(N_NEW, k.shape[1]))
             ttft_s = time.perf_counter() - begin
-            return _served(ttft_s, io_s, clock.spent_s, session.report(), lease.n_tokens)
+            served = _served(ttft_s, io_s, clock.spent_s, session.report(), lease.n_tokens)
+            served.mode = mode
+            return served
 
     def _lease(self, asking: Asking) -> Lease:
         if isinstance(self.store, QuantisedStore):

@@ -123,6 +123,12 @@ class ChunkCache:
                 return np.zeros(len(windows), dtype=bool)
             return np.asarray(table[layer, windows] != _ABSENT)
 
+    def held_of(self, span: int, first: int, count: int) -> int:
+        """Entries of windows [first, first + count), of all layers; nothing is pinned or used."""
+        with self._lock:
+            table = self._maps.get(span)
+            return 0 if table is None else int((table[:, first : first + count] >= 0).sum())
+
     def room(self, ranks: Ranks) -> int:
         """How many of newcomers with these ranks, highest first, `admit` would grant now. Pure."""
         with self._lock:

@@ -78,6 +78,10 @@ class Copies:
         """Chunks there are copies of, by tier."""
         return {c.tier.name: c.tier.usage().used // c.chunk_bytes for c in self.chunks}
 
+    def held_of(self, span: int, first: int, count: int) -> int:
+        """Chunks of these windows of a span, of all layers, that a tier has a copy of."""
+        return sum(cache.held_of(span, first, count) for cache in self.chunks)
+
     def evictions(self) -> dict[str, int]:
         """Chunks dropped to make room, by tier."""
         return {cache.tier.name: cache.evictions for cache in self.chunks}

@@ -7,22 +7,33 @@ Pure arithmetic: no clock is read here, so the same requests lead to the same ch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 #: Ways to a prefix's keys and values: chosen rows of it, all of them, or the model.
 MODES: Final = ("sparse", "exact", "recompute")
+#: Those that read.
+_READS: Final = ("sparse", "exact")
 #: What a sample still counts for when the next one has come.
-_DECAY: Final = 0.8
-#: Choices against a mode after which its rates are too old to go by: it is then measured again.
-_FORGOTTEN_AFTER: Final = 64
+_DECAY: Final = 0.9
+#: Choices against a way of reading after which it is measured again, though it seems slower: the
+#: least, and the most, which twice as many each time it still is.
+_LOOK_AGAIN: Final = (16, 128)
 #: The policy's own mode is left only for a gain of both: estimates of small things are noise, and
 #: a caller who named a mode is surprised by another.
 _LEAST_GAIN_S: Final = 0.05
 _LEAST_GAIN_SHARE: Final = 0.05
-#: Below this share of the full determinant, samples are too alike to tell calls from amounts.
+#: Below this share of the full determinant, samples are too alike to tell their costs apart.
 _LEAST_SPREAD: Final = 1e-3
+#: Once so many samples are known, one counts for at most so many times what was to be expected: a
+#: disk stalls now and then, and one that has become slow is believed a few requests later.
+_KNOWN: Final = 5
+_MOST_SURPRISE: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,86 +44,120 @@ class Choice:
     why: str
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What is known of a stored prefix before it is read. Of all rows of a batch together.
+
+    `n_layers`: layers to wait for. `cold_bytes`: of its n_bytes, those that no cache holds.
+    """
+
+    n_tokens: int
+    n_layers: int
+    n_bytes: int
+    cold_bytes: int
+
+
 class Fit:
-    """seconds = calls·a + amount·b, by least squares; later samples count for more."""
+    """seconds = amounts · costs, by least squares without negative costs; later samples count for
+    more. What samples are too alike to tell apart is laid to the last of the amounts."""
 
-    n_samples: int = 0
-    _sums: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
+    def __init__(self, n_amounts: int) -> None:
+        self.n_samples = 0
+        self._products = np.zeros((n_amounts, n_amounts))
+        self._by_seconds = np.zeros(n_amounts)
+        self._squared = 0.0
+        self._subsets = [
+            list(subset) for size in range(1, n_amounts + 1)
+            for subset in sorted(combinations(range(n_amounts), size), reverse=True)
+        ]  # fmt: skip
 
-    def note(self, calls: float, amount: float, seconds: float) -> None:
+    def note(self, amounts: Sequence[float], seconds: float) -> None:
         """One sample: what was asked for, and how long it took."""
-        new = (calls * calls, calls * amount, amount * amount, calls * seconds, amount * seconds)
-        cc, ca, aa, cs, as_ = (_DECAY * old + x for old, x in zip(self._sums, new, strict=True))
-        self._sums = (cc, ca, aa, cs, as_)
+        expected = self.seconds(amounts)
+        if expected and self.n_samples >= _KNOWN:
+            seconds = min(seconds, _MOST_SURPRISE * expected)
+        x = np.asarray(amounts, dtype=np.float64)
+        self._products = _DECAY * self._products + np.outer(x, x)
+        self._by_seconds = _DECAY * self._by_seconds + seconds * x
+        self._squared = _DECAY * self._squared + seconds * seconds
         self.n_samples += 1
 
-    def seconds(self, calls: float, amount: float) -> float | None:
+    def seconds(self, amounts: Sequence[float]) -> float | None:
         """The estimate; None before the first sample."""
-        if not self.n_samples:
-            return None
-        a, b = self._costs()
-        return calls * a + amount * b
+        return float(self._costs() @ amounts) if self.n_samples else None
 
-    def _costs(self) -> tuple[float, float]:
-        """Seconds of a call and of a unit, neither below zero.
-
-        Samples that are all alike tell only the sum: all of it then goes to the amount.
-        """
-        cc, ca, aa, cs, as_ = self._sums
-        spread = cc * aa - ca * ca
-        if spread > _LEAST_SPREAD * cc * aa:
-            a, b = (cs * aa - as_ * ca) / spread, (as_ * cc - cs * ca) / spread
-            if a >= 0 and b >= 0:
-                return a, b
-            if b < 0:
-                return max(cs / cc, 0.0), 0.0
-        return (0.0, max(as_ / aa, 0.0)) if aa else (max(cs / cc, 0.0) if cc else 0.0, 0.0)
+    def _costs(self) -> npt.NDArray[np.float64]:
+        """Of one of each amount: of all subsets that need no negative cost the nearest fit."""
+        best, least = np.zeros_like(self._by_seconds), self._squared
+        slack = 1e-9 * self._squared  # more costs must be worth it
+        for subset in self._subsets:
+            scale = np.sqrt(np.diag(self._products)[subset])
+            if not scale.all():
+                continue
+            alike = self._products[np.ix_(subset, subset)] / np.outer(scale, scale)
+            if np.linalg.det(alike) < _LEAST_SPREAD:
+                continue
+            costs = np.linalg.solve(alike, self._by_seconds[subset] / scale) / scale
+            left = self._squared - float(costs @ self._by_seconds[subset])
+            if (costs >= 0).all() and left < least - slack:
+                best, least = np.zeros_like(best), left
+                best[subset] = costs
+        return best
 
 
 @dataclass(slots=True)
 class Rates:
     """What an engine's requests have cost. For one thread.
 
-    Reads are fitted as they were waited for, so what a forward hides of them costs nothing. Tiers
-    are not told apart: the figures follow what recent reads were like.
+    Reads are fitted as they were waited for, so what a forward hides of them costs nothing, and by
+    what was known before: a prefix's bytes, and how many of them lay in no cache.
     """
 
-    _prefill: Fit = field(default_factory=Fit)
-    _reads: dict[str, Fit] = field(default_factory=lambda: {"sparse": Fit(), "exact": Fit()})
-    _moved_share: float = 1.0  # bytes a sparse request moved ÷ exact's, exponentially weighted
-    _passed_over: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))
+    # Of whole prompts, and of what followed a prefix: many short forwards would have the last say
+    # on what a long one takes.
+    _whole: Fit = field(default_factory=lambda: Fit(2))
+    _rest: Fit = field(default_factory=lambda: Fit(2))
+    _reads: dict[str, Fit] = field(default_factory=lambda: {mode: Fit(3) for mode in _READS})
+    _passed_over: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_READS, 0))
+    _patience: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_READS, _LOOK_AGAIN[0]))
 
-    def note_prefill(self, n_tokens: int, seconds: float) -> None:
-        """A dense forward of n_tokens took so long, without what it waited for reads."""
-        self._prefill.note(1, n_tokens, seconds)
+    def note_prefill(self, n_tokens: int, hit_tokens: int, seconds: float) -> None:
+        """A dense forward of n_tokens behind hit_tokens took so long, reads not counted."""
+        (self._rest if hit_tokens else self._whole).note((1, n_tokens), seconds)
 
-    def note_read(
-        self, mode: str, n_layers: int, n_bytes: int, exact_bytes: int, seconds: float
-    ) -> None:
-        """A prefix of exact_bytes was read in a mode: n_bytes moved, for n_layers requests."""
-        if mode == "sparse":
-            share, known = n_bytes / exact_bytes, self._reads[mode].n_samples
-            self._moved_share += (share - self._moved_share) * ((1 - _DECAY) if known else 1.0)
-        self._reads[mode].note(n_layers, n_bytes, seconds)
-        self._passed_over[mode] = 0
+    def note_read(self, mode: str, stored: Stored, seconds: float) -> None:
+        """A prefix was read in a mode, and so long was waited for it."""
+        self._reads[mode].note((stored.n_layers, stored.n_bytes, stored.cold_bytes), seconds)
 
-    def estimate(
-        self, n_tokens: int, hit_tokens: int, n_layers: int, exact_bytes: int
-    ) -> dict[str, float | None]:
-        """Seconds to the first token in each mode; None where too little is known."""
-        known: dict[str, float | None] = {"recompute": self._prefill.seconds(1, n_tokens)}
-        rest = self._prefill.seconds(1, n_tokens - hit_tokens)
-        for mode, share in (("sparse", self._moved_share), ("exact", 1.0)):
-            read = self._reads[mode].seconds(n_layers, share * exact_bytes)
-            old = self._passed_over[mode] >= _FORGOTTEN_AFTER
-            known[mode] = None if rest is None or read is None or old else rest + read
+    def estimate(self, n_tokens: int, stored: Stored) -> dict[str, float | None]:
+        """Seconds to the first token of n_tokens in each mode; None where too little is known."""
+        known: dict[str, float | None] = {"recompute": self._prefill((1, n_tokens), self._whole)}
+        rest = self._prefill((1, n_tokens - stored.n_tokens), self._rest)
+        for mode, fit in self._reads.items():
+            read = fit.seconds((stored.n_layers, stored.n_bytes, stored.cold_bytes))
+            known[mode] = None if rest is None or read is None else rest + read
         return known
 
-    def count(self, chosen: str) -> None:
-        """A mode was chosen, the others passed over."""
-        for mode in MODES:
-            self._passed_over[mode] += mode != chosen
+    def _prefill(self, amounts: tuple[int, int], best: Fit) -> float | None:
+        """By the best fit, or the other one where that has no sample."""
+        other = self._rest if best is self._whole else self._whole
+        return (best if best.n_samples else other).seconds(amounts)
+
+    def choose(self, own: str, n_tokens: int, stored: Stored) -> Choice:
+        """How to go about a request, and remember it: `decide`, but for a way of reading that was
+        not taken for long, which is then measured again."""
+        allowed = {own, "exact", "recompute"}
+        choice = decide(own, allowed, self.estimate(n_tokens, stored))
+        for mode in sorted(allowed & set(_READS)):
+            if mode == choice.mode:
+                self._passed_over[mode], self._patience[mode] = 0, _LOOK_AGAIN[0]
+            elif self._passed_over[mode] < self._patience[mode]:
+                self._passed_over[mode] += 1
+            else:
+                n = self._passed_over[mode]
+                self._passed_over[mode], self._patience[mode] = 0, min(2 * n, _LOOK_AGAIN[1])
+                return Choice(mode, f"{mode}: measured again, not taken for {n} requests")
+        return choice
 
 
 def decide(own: str, allowed: Collection[str], seconds: Mapping[str, float | None]) -> Choice:

@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from impress.engines.choice import Choice, Rates, decide, forced
+from impress.engines.choice import Choice, Rates, Stored, forced
 from impress.engines.hf_chosen import check_policy, chooses
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_prefix import StoredPrefix
@@ -30,6 +30,8 @@ class Way:
 
     policy: Policy
     choice: Choice
+    stored: Stored | None = None
+    """The prefix, as it lay when this was decided; None on a miss."""
     guard: str = "off"
     watched: Decision | None = None
     """Where it is to be weighed after its answer."""
@@ -75,45 +77,39 @@ class Modes:
         ledger = self.ledger if asked is None else None
         if prefix is None:
             said = "off" if ledger is None else self._store.ledgers.said(ledger)
-            return Way(
-                policy, Choice("recompute", "recompute: nothing of the prompt is stored"), said
-            )
+            none = Choice("recompute", "recompute: nothing of the prompt is stored")
+            return Way(policy, none, guard=said)
+        stored = self._stored(prompt, prefix)
         if ledger is None:
             own = "sparse" if chooses(policy) else "exact"
-            return Way(policy, self._choose(prompt, prefix, own))
+            return Way(policy, self._choose(prompt, stored, own), stored)
         share = self._store.config.guard_share
         decision, said = self._store.ledgers.decide(ledger, share)
-        choice = self._choose(prompt, prefix, decision.mode)
+        choice = self._choose(prompt, stored, decision.mode)
         watched = decision if decision.shadow and choice.mode == decision.mode else None
         return Way(
-            policy, Choice(choice.mode, f"{choice.why}; guard: {said}"), said, watched, ledger
-        )
+            policy, Choice(choice.mode, f"{choice.why}; guard: {said}"), stored, said, watched,
+            ledger,
+        )  # fmt: skip
 
-    def _choose(self, prompt: Prompt, prefix: StoredPrefix, own: str) -> Choice:
+    def _stored(self, prompt: Prompt, prefix: StoredPrefix) -> Stored:
+        geometry, n_tokens = self._store.geometry, len(prompt.rows) * prefix.n_tokens
+        return Stored(
+            n_tokens, len(prompt.rows) * geometry.n_layers, n_tokens * geometry.token_bytes,
+            prefix.cold_bytes(),
+        )  # fmt: skip
+
+    def _choose(self, prompt: Prompt, stored: Stored, own: str) -> Choice:
         if self._store.config.mode != "auto":
             return forced(self._store.config.mode, own)
-        geometry, batch = self._store.geometry, len(prompt.rows)
-        seconds = self.rates.estimate(
-            batch * prompt.n_tokens,
-            batch * prefix.n_tokens,
-            batch * geometry.n_layers,
-            batch * prefix.n_tokens * geometry.token_bytes,
-        )
-        choice = decide(own, {own, "exact", "recompute"}, seconds)
-        self.rates.count(choice.mode)
-        return choice
+        return self.rates.choose(own, len(prompt.rows) * prompt.n_tokens, stored)
 
-    def learn(self, request: Request, batch: int) -> None:
+    def learn(self, request: Request, way: Way, batch: int) -> None:
         """What the request says of this machine. A sparse forward's rate is not a dense one's."""
         wait_s = sum(line["wait_ms"] for line in request.per_layer) / 1e3
         if request.mode != "sparse":
             n_computed = batch * (request.n_tokens - request.hit_tokens)
-            self.rates.note_prefill(n_computed, max(request.ttft_ms / 1e3 - wait_s, 0.0))
-        if request.hit_tokens:
-            self.rates.note_read(
-                request.mode,
-                len(request.per_layer),
-                sum(request.bytes_by_tier.values()),
-                batch * request.hit_tokens * self._store.geometry.token_bytes,
-                wait_s,
-            )
+            forward_s = max(request.ttft_ms / 1e3 - wait_s, 0.0)
+            self.rates.note_prefill(n_computed, request.hit_tokens, forward_s)
+        if request.hit_tokens and way.stored is not None:
+            self.rates.note_read(request.mode, way.stored, wait_s)

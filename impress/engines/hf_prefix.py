@@ -32,6 +32,10 @@ class StoredPrefix:
         self.seen: dict[int, Seen] | None = None
         """A dict here is given what each layer's `choose` was asked, to be weighed later."""
 
+    def cold_bytes(self) -> int:
+        """Of all rows' keys and values: bytes that no cache holds now."""
+        return sum(lease.cold_bytes() for lease in self._leases)
+
     def open(self, policy: Policy) -> None:
         """Begin the sessions. Raises what `Lease.session` does; close() is due all the same."""
         for lease in self._leases:

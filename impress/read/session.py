@@ -62,6 +62,7 @@ class Lease:
     ) -> None:  # fmt: skip
         self.sources = tuple(sources)
         self.n_tokens = sum(source.held.count for source in sources) * window
+        self._window = window
         self.miss_reason = miss_reason
         self.started_s = clock()
         self.active = True
@@ -75,6 +76,13 @@ class Lease:
     @property
     def held(self) -> list[Held]:
         return [source.held for source in self.sources]
+
+    def cold_bytes(self) -> int:
+        """Of its keys and values: bytes of chunks that no cache holds now, so home has to."""
+        geometry, copies = self.reading.geometry, self.reading.copies
+        n_chunks = self.n_tokens // self._window * geometry.n_layers
+        here = sum(copies.held_of(h.record.span_id, h.first, h.count) for h in self.held)
+        return max(n_chunks - here, 0) * (self._window * geometry.token_bytes // geometry.n_layers)
 
     def session(self, policy: Policy | None = None, first: int = 0) -> Session:
         """Reads of this prefix under a policy, from token `first` on: what is before, in whole
