@@ -12,7 +12,7 @@ import pytest
 from conftest import assert_serves, kv_of, prompt, put_prompt
 
 import impress
-import impress.read.load
+import impress.read.reading
 from impress.read.flights import Flight, take
 from tiers.base import Read, sums_of
 from tiers.iopool import Lane, Ticket
@@ -237,7 +237,7 @@ def test_promotions_that_pile_up_behind_requests_hold_little_memory(
 ) -> None:
     """They run last: under load their buffers once added up to all that was read."""
     layer = 64 * small.token_bytes // small.n_layers
-    monkeypatch.setattr(impress.read.load, "MOST_WAITING", 3 * layer)
+    monkeypatch.setattr(impress.read.reading, "MOST_WAITING", 3 * layer)
     store = open_store(small, io_threads=1)
     for seed in range(4):
         put_prompt(store, prompt(64, seed))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import MIB, assert_serves, prompt, put_prompt, wait_for_promotions
-from tier_contract import TierContract, noise
+from tier_contract import MemoryContract, noise
 
 import impress
 from tiers.base import PAGE, Bytes, Read, Tier, sums_of
@@ -71,7 +71,7 @@ def queued_tier(n_bytes: int, name: str = "hbm") -> HbmTier:
     return HbmTier(n_bytes, name, QueuedMemory(n_bytes))
 
 
-class TestHbm(TierContract):
+class TestHbm(MemoryContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:
         return queued_tier(4 * MIB)
@@ -105,7 +105,7 @@ class TestHbm(TierContract):
 
 
 @pytest.mark.gpu
-class TestHbmOnCuda(TierContract):
+class TestHbmOnCuda(MemoryContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:
         return HbmTier(4 * MIB)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tier_contract import MIB, TierContract, noise
+from tier_contract import MIB, MemoryContract, noise
 
-from tiers.base import PAGE, Read, Slot, Tier, sums_of
+from tiers.base import PAGE, Pieces, Read, Slot, Tier, sums_of
 from tiers.coalesce import RUN_BYTES, coalesce, locate, slices
 from tiers.dram import DramTier
 from tiers.errors import ReadFailed
 from tiers.slots import aligned
 
 
-class TestDram(TierContract):
+class TestDram(MemoryContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:
         return DramTier(4 * MIB)
@@ -26,7 +26,7 @@ class TestDram(TierContract):
         tier.check()
 
 
-class TestHbmEmulation(TierContract):
+class TestHbmEmulation(MemoryContract):
     """Host memory that stands for a device's: the same contract, under its own name."""
 
     @pytest.fixture
@@ -51,6 +51,16 @@ def test_neighbours_merge_and_runs_stay_bounded() -> None:
     ]
     whole = coalesce([Read(slot, 0, dest, None, PAGE)])
     assert [run.n_bytes for run in whole] == [RUN_BYTES] * 4
+
+
+def test_pieces_are_cut_by_bytes_and_stay_in_order() -> None:
+    starts, to = np.arange(7) * PAGE, np.arange(7) + 2
+    one = Pieces(starts, aligned(9 * PAGE), to, np.arange(7, dtype=np.uint64), PAGE)
+    cut = one.cut(3 * PAGE + 1)
+    assert [some.n_bytes // PAGE for some in cut] == [3, 3, 1]
+    assert np.array_equal(np.concatenate([some.to for some in cut]), to)
+    assert np.array_equal(np.concatenate([some.sums for some in cut]), one.sums)
+    assert all(some.straight() is not None for some in cut)
 
 
 def test_slices_cut_at_piece_borders_and_keep_every_byte() -> None:

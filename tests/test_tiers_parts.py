@@ -6,13 +6,14 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers.base import PAGE
 from tiers.errors import Cancelled
 from tiers.iopool import IoPool, Lane
-from tiers.slots import BufferPool
+from tiers.slots import BufferPool, size_class
 from tiers.space import LEAST_PART, Space
 
 
@@ -87,6 +88,42 @@ def test_a_buffer_is_granted_as_soon_as_another_is_released() -> None:
 
 def test_more_than_the_budget_is_never_granted() -> None:
     assert BufferPool(PAGE).acquire(2 * PAGE, wait_s=60) is None
+
+
+def test_lent_memory_comes_back_when_nobody_looks_at_it() -> None:
+    """A tensor may outlive the session it came from: its bytes must not become another's."""
+    pool = BufferPool(None)
+    array = pool.acquire(10_000).lent()
+    address = array.ctypes.data
+    array[:] = 7
+    view = torch.frombuffer(array, dtype=torch.uint8)[100:200]
+    del array
+    other = pool.acquire(10_000)
+    assert other.array.ctypes.data != address
+    other.array[:] = 9
+    assert pool.used_bytes == size_class(10_000)  # the other's: what was lent is not rented
+    assert (view == 7).all()
+    del view
+    assert pool.acquire(9_500).array.ctypes.data == address
+
+
+def test_sizes_are_few_and_waste_little() -> None:
+    sizes = {size_class(n) for n in range(1, 8 << 20, 999)}
+    assert len(sizes) < 90
+    for n in range(1, 8 << 20, 999):
+        assert n <= size_class(n) <= max(PAGE, n * 1.14 + PAGE) and size_class(n) % PAGE == 0
+        assert size_class(size_class(n)) == size_class(n)
+
+
+def test_what_came_back_longest_ago_is_let_go_first() -> None:
+    """Buffers of whole layers once filled what may be kept: all others were fresh memory."""
+    pool = BufferPool(None, keep_bytes=6 * PAGE)
+    large, small = pool.acquire(5 * PAGE), [pool.acquire(PAGE) for _ in range(3)]
+    kept = {buffer.array.ctypes.data for buffer in small}
+    large.release()
+    for buffer in small:
+        buffer.release()
+    assert {pool.acquire(PAGE).array.ctypes.data for _ in range(3)} == kept
 
 
 def test_urgent_lanes_go_first() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiers.base import PAGE, Read, Tier, sums_of
+from tiers.base import PAGE, Memory, Pieces, Read, Tier, sums_of
 from tiers.errors import MediumError, ReadFailed
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
@@ -112,6 +112,40 @@ class TierContract:
             thread.join()
         assert not wrong
         tier.check()
+
+
+class MemoryContract(TierContract):
+    """What tiers keep beside it whose bytes lie in one arena."""
+
+    @pytest.mark.parametrize("piece", [PAGE, 3 * PAGE])
+    @pytest.mark.parametrize("gaps", [False, True], ids=["straight", "scattered"])
+    def test_pieces_come_from_all_over_and_go_where_they_should(
+        self, tier: Memory, piece: int, gaps: bool
+    ) -> None:
+        slot, data = tier.reserve(3 * MIB), noise(3 * MIB)
+        tier.write(slot, 0, data)
+        start = slot.parts[0].off  # whole: the arena is empty
+        rows = data[: len(data) // piece * piece].reshape(-1, piece)
+        chosen = np.random.default_rng(1).permutation(len(rows))[: len(rows) // 2]
+        to = np.arange(5, 5 + len(chosen)) * (2 if gaps else 1)
+        dest = aligned((to[-1] + 3) * piece)[: (to[-1] + 3) * piece]
+        dest[:] = 7
+        sums = sums_of(rows.reshape(-1), piece)[chosen]
+        tier.read_pieces(Pieces(start + chosen * piece, dest, to, sums, piece))
+        got = dest.reshape(-1, piece)
+        assert np.array_equal(got[to], rows[chosen])
+        rest = np.setdiff1d(np.arange(len(got)), to)
+        assert (got[rest] == 7).all()
+
+    def test_one_bad_piece_among_many_fails_the_read(self, tier: Memory) -> None:
+        slot, data = tier.reserve(MIB), noise(MIB)
+        tier.write(slot, 0, data)
+        for to in (np.arange(256), np.arange(256) * 2):
+            sums = sums_of(data, PAGE)
+            sums[77] ^= np.uint64(1)
+            starts = slot.parts[0].off + np.arange(256) * PAGE
+            with pytest.raises(ReadFailed, match=rf"1 bad pieces, first at byte {starts[77]}\b"):
+                tier.read_pieces(Pieces(starts, aligned(2 * MIB), to, sums, PAGE))
 
 
 class SsdContract(TierContract):

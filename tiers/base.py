@@ -57,6 +57,55 @@ class Read:
     piece_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Pieces from all over an arena, each with its sum, to places in dest: as columns, since a
+    scattered choice makes thousands.
+
+    Piece i: arena bytes [starts[i], starts[i] + piece_bytes), a multiple of PAGE, to piece `to[i]`
+    of dest, ascending.
+    """
+
+    starts: npt.NDArray[np.int64]
+    dest: Bytes
+    to: npt.NDArray[np.int64]
+    sums: Sums
+    piece_bytes: int
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.starts) * self.piece_bytes
+
+    def cut(self, most_bytes: int) -> list[Pieces]:
+        """In slices of about most_bytes. Pure."""
+        n = max(1, most_bytes // self.piece_bytes)
+        return [
+            Pieces(
+                self.starts[at : at + n], self.dest, self.to[at : at + n], self.sums[at : at + n],
+                self.piece_bytes,
+            )
+            for at in range(0, len(self.starts), n)
+        ]  # fmt: skip
+
+    def straight(self) -> Bytes | None:
+        """The part of dest they fill, in order and without gaps; None where they do not. Pure."""
+        first, last = int(self.to[0]), int(self.to[-1])
+        if last - first + 1 != len(self.to):
+            return None
+        return self.dest[first * self.piece_bytes : (last + 1) * self.piece_bytes]
+
+    def verify(self, found: Bytes, where: str) -> None:
+        """Compare pieces, one behind the other, with their sums. Raises ReadFailed("checksum")."""
+        digests, want = _digests(found, self.piece_bytes), self.sums.tolist()
+        if digests != want:
+            bad = [
+                i for i, pair in enumerate(zip(digests, want, strict=True)) if pair[0] != pair[1]
+            ]
+            raise ReadFailed(
+                "checksum", f"{where}: {len(bad)} bad pieces, first at byte {self.starts[bad[0]]}"
+            )
+
+
 class Usage(NamedTuple):
     """Bytes of a medium; total == used + free."""
 
@@ -87,6 +136,13 @@ class Tier(Protocol):
 
     def check(self) -> None:
         """Assert that the accounts add up."""
+
+
+class Memory(Tier, Protocol):
+    """A tier whose bytes lie in one arena."""
+
+    def read_pieces(self, pieces: Pieces) -> None:
+        """Bring and verify pieces. Raises ReadFailed; then dest must not be used."""
 
 
 def round_up(n: int, unit: int = PAGE) -> int:

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 from tiers.arena import Arena
-from tiers.base import Bytes, Read, Slot, verify
+from tiers.base import Bytes, Pieces, Read, Slot, verify
 from tiers.coalesce import locate
 from tiers.cuda import no_device
 from tiers.errors import MediumError, ReadFailed
@@ -105,6 +105,31 @@ class HbmTier(Arena):
             raise ReadFailed("io", f"{self.name}: a copy from the device failed: {err}") from None
         for read in reads:
             verify(read, self.name)
+
+    def read_pieces(self, pieces: Pieces) -> None:
+        """A stage at a time: its pieces are queued one behind the other and awaited together."""
+        under_way: deque[tuple[Event, Bytes, Pieces]] = deque()
+        try:
+            for i, some in enumerate(pieces.cut(STAGE_BYTES)):
+                if len(under_way) == _N_STAGES:
+                    self._put(*under_way.popleft())
+                pinned = self._pinned(i)[: some.n_bytes]
+                for at, start in enumerate(some.starts.tolist()):
+                    place = pinned[at * some.piece_bytes :][: some.piece_bytes]
+                    event = self._memory.down(start, place)
+                under_way.append((event, pinned, some))
+            for stage in under_way:
+                self._put(*stage)
+        except RuntimeError as err:
+            raise ReadFailed("io", f"{self.name}: a copy from the device failed: {err}") from None
+
+    def _put(self, event: Event, pinned: Bytes, pieces: Pieces) -> None:
+        """Pieces that have come, to their places; what lies there is verified."""
+        event.synchronize()
+        size = pieces.piece_bytes
+        rows = pieces.dest.reshape(-1, size)
+        rows[pieces.to] = pinned.reshape(-1, size)
+        pieces.verify(np.ascontiguousarray(rows[pieces.to]).reshape(-1), self.name)
 
     def _pinned(self, i: int) -> Bytes:
         """This thread's stages, in turn."""

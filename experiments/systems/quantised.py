@@ -14,8 +14,8 @@ import numpy as np
 
 from impress.cache.copies import Copies
 from impress.config import Config
-from impress.read.load import Reading
 from impress.read.plan import Source
+from impress.read.reading import Reading
 from impress.read.session import Lease, Session
 from impress.selection.quant import (
     floats_of,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from impress.cache.heap import MinHeap
-from tiers.base import Bytes, Extent, Slot, Tier
+from tiers.base import Bytes, Extent, Memory, Slot
 from tiers.dram import DramTier
 
 Ids = npt.NDArray[np.int64]
@@ -44,7 +44,7 @@ class ChunkCache:
         n_layers: int,
         name: str = "dram",
         eviction: str = "lru",
-        medium: Callable[[int, str], Tier] = DramTier,
+        medium: Callable[[int, str], Memory] = DramTier,
     ) -> None:
         """`planes`: bytes a chunk has in each, by plane number. `eviction`: as in `Config`.
 
@@ -111,9 +111,9 @@ class ChunkCache:
         """Bytes a chunk has in a plane."""
         return self._sizes[plane]
 
-    def plane_off(self, plane: int) -> int:
-        """Where a plane's pieces begin in an entry."""
-        return self._offs.get(plane, 0)
+    def plane_at(self, plane: int, entries: Ids) -> Ids:
+        """Where in the arena a plane's pieces begin in these entries."""
+        return entries * self.chunk_bytes + self._offs.get(plane, 0)
 
     def has(self, span: int, layer: int, windows: Ids) -> npt.NDArray[np.bool_]:
         """Which of these windows have an entry, ready or being filled."""

@@ -226,7 +226,7 @@ def _cost(store: PrefixStore, sources: Sequence[Source]) -> dict[str, Any]:
         layer_bytes = plan.n_bytes["ssd"]
         size = max(LEAST_SLICE, min(MOST_SLICE, layer_bytes // defaults.io_threads))
         n_bytes += layer_bytes
-        for _, reads in plan.reads["ssd"]:
+        for _, reads in plan.home:
             requests += sum(len(coalesce(part)) for part in slices(reads, size))
     counted = n_bytes + requests * defaults.read_gap_bytes
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Final
@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids
-from impress.cache.copies import Copies
-from impress.config import Config
 from impress.errors import PrefixLost
-from impress.read.flights import Flight, Flights, take
+from impress.read.flights import Flight, take
 from impress.read.plan import (
     Gather,
     Mask,
@@ -30,19 +28,16 @@ from impress.read.plan import (
     plan_reads,
     rows_by_tier,
 )
+from impress.read.reading import Reading
 from impress.read.takes import Ahead, hit_rows, used_bytes
+from impress.read.tickets import when_all
 from impress.spans.layout import K, PlaneLayout, V
-from impress.spans.params import Params
 from impress.spans.rows import as_tensor, dense_bytes, take_rows, unpack
-from impress.stats import Counters
-from impress.types import Geometry
-from impress.usage.history import History
-from tiers.base import PAGE, Bytes, Read, Tier
+from tiers.base import PAGE, Bytes, Pieces, Read
 from tiers.coalesce import RUN_BYTES, slices
 from tiers.errors import MediumError, ReadFailed
-from tiers.iopool import IoPool, Lane, Ticket
-from tiers.slots import Allowance, Buffer, BufferPool
-from tiers.ssd import SsdTier
+from tiers.iopool import Lane, Ticket
+from tiers.slots import Buffer
 
 if TYPE_CHECKING:
     import torch
@@ -54,30 +49,8 @@ LEAST_SLICE = 256 << 10
 #: The same where every thread has work already: then more slices bring nothing any sooner.
 BUSY_SLICE = RUN_BYTES
 MOST_SLICE = 2 << 20
-#: Bytes of read buffers that promotions may keep from being reused.
-MOST_WAITING = 256 << 20
 #: Among a load's tickets: copies of what was read ahead.
 _AHEAD: Final = "ahead"
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What sessions of a store read with; the same for all."""
-
-    geometry: Geometry
-    config: Config
-    ssd: SsdTier
-    copies: Copies
-    pool: IoPool
-    buffers: BufferPool
-    counters: Counters
-    quarantine: Callable[[int], None]  # span at home is bad
-    history: History
-    save_history: Callable[[], None]  # asks the committer; nothing where none writes
-    params: Params  # of fitted probe codecs
-    flights: Flights = field(default_factory=Flights)
-    #: Buffers that wait to be copied up: requests come first, and these would pile up behind them.
-    waiting: Allowance = field(default_factory=lambda: Allowance(MOST_WAITING))
 
 
 class Load:
@@ -129,14 +102,13 @@ class Load:
         plan = plan_reads(
             self.parts, layer, planes, [g.read for g in gathers], self.entries, caches, self._dests
         )
-        media: dict[str, Tier] = {"ssd": reading.ssd}  # first: it takes longest
-        media |= {cache.tier.name: cache.tier for cache in caches}
         self._followed = self._follow()
-        self.tickets = {
-            medium: self._submit(tier, plan.reads[medium])
-            for medium, tier in media.items()
-            if plan.reads[medium]
-        }
+        self.tickets: dict[str, Ticket] = {}
+        if plan.home:  # first: it takes longest
+            self.tickets["ssd"] = self._submit_home(plan.home)
+        for cache in caches:
+            if plan.copies[cache.tier.name]:
+                self.tickets[cache.tier.name] = self._submit(cache, plan.copies[cache.tier.name])
         if ahead is not None:
             self._take(ahead, [g.taken for g in gathers])
         self.bytes_by_tier = plan.n_bytes
@@ -182,25 +154,21 @@ class Load:
             direct = dense_bytes(self.outs[i])
             if direct is not None and direct.__array_interface__["data"][0] % PAGE == 0:
                 return direct
-        return self._rent(self._n_pieces[i] * shape.piece_bytes)
+        self.buffers.append(self._rent(self._n_pieces[i] * shape.piece_bytes))
+        return self.buffers[-1].array
 
-    def _rent(self, n_bytes: int) -> Bytes:
+    def _rent(self, n_bytes: int) -> Buffer:
         buffer = self.reading.buffers.acquire(n_bytes)
         assert buffer is not None, "the pool of read buffers has no budget"
-        self.buffers.append(buffer)
-        return buffer.array
+        return buffer
 
-    def _submit(self, tier: Tier, by_part: list[tuple[Part, list[Read]]]) -> Ticket:
-        n_bytes = sum(len(read.dest) for _, reads in by_part for read in reads)
-        least = BUSY_SLICE if self.reading.pool.depth()[self._lane] else LEAST_SLICE
-        size = max(least, min(MOST_SLICE, n_bytes // self.reading.pool.n_threads))
+    def _submit_home(self, by_part: list[tuple[Part, list[Read]]]) -> Ticket:
+        size = self._slice_bytes(sum(len(read.dest) for _, reads in by_part for read in reads))
         tasks = [
-            partial(self._read, tier, some, part.span)
+            partial(self._read, some, part.span)
             for part, reads in by_part
             for some in slices(reads, size)
         ]
-        if tier is not self.reading.ssd:
-            return self.reading.pool.submit(self._lane, tasks)
         if self._followed is not None:
             return self.reading.pool.submit(self._lane, tasks, after=self._followed.ended)
         ticket = self.reading.pool.submit(self._lane, tasks)
@@ -208,6 +176,20 @@ class Load:
         if self.positions is None and not alone:
             self.reading.flights.begin(self._key(), Flight(self._dests, ticket))
         return ticket
+
+    def _submit(self, cache: ChunkCache, by_part: list[tuple[Part, Pieces]]) -> Ticket:
+        size = self._slice_bytes(sum(pieces.n_bytes for _, pieces in by_part))
+        tasks = [
+            partial(self._read_copies, cache, some, part.span)
+            for part, pieces in by_part
+            for some in pieces.cut(size)
+        ]
+        return self.reading.pool.submit(self._lane, tasks)
+
+    def _slice_bytes(self, n_bytes: int) -> int:
+        """What one thread takes of n_bytes at once."""
+        least = BUSY_SLICE if self.reading.pool.depth()[self._lane] else LEAST_SLICE
+        return max(least, min(MOST_SLICE, n_bytes // self.reading.pool.n_threads))
 
     def _follow(self) -> Flight | None:
         """The same planes of the same windows on their way for somebody else, or None."""
@@ -219,15 +201,22 @@ class Load:
         spans = tuple((part.span, part.first, part.count) for part in self.parts)
         return self.layer, self.planes, spans, cached
 
-    def _read(self, tier: Tier, reads: list[Read], span: int) -> None:
+    def _read(self, reads: list[Read], span: int) -> None:
         try:
-            if self._followed is not None and tier is self.reading.ssd:
-                n_bytes = take(tier, reads, self._dests, self._followed)
+            if self._followed is not None:
+                n_bytes = take(self.reading.ssd, reads, self._dests, self._followed)
                 self.reading.counters.add("shared_bytes", n_bytes)
             else:
-                tier.read(reads)
+                self.reading.ssd.read(reads)
         except MediumError:
-            self._bad_span[tier.name] = span
+            self._bad_span["ssd"] = span
+            raise
+
+    def _read_copies(self, cache: ChunkCache, pieces: Pieces, span: int) -> None:
+        try:
+            cache.tier.read_pieces(pieces)
+        except MediumError:
+            self._bad_span[cache.tier.name] = span
             raise
 
     def _take(self, ahead: Ahead, runs: Sequence[Sequence[Runs]]) -> None:
@@ -262,7 +251,7 @@ class Load:
                 missing += home_reads(part, self.layer, self.planes[at], one, dest)
                 self._reread.append(len(to))
         if missing:
-            self._read(self.reading.ssd, missing, part.span)
+            self._read(missing, part.span)
 
     # ---- taking it -------------------------------------------------------------------------
 
@@ -325,18 +314,21 @@ class Load:
         )
         return k, v
 
-    def tensor(self) -> torch.Tensor:
-        """The only plane, K or V, as [n_kv_heads, m, head_dim]."""
+    def tensor(self, at: Positions | None = None) -> torch.Tensor:
+        """The only plane, K or V, as [n_kv_heads, m, head_dim]; `at`: some rows of what it has."""
         (plane,) = self.planes
-        return self._tensor(
-            0, self.reading.geometry.head_dim if plane == K else self.reading.geometry.v_dim
-        )
+        dim = self.reading.geometry.head_dim if plane == K else self.reading.geometry.v_dim
+        return self._tensor(0, dim, at)
 
-    def _tensor(self, i: int, dim: int) -> torch.Tensor:
+    def _tensor(self, i: int, dim: int, at: Positions | None = None) -> torch.Tensor:
         shape, data, chosen = self.shapes[i], self._dests[i], self._rows[i]
         out = None if self.outs is None else self.outs[i]
+        if at is not None:
+            chosen = at if chosen is None else chosen[at]
         if chosen is not None:
             n_rows, to = len(chosen), None if out is None else dense_bytes(out)
+            if to is None:
+                to = self._rent(n_rows * shape.row_bytes).lent()  # theirs who look at it
             data = take_rows(data, chosen, shape, to)
         else:
             n_rows = self._n_pieces[i] * shape.piece_rows
@@ -370,26 +362,6 @@ class Load:
                     cache.unpin(ids)
 
     def give_back(self) -> None:
-        """Nobody looks at the pieces and tensors any more."""
+        """Nobody looks at the pieces, and at tensors of all rows, any more."""
         for buffer in self.buffers:
             buffer.release()
-
-
-def when_all(tickets: Sequence[Ticket], callback: Callable[[], object]) -> None:
-    """Call back once, when every ticket is done."""
-    if tickets:
-        tickets[0].then(partial(when_all, tickets[1:], callback))
-    else:
-        callback()
-
-
-def ended(tickets: Sequence[Ticket], timeout_s: float) -> bool:
-    """Wait for tickets whatever their outcome; False when one outlasts timeout_s."""
-    deadline = monotonic() + timeout_s
-    for ticket in tickets:
-        try:
-            if not ticket.wait(max(0.0, deadline - monotonic())):
-                return False
-        except MediumError:
-            continue
-    return True

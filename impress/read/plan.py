@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from impress.spans.order import RowOrder
 from impress.spans.tables import Tables
 from impress.tree.catalog import Held
 from impress.types import Geometry
-from tiers.base import Bytes, Read, Slot, Sums
+from tiers.base import Bytes, Pieces, Read, Slot, Sums
 
 Positions = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -108,17 +107,20 @@ _NONE: Final = Runs(*[np.empty(0, dtype=np.int64)] * 3)
 
 @dataclass(slots=True)
 class ReadPlan:
-    """One layer's reads by medium, and what they cost."""
+    """One layer's reads: from home, from copies by tier; and what they cost."""
 
-    reads: dict[str, list[tuple[Part, list[Read]]]]
+    home: list[tuple[Part, list[Read]]]
+    copies: dict[str, list[tuple[Part, Pieces]]]
 
     @property
     def n_bytes(self) -> dict[str, int]:
         """Bytes moved, by medium, padding and gaps included."""
-        return {
-            medium: sum(len(read.dest) for _, reads in by_part for read in reads)
-            for medium, by_part in self.reads.items()
+        home = sum(len(read.dest) for _, reads in self.home for read in reads)
+        copies = {
+            tier: sum(pieces.n_bytes for _, pieces in by_part)
+            for tier, by_part in self.copies.items()
         }
+        return {**copies, "ssd": home}
 
 
 def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None) -> list[Part]:
@@ -294,27 +296,25 @@ def plan_reads(
     `cached[cache][part]` holds pinned entries, -1 where that cache has no copy; a window is in
     at most one. Windows side by side at home become one read a plane; the medium merges further.
     """
-    media = [*(cache.tier.name for cache in caches), "ssd"]
-    plan = ReadPlan({medium: [] for medium in media})
+    plan = ReadPlan([], {cache.tier.name: [] for cache in caches})
     for i, part in enumerate(parts):
         entries = [by_part[i] for by_part in cached]
         is_cached = any((ids >= 0).any() for ids in entries)
-        found: dict[str, list[Read]] = {medium: [] for medium in media}
+        home: list[Read] = []
         for plane, plane_runs, dest in zip(planes, runs, dests, strict=True):
             if not is_cached:
-                found["ssd"] += home_reads(part, layer, plane, plane_runs[i], dest)
+                home += home_reads(part, layer, plane, plane_runs[i], dest)
                 continue
             cut, levels = _cut(plane_runs[i], part.source.layout.planes[plane].pieces, entries)
             at_home = Runs(*(column[levels < 0] for column in cut))
-            found["ssd"] += home_reads(part, layer, plane, at_home, dest)
+            home += home_reads(part, layer, plane, at_home, dest)
             for level, cache in enumerate(caches):
                 mine = Runs(*(column[levels == level] for column in cut))
-                found[cache.tier.name] += _copies(
-                    part, layer, plane, mine, cache, entries[level], dest
-                )
-        for medium, reads in found.items():
-            if reads:
-                plan.reads[medium].append((part, reads))
+                if len(mine.firsts):
+                    pieces = _copies(part, layer, plane, mine, cache, entries[level], dest)
+                    plan.copies[cache.tier.name].append((part, pieces))
+        if home:
+            plan.home.append((part, home))
     return plan
 
 
@@ -340,39 +340,33 @@ def _cut(runs: Runs, pieces: int, cached: Sequence[Ids]) -> tuple[Runs, Position
 
 def home_reads(part: Part, layer: int, plane: int, runs: Runs, dest: Bytes) -> list[Read]:
     """Runs of pieces from home, to where they go in dest."""
-    source = part.source
-    size = source.layout.planes[plane].piece_bytes
-    offs = source.layout.chunk_off(layer, plane, part.first) + runs.firsts * size
-    return _reads(part, layer, plane, runs, repeat(source.slot), offs, dest)
+    layout, sums, slot = part.source.layout, part.source.sums, part.source.slot
+    size = layout.planes[plane].piece_bytes
+    offs = layout.chunk_off(layer, plane, part.first) + runs.firsts * size
+    at = layout.sums_at(layer, plane, part.first) + runs.firsts
+    columns = (offs, runs.tos * size, (runs.tos + runs.counts) * size, at, at + runs.counts)
+    return [
+        Read(slot, off, dest[to:to_end], sums[first:end], size)
+        for off, to, to_end, first, end in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    ]
 
 
 def _copies(
     part: Part, layer: int, plane: int, runs: Runs, cache: ChunkCache, entries: Ids, dest: Bytes
-) -> list[Read]:
+) -> Pieces:
     """Runs of pieces, each in one chunk, from a cache's copies."""
-    if not len(runs.firsts):
-        return []
-    shape = part.source.layout.planes[plane]
-    windows, pieces = np.divmod(runs.firsts, shape.pieces)
-    offs = cache.plane_off(plane) + pieces * shape.piece_bytes
-    slots = map(cache.slot, entries[windows].tolist())
-    return _reads(part, layer, plane, runs, slots, offs, dest)
-
-
-def _reads(
-    part: Part, layer: int, plane: int, runs: Runs, slots: Iterable[Slot], offs: Positions,
-    dest: Bytes,
-) -> list[Read]:  # fmt: skip
-    """Runs of a part's plane, each from `offs` on of its slot, to where it goes in dest."""
-    layout, size = part.source.layout, part.source.layout.planes[plane].piece_bytes
-    sums, at = part.source.sums, layout.sums_at(layer, plane, part.first) + runs.firsts
-    columns = (offs, runs.tos * size, (runs.tos + runs.counts) * size, at, at + runs.counts)
-    return [
-        Read(slot, off, dest[to:to_end], sums[first:end], size)
-        for slot, off, to, to_end, first, end in zip(
-            slots, *(column.tolist() for column in columns), strict=False
-        )
-    ]
+    layout = part.source.layout
+    shape = layout.planes[plane]
+    along = np.arange(runs.counts.sum()) - np.repeat(
+        np.cumsum(runs.counts) - runs.counts, runs.counts
+    )
+    pieces = np.repeat(runs.firsts, runs.counts) + along
+    windows, within = np.divmod(pieces, shape.pieces)
+    starts = cache.plane_at(plane, entries[windows]) + within * shape.piece_bytes
+    sums = part.source.sums[layout.sums_at(layer, plane, part.first) + pieces]
+    return Pieces(starts, dest, np.repeat(runs.tos, runs.counts) + along, sums, shape.piece_bytes)
 
 
 def runs_of(wanted: Mask) -> list[tuple[int, int]]:

@@ -18,13 +18,14 @@ from typing import Final
 import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, Ranks
-from impress.read.load import Load, Reading
+from impress.read.load import Load
 from impress.read.placement import Mask, chunks_by_tier, levels_of, used_chunks, whole_at
 from impress.read.plan import Part, Source, plan_reads, runs_of, whole
+from impress.read.reading import Reading
 from impress.read.worth import judge, ranks_if_used
 from impress.spans.layout import K, V
 from impress.usage.history import Note, Worth
-from tiers.base import Bytes, Tier
+from tiers.base import Bytes
 from tiers.errors import MediumError
 from tiers.iopool import Lane, Ticket
 
@@ -334,13 +335,14 @@ def _read(
     ]
     caches = [] if below is None else [below]
     pinned = [[cache.pin(p.span, layer, p.first, p.count) for p in parts] for cache in caches]
-    media: dict[str, Tier] = {cache.tier.name: cache.tier for cache in caches}
     try:
         runs = [whole(parts, plane) for plane in (K, V)]
         plan = plan_reads(parts, layer, (K, V), runs, pinned, caches, dests)
-        for medium, by_part in plan.reads.items():
-            for _, reads in by_part:
-                media.get(medium, reading.ssd).read(reads)
+        for _, reads in plan.home:
+            reading.ssd.read(reads)
+        for cache in caches:
+            for _, pieces in plan.copies[cache.tier.name]:
+                cache.tier.read_pieces(pieces)
         for medium, n in plan.n_bytes.items():
             reading.counters.add(f"promotion_read_bytes/{medium}", n)
     finally:

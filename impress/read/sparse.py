@@ -18,8 +18,9 @@ import numpy as np
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.policy import Exact, KeepAll, Policy
 from impress.read.early import Foresight
-from impress.read.load import Load, Reading
+from impress.read.load import Load
 from impress.read.promote import Looked
+from impress.read.reading import Reading
 from impress.read.session import Lease, Session
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, check_cap, select
@@ -114,8 +115,9 @@ class SparseSession(Session):
         begin_s = monotonic()
         used: list[Load] = []  # everything this layer read
         try:
-            selection, keys = self._choose(layer, query, scaling, suffix_lse, used)
+            selection, _ = self._choose(layer, query, scaling, suffix_lse, used)
             positions = selection.positions
+            keys = next((load for load in used if load.planes == (K,)), None)
             planes = (K, V) if keys is None else (V,)
             ahead = self._foresight.take(layer)
             rows = Load(
@@ -124,7 +126,7 @@ class SparseSession(Session):
             self._foresight.plan(layer + 1, positions, planes)  # while this layer is read
             used.append(self._read(rows))
             self._foresight.start()
-            k, v = rows.tensors() if keys is None else (_taken(keys, positions), rows.tensor())
+            k, v = rows.tensors() if keys is None else (keys.tensor(positions), rows.tensor())
         except BaseException:
             for load in used:
                 load.give_back()
@@ -278,12 +280,3 @@ def session_of(reading: Reading, lease: Lease, policy: Policy, first: int = 0) -
         raise ImpressError(f"session: policy {policy!r} is not one this version can serve")
     check_cap(policy, reading.geometry, lease.sources[0].held.record.window)
     return SparseSession(lease, policy, reading)
-
-
-def _taken(keys: torch.Tensor, positions: npt.NDArray[np.int64] | None) -> torch.Tensor:
-    """Rows of keys [heads, n, dim] at these positions."""
-    if positions is None:
-        return keys
-    import torch
-
-    return keys.index_select(1, torch.from_numpy(np.array(positions)))

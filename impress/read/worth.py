@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from impress.cache.chunks import Ids, Ranks
-from impress.read.load import Reading
 from impress.read.plan import Source
+from impress.read.reading import Reading
 from impress.usage.history import Worth
 from impress.usage.prefix_lru import prefix_lru
 

@@ -1,0 +1,41 @@
+"""What everything that reads from a store shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from impress.cache.copies import Copies
+from impress.config import Config
+from impress.read.flights import Flights
+from impress.spans.params import Params
+from impress.stats import Counters
+from impress.types import Geometry
+from impress.usage.history import History
+from tiers.iopool import IoPool
+from tiers.slots import Allowance, BufferPool
+from tiers.ssd import SsdTier
+
+#: Bytes of read buffers that promotions may keep from being reused.
+MOST_WAITING: Final = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What sessions of a store read with; the same for all."""
+
+    geometry: Geometry
+    config: Config
+    ssd: SsdTier
+    copies: Copies
+    pool: IoPool
+    buffers: BufferPool
+    counters: Counters
+    quarantine: Callable[[int], None]  # span at home is bad
+    history: History
+    save_history: Callable[[], None]  # asks the committer; nothing where none writes
+    params: Params  # of fitted probe codecs
+    flights: Flights = field(default_factory=Flights)
+    #: Buffers that wait to be copied up: requests come first, and these would pile up behind them.
+    waiting: Allowance = field(default_factory=lambda: Allowance(MOST_WAITING))
