@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -33,10 +32,7 @@ VARIED: Final[dict[str, tuple[Any, ...]]] = {
     "shape": ("opt-13b", "opt-30b", "llama-3-8b"),
     "agreement": (0.95, 0.6, 0.45, 0.3, 0.1),
 }
-#: The chosen mode and what it chooses from, in the base cell's factors with as many requests: it
-#: goes by what its own requests cost, and 40 are few to learn from.
-MODES: Final = ("recompute", "exact", "quality", "auto")
-#: Requests measured in the base cell and MODES' (1,000 and more give a p99), and in the others.
+#: Requests measured in the base cell (1,000 and more give a p99) and in the others.
 N_BASE: Final = {False: 1000, True: 40}
 N_OTHER: Final = 40
 
@@ -48,7 +44,6 @@ def cells(options: Options) -> list[Cell]:
         plan = Plan(options, verdict, n_warm=24, most_windows=3)
     planned = [check_cell(verdict), cell(plan, "base", N_BASE[options.quick])]
     if not options.quick:
-        planned.append(cell(replace(plan, names=MODES), "modes", N_BASE[False]))
         planned += [
             cell(plan, f"{name} {value}", N_OTHER, **{name: value})
             for name, values in VARIED.items() for value in values

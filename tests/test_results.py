@@ -63,16 +63,16 @@ def test_cells_stand_side_by_side_and_the_base_cell_in_full(tmp_path: Path) -> N
 
     report = {"figures": {}, "rows": [
         *rows("base", recompute=30.0, as_h2o_lfu=20.0, impress=10.0, quality=12.0, exact=40.0),
-        *rows("modes", recompute=30.0, quality=10.0, exact=40.0, auto=11.0),
+        *rows("zipf 1.2", recompute=30.0, quality=10.0, exact=40.0, auto=11.0),
     ]}  # fmt: skip
     text = _filled(tmp_path, "ttft.cells", {"ttft": report})
     assert "| base | 0.25 | 30 |  | 20 | 10 |  |  | 12 | 40 |  | 2 |  |" in text
-    assert "| modes |  | 30 |  |  |  |  |  | 10 | 40 | 11 |  | 1.1 |" in text
+    assert "| zipf 1.2 |  | 30 |  |  |  |  |  | 10 | 40 | 11 |  | 1.1 |" in text
     page = tmp_path / "page.md"
     page.write_text(PAGE.replace("NAME", "ttft"))
     results_table.fill(page, tmp_path / "results")
     assert page.read_text().count("| base |") == 5
-    assert "modes" not in page.read_text()
+    assert "zipf 1.2" not in page.read_text()
 
 
 def test_filling_twice_changes_nothing(tmp_path: Path) -> None:
@@ -159,9 +159,8 @@ def test_an_emulator_that_is_off_is_withdrawn(
 
 
 def test_the_base_cell_is_what_the_others_depart_from(tmp_path: Path) -> None:
-    check, base, modes, *others = ttft.cells(_options(tmp_path, quick=False))
+    check, base, *others = ttft.cells(_options(tmp_path, quick=False))
     assert check.params == {"part": "check"}
-    assert modes.params == {**base.params, "cell": "modes"}
     assert len(others) == sum(len(values) for values in ttft.VARIED.values())
     for cell in others:
         changed = [name for name in BASE if cell.params[name] != base.params[name]]
