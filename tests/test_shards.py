@@ -324,14 +324,24 @@ def test_whatever_three_writers_do_answers_are_right(
     stores = [open_store(small, **settings) for _ in range(3)]
     leases: list[tuple[impress.PrefixStore, np.ndarray, Any]] = []
 
+    n_closed = n_lost = n_read = 0
+
     def read(store: impress.PrefixStore, tokens: np.ndarray, lease: Any) -> None:
+        nonlocal n_read, n_lost
         keys, values = kv_of(tokens, small)
         n = lease.n_tokens
-        with lease, lease.session() as session:
-            for layer in range(small.n_layers):
-                k, v, _ = session.retrieve(layer, None)
-                assert np.array_equal(k.numpy(), keys[layer][:, :n])
-                assert np.array_equal(v.numpy(), values[layer][:, :n])
+        try:
+            with lease, lease.session() as session:
+                for layer in range(small.n_layers):
+                    k, v, _ = session.retrieve(layer, None)
+                    assert np.array_equal(k.numpy(), keys[layer][:, :n])
+                    assert np.array_equal(v.numpy(), values[layer][:, :n])
+            n_read += 1
+        except impress.PrefixLost:
+            # A shard that closes waits for others, here not at all, then erases what was purged or
+            # repacked. On a busy machine that comes before the reader has looked: lost, not wrong.
+            n_lost += 1
+            assert n_closed
 
     for _ in range(150):
         store, tokens = stores[rng.integers(3)], made[rng.integers(len(made))]
@@ -357,9 +367,11 @@ def test_whatever_three_writers_do_answers_are_right(
             at = stores.index(store)
             leases = [held for held in leases if held[0] is not store]
             store.close()
+            n_closed += 1
             stores[at] = open_store(small, **settings)
     while leases:
         read(*leases.pop())
+    assert n_read > 4 * n_lost
     for store in stores * 4:  # what one deletes orphans another's, and that is deleted in turn
         with suppress(impress.StoreFailed):  # what it hung from left meanwhile
             store.flush()
