@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import MIB, assert_serves, prompt, put_prompt, wait_for_promotions
-from tier_contract import MemoryContract, noise
+from tier_contract import CacheContract, fetch, noise
 
 import impress
-from tiers.base import PAGE, Bytes, Read, Tier, sums_of
+from tiers.base import PAGE, Bytes, Pieces, Tier, sums_of
 from tiers.errors import MediumError, ReadFailed
 from tiers.hbm import STAGE_BYTES, HbmTier
 from tiers.slots import aligned
@@ -71,7 +70,7 @@ def queued_tier(n_bytes: int, name: str = "hbm") -> HbmTier:
     return HbmTier(n_bytes, name, QueuedMemory(n_bytes))
 
 
-class TestHbm(MemoryContract):
+class TestHbm(CacheContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:
         return queued_tier(4 * MIB)
@@ -80,32 +79,44 @@ class TestHbm(MemoryContract):
         n = 3 * STAGE_BYTES + 5 * PAGE
         slot, data = tier.reserve(n), noise(n)
         tier.write(slot, 0, data)
-        cuts = [0, PAGE, STAGE_BYTES + PAGE, n]
         out = aligned(n)[:n]
-        tier.read(
-            [Read(slot, a, out[a:b], sums_of(data[a:b], PAGE), PAGE) for a, b in pairwise(cuts)]
-        )
+        fetch(tier, slot, 0, out, sums_of(data, PAGE), PAGE)
         assert np.array_equal(out, data)
 
     def test_what_flips_on_the_device_fails_the_read(self, tier: Tier) -> None:
         slot, data = tier.reserve(MIB), noise(MIB)
         tier.write(slot, 0, data)
         tier._memory.bytes[slot.parts[0].off + 5 * PAGE] ^= 1  # type: ignore[attr-defined]
-        with pytest.raises(ReadFailed, match=rf"hbm.* slot byte {5 * PAGE}\b"):
-            tier.read([Read(slot, 0, aligned(MIB), sums_of(data, PAGE), PAGE)])
+        with pytest.raises(ReadFailed, match=rf"hbm.* first at byte {5 * PAGE}\b"):
+            fetch(tier, slot, 0, aligned(MIB), sums_of(data, PAGE), PAGE)
+
+    def test_neighbours_come_in_one_copy(self, tier: Tier) -> None:
+        """A whole prefix is thousands of pieces side by side."""
+        slot, data = tier.reserve(MIB), noise(MIB)
+        tier.write(slot, 0, data)
+        asked, down = [], tier._memory.down
+        tier._memory.down = lambda at, dest: asked.append(len(dest) // PAGE) or down(at, dest)
+        fetch(tier, slot, 0, aligned(MIB), sums_of(data, PAGE), PAGE)
+        assert asked == [MIB // PAGE]
+        chosen = np.array([0, 1, 2, 7, 9, 10, 200])
+        starts, sums = slot.parts[0].off + chosen * PAGE, sums_of(data, PAGE)[chosen]
+        out = aligned(7 * PAGE)
+        tier.read_pieces(Pieces(starts, out, np.arange(7), sums, PAGE))
+        assert asked[1:] == [3, 1, 2, 1]
+        assert np.array_equal(out.reshape(7, -1), data.reshape(-1, PAGE)[chosen])
 
     def test_an_error_of_the_device_is_a_failed_copy(self, tier: Tier) -> None:
         slot = tier.reserve(PAGE)
         tier._memory.broken = True  # type: ignore[attr-defined]
         with pytest.raises(ReadFailed, match="hbm: a copy from the device failed") as failed:
-            tier.read([Read(slot, 0, aligned(PAGE), None, PAGE)])
+            fetch(tier, slot, 0, aligned(PAGE), np.zeros(1, dtype=np.uint64), PAGE)
         assert failed.value.reason == "io"
         with pytest.raises(MediumError, match="hbm: a copy to the device failed"):
             tier.write(slot, 0, noise(PAGE))
 
 
 @pytest.mark.gpu
-class TestHbmOnCuda(MemoryContract):
+class TestHbmOnCuda(CacheContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:
         return HbmTier(4 * MIB)

@@ -115,7 +115,10 @@ class Usage(NamedTuple):
 
 
 class Tier(Protocol):
-    """A medium. All methods may be called from any thread; none is held up by another's I/O."""
+    """A medium. All methods may be called from any thread; none is held up by another's I/O.
+
+    It is read as `Home` or as `Cache` is: in contiguous reads, or in pieces from all over.
+    """
 
     name: str
 
@@ -128,9 +131,6 @@ class Tier(Protocol):
     def write(self, slot: Slot, off: int, data: Bytes) -> None:
         """Put data at slot bytes [off, off + len(data)). Raises MediumError."""
 
-    def read(self, reads: Sequence[Read]) -> None:
-        """Fill every dest and verify every piece. Raises ReadFailed; then no dest may be used."""
-
     def usage(self) -> Usage:
         """What is taken and what is not."""
 
@@ -138,8 +138,15 @@ class Tier(Protocol):
         """Assert that the accounts add up."""
 
 
-class Memory(Tier, Protocol):
-    """A tier whose bytes lie in one arena."""
+class Home(Tier, Protocol):
+    """Where bytes lie in few places, and what counts is how often one asks."""
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Fill every dest and verify every piece. Raises ReadFailed; then no dest may be used."""
+
+
+class Cache(Tier, Protocol):
+    """Memory: one arena, of which every page is as near as the next."""
 
     def read_pieces(self, pieces: Pieces) -> None:
         """Bring and verify pieces. Raises ReadFailed; then dest must not be used."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from tiers.arena import Arena
-from tiers.base import PAGE, Bytes, Pieces, Read, Slot, verify
+from tiers.base import PAGE, Bytes, Pieces, Slot
 from tiers.coalesce import locate
 
 #: Bytes gathered at once, to be verified and scattered: fits a core's own cache.
@@ -17,7 +16,7 @@ _BLOCK = 512 << 10
 
 
 class DramTier(Arena):
-    """An anonymous mapping of budget_bytes. Reads verify like any other medium's."""
+    """An anonymous mapping of budget_bytes. What is read is verified, like any other medium's."""
 
     def __init__(self, budget_bytes: int, name: str = "dram") -> None:
         """`name`: of the medium it is, or stands for."""
@@ -29,14 +28,6 @@ class DramTier(Arena):
         for _, start, length in locate(slot, off, len(data)):
             np.copyto(self._arena[start : start + length], data[:length])
             data = data[length:]
-
-    def read(self, reads: Sequence[Read]) -> None:
-        for read in reads:
-            at = 0
-            for _, start, length in locate(read.slot, read.off, len(read.dest)):
-                np.copyto(read.dest[at : at + length], self._arena[start : start + length])
-                at += length
-            verify(read, self.name)
 
     def read_pieces(self, pieces: Pieces) -> None:
         """Block by block, verified while the processor has them in its cache.

@@ -1,10 +1,10 @@
 """A GPU's memory as a tier: one arena on the device, copies through pinned host memory.
 
     write   data ─memcpy─> pinned ─up stream─> arena           returns when it is there
-    read    dest <─memcpy─ pinned <─down stream─ arena         then dest is verified, on the host
+    pieces  dest <─memcpy─ pinned <─down stream─ arena         then what is in dest is verified
 
 Copies of more than a stage are cut, and two stages a thread take turns: one is on the bus while the
-other is copied by the processor.
+other is copied by the processor. Pieces from all over share a stage.
 
 What the sums cover: the bytes of `dest`, so everything that happened to them since they were
 packed, on the bus and in the device's memory too. What is done with dest afterwards, such as the
@@ -19,13 +19,13 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
 from tiers.arena import Arena
-from tiers.base import Bytes, Pieces, Read, Slot, verify
+from tiers.base import Bytes, Pieces, Slot
 from tiers.coalesce import locate
 from tiers.cuda import no_device
 from tiers.errors import MediumError, ReadFailed
@@ -90,22 +90,6 @@ class HbmTier(Arena):
         except RuntimeError as err:  # what torch raises for whatever CUDA reports
             raise MediumError(f"{self.name}: a copy to the device failed: {err}") from None
 
-    def read(self, reads: Sequence[Read]) -> None:
-        under_way: deque[_Stage] = deque()
-        places = (place for read in reads for place in _stages(read.slot, read.off, read.dest))
-        try:
-            for i, (at, host) in enumerate(places):
-                if len(under_way) == _N_STAGES:
-                    _take(under_way.popleft())
-                pinned = self._pinned(i)[: len(host)]
-                under_way.append(_Stage(self._memory.down(at, pinned), pinned, host))
-            for stage in under_way:
-                _take(stage)
-        except RuntimeError as err:
-            raise ReadFailed("io", f"{self.name}: a copy from the device failed: {err}") from None
-        for read in reads:
-            verify(read, self.name)
-
     def read_pieces(self, pieces: Pieces) -> None:
         """A stage at a time: its pieces are queued one behind the other and awaited together."""
         under_way: deque[tuple[Event, Bytes, Pieces]] = deque()
@@ -114,14 +98,22 @@ class HbmTier(Arena):
                 if len(under_way) == _N_STAGES:
                     self._put(*under_way.popleft())
                 pinned = self._pinned(i)[: some.n_bytes]
-                for at, start in enumerate(some.starts.tolist()):
-                    place = pinned[at * some.piece_bytes :][: some.piece_bytes]
-                    event = self._memory.down(start, place)
-                under_way.append((event, pinned, some))
+                under_way.append((self._down(some, pinned), pinned, some))
             for stage in under_way:
                 self._put(*stage)
         except RuntimeError as err:
             raise ReadFailed("io", f"{self.name}: a copy from the device failed: {err}") from None
+
+    def _down(self, pieces: Pieces, pinned: Bytes) -> Event:
+        """Queue a copy of each run of neighbours; the last one's event, which is all of theirs."""
+        size, apart = pieces.piece_bytes, np.diff(pieces.starts) != pieces.piece_bytes
+        ends = [*(np.flatnonzero(apart) + 1).tolist(), len(pieces.starts)]
+        first = 0
+        for end in ends:
+            place = pinned[first * size : end * size]
+            event = self._memory.down(int(pieces.starts[first]), place)
+            first = end
+        return event
 
     def _put(self, event: Event, pinned: Bytes, pieces: Pieces) -> None:
         """Pieces that have come, to their places; what lies there is verified."""
@@ -139,11 +131,6 @@ class HbmTier(Arena):
             stages = [self._memory.pinned(STAGE_BYTES) for _ in range(_N_STAGES)]
             self._stages.of_thread = stages
         return stages[i % _N_STAGES]
-
-
-def _take(stage: _Stage) -> None:
-    stage.event.synchronize()
-    np.copyto(stage.host, stage.pinned)
 
 
 def _stages(slot: Slot, off: int, host: Bytes) -> Iterator[tuple[int, Bytes]]:

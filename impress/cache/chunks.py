@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from impress.cache.heap import MinHeap
-from tiers.base import Bytes, Extent, Memory, Slot
+from tiers.base import Bytes, Cache, Extent, Slot
 from tiers.dram import DramTier
 
 Ids = npt.NDArray[np.int64]
@@ -44,7 +44,7 @@ class ChunkCache:
         n_layers: int,
         name: str = "dram",
         eviction: str = "lru",
-        medium: Callable[[int, str], Memory] = DramTier,
+        medium: Callable[[int, str], Cache] = DramTier,
     ) -> None:
         """`planes`: bytes a chunk has in each, by plane number. `eviction`: as in `Config`.
 

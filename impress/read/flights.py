@@ -11,7 +11,7 @@ import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from tiers.base import Bytes, Read, Tier, verify
+from tiers.base import Bytes, Home, Read, verify
 from tiers.errors import ReadFailed
 from tiers.iopool import Ticket
 
@@ -47,7 +47,7 @@ class Flights:
                 del self._going[key]
 
 
-def take(home: Tier, reads: Sequence[Read], whole: Sequence[Bytes], flight: Flight) -> int:
+def take(home: Home, reads: Sequence[Read], whole: Sequence[Bytes], flight: Flight) -> int:
     """Fill reads, whose dests are parts of `whole`, from the flight's; the bytes that came so.
 
     What it cannot give is read from home. Raises ReadFailed, MediumError as home does.
