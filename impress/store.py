@@ -16,8 +16,8 @@ from impress.blockhash import as_tokens, chain, labels_of, namespace_digest, roo
 from impress.cache.copies import Copies, check_budgets
 from impress.config import Config, tenant_secret
 from impress.errors import BadInput, ImpressError, StoreFailed
+from impress.read.parts import Source, source_of
 from impress.read.placement import Placed, placed
-from impress.read.plan import Source, source_of
 from impress.read.reading import Reading
 from impress.read.session import Lease
 from impress.read.sparse import session_of

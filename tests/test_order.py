@@ -16,7 +16,8 @@ from test_sparse import N_TOKENS, POLICIES, SHAPES, asked, fill, kv, retrieve_al
 import impress
 from impress.errors import BadInput
 from impress.policy import Exact, Paper, Policy, StaticH2O
-from impress.read.plan import Runs, Source, _cut, gather, parts_of, rows_of_whole
+from impress.read.parts import Source, parts_of
+from impress.read.plan import Runs, _cut, gather, rows_of_whole
 from impress.spans.layout import PlaneLayout, SpanLayout
 from impress.spans.order import RowOrder, by_worth, order_bytes
 from impress.spans.tables import read_header

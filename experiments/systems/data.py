@@ -27,7 +27,7 @@ from experiments.systems.quantised import QuantisedStore
 from experiments.systems.shapes import Shape
 from impress.config import Config
 from impress.policy import Paper, Policy, Quality
-from impress.read.plan import Source
+from impress.read.parts import Source
 from impress.store import PrefixStore
 from impress.types import Geometry
 

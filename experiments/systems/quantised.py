@@ -14,7 +14,7 @@ import numpy as np
 
 from impress.cache.copies import Copies
 from impress.config import Config
-from impress.read.plan import Source
+from impress.read.parts import Source
 from impress.read.reading import Reading
 from impress.read.session import Lease, Session
 from impress.selection.quant import (

@@ -16,7 +16,8 @@ from impress.cli.survey import known_of
 from impress.config import Config
 from impress.quality.ledgers import decoded
 from impress.read.load import LEAST_SLICE, MOST_SLICE
-from impress.read.plan import Source, parts_of, plan_reads, whole
+from impress.read.parts import Source, parts_of
+from impress.read.plan import plan_reads, whole
 from impress.spans.format import SpanHeader
 from impress.spans.layout import K, SpanLayout, V
 from impress.spans.tables import read_header

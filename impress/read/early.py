@@ -18,7 +18,8 @@ from typing import Final
 import numpy as np
 
 from impress.read.ahead import Floats, Mask, Places, Positions, preferred, within
-from impress.read.plan import Gather, Part, Source, gather, home_reads, parts_of
+from impress.read.parts import Part, Source, parts_of
+from impress.read.plan import Gather, gather, home_reads
 from impress.read.reading import Reading
 from tiers.base import Bytes, Read
 from tiers.coalesce import slices

@@ -12,19 +12,17 @@ import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids
 from impress.errors import PrefixLost
+from impress.read.direct import Direct, copies_of, divided
 from impress.read.flights import Flight, take
+from impress.read.parts import Mask, Part, Positions, Source, parts_of
 from impress.read.plan import (
     Gather,
-    Mask,
-    Part,
-    Positions,
+    ReadPlan,
     Run,
     Runs,
-    Source,
     gather,
     gather_whole,
     home_reads,
-    parts_of,
     plan_reads,
     rows_by_tier,
 )
@@ -85,23 +83,26 @@ class Load:
         self._bad_span: dict[str, int] = {}  # medium -> span whose read failed
         self._reread: list[int] = []  # bytes that a read ahead had promised
         self.buffers: list[Buffer] = []  # rented, or held until the reads have ended
+        self._given: list[Bytes] = []  # by plane, chosen rows in order, where some come directly
         if any(plane not in (K, V) for plane in planes):  # probe records lie in position order
             sources = [replace(source, order=None) for source in sources]
-        gathers = self._map(sources)
-        self.runs = [g.runs for g in gathers]  # of pieces, by plane and part
-        self._rows = [g.rows for g in gathers]  # of dest, by plane; None: all, as they lie
-        self._n_pieces = [g.n_pieces for g in gathers]
-        self._taken = [np.zeros(g.n_pieces, dtype=bool) for g in gathers]  # of dest: not read
-        self.map_ms = (monotonic() - self.started_s) * 1e3  # finding where the rows lie
-        self._dests = [self._dest(i) for i in range(len(planes))]
+        self.parts = parts_of(sources, layer, positions)
+        parts_s = monotonic() - self.started_s
         self.entries: list[list[Ids]] = [
             [cache.pin(p.span, layer, p.first, p.count) for p in self.parts] for cache in caches
         ]
         for i in range(len(self.parts) if len(caches) > 1 else 0):
             self._only_fastest(i)
-        plan = plan_reads(
-            self.parts, layer, planes, [g.read for g in gathers], self.entries, caches, self._dests
-        )
+        begin_s = monotonic()
+        self._direct = self._divided()
+        gathers = self._map(self.parts if self._direct is None else self._direct.left)
+        self.runs = [g.runs for g in gathers]  # of pieces, by plane and part
+        self._rows = [g.rows for g in gathers]  # of dest, by plane; None: all, as they lie
+        self._n_pieces = [g.n_pieces for g in gathers]
+        self._taken = [np.zeros(g.n_pieces, dtype=bool) for g in gathers]  # of dest: not read
+        self.map_ms = (parts_s + monotonic() - begin_s) * 1e3  # finding where the rows lie
+        self._dests = [self._dest(i) for i in range(len(planes))]
+        plan = self._plan([g.read for g in gathers])
         self._followed = self._follow()
         self.tickets: dict[str, Ticket] = {}
         if plan.home:  # first: it takes longest
@@ -114,9 +115,32 @@ class Load:
         self.bytes_by_tier = plan.n_bytes
         self.rows_by_tier: dict[str, int] = {}  # once `wait` returned
 
-    def _map(self, sources: Sequence[Source]) -> list[Gather]:
+    def _divided(self) -> Direct | None:
+        """Chosen rows by who has them, where a row is a piece; None: all go the same way."""
+        chosen = self.positions is not None and self._ahead is None and self.outs is None
+        if not chosen or any(shape.piece_rows > 1 or not shape.dense for shape in self.shapes):
+            return None
+        direct = divided(self.parts, self.entries)
+        return direct if direct.mine else None
+
+    def _plan(self, runs: Sequence[Sequence[Runs]]) -> ReadPlan:
+        """Reads of these runs, and of the rows that come from memory directly."""
+        direct, cached, caches = self._direct, self.entries, self.caches
+        if direct is None:
+            return plan_reads(
+                self.parts, self.layer, self.planes, runs, cached, caches, self._dests
+            )
+        n_rows = len(self.positions) if self.positions is not None else 0
+        # Whoever looks at them has them: see `_tensor`.
+        self._given = [self._rent(n_rows * shape.piece_bytes).lent() for shape in self.shapes]
+        plan = plan_reads(direct.left, self.layer, self.planes, runs, (), (), self._dests)
+        plan.copies = copies_of(
+            direct, self.parts, cached, self.layer, self.planes, caches, self._given
+        )
+        return plan
+
+    def _map(self, parts: Sequence[Part]) -> list[Gather]:
         """Where the wanted rows lie, by plane."""
-        self.parts = parts = parts_of(sources, self.layer, self.positions)
         gap, one = self.reading.config.read_gap_bytes, gather
         if self.positions is None:
             one = gather_whole
@@ -325,7 +349,13 @@ class Load:
         out = None if self.outs is None else self.outs[i]
         if at is not None:
             chosen = at if chosen is None else chosen[at]
-        if chosen is not None:
+        if self._direct is not None and chosen is not None:
+            n_rows, data = len(self._given[i]) // shape.piece_bytes, self._given[i]
+            if len(chosen):
+                data.reshape(n_rows, -1)[self._direct.at] = take_rows(
+                    self._dests[i], chosen, shape
+                ).reshape(-1, shape.row_bytes)
+        elif chosen is not None:
             n_rows, to = len(chosen), None if out is None else dense_bytes(out)
             if to is None:
                 to = self._rent(n_rows * shape.row_bytes).lent()  # theirs who look at it

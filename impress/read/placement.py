@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from impress.cache.chunks import ChunkCache, Ids
-from impress.read.plan import Part, Runs
+from impress.read.parts import Part
+from impress.read.plan import Runs
 from impress.spans.format import SpanRecord
 from impress.spans.layout import PlaneLayout
 

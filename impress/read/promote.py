@@ -19,8 +19,9 @@ import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, Ranks
 from impress.read.load import Load
+from impress.read.parts import Part, Source
 from impress.read.placement import Mask, chunks_by_tier, levels_of, used_chunks, whole_at
-from impress.read.plan import Part, Source, plan_reads, runs_of, whole
+from impress.read.plan import plan_reads, runs_of, whole
 from impress.read.reading import Reading
 from impress.read.worth import judge, ranks_if_used
 from impress.spans.layout import K, V

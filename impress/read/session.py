@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.policy import Exact, Policy
 from impress.read.load import Load
-from impress.read.plan import Source, behind
+from impress.read.parts import Source, behind
 from impress.read.promote import Looked, after, climb
 from impress.read.reading import Reading
 from impress.read.tickets import ended, when_all

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from impress.read.plan import Mask, Part, Positions
+from impress.read.parts import Mask, Part, Positions
 from impress.spans.layout import PlaneLayout
 from tiers.base import Bytes
 from tiers.slots import Buffer

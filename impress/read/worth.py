@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from impress.cache.chunks import Ids, Ranks
-from impress.read.plan import Source
+from impress.read.parts import Source
 from impress.read.reading import Reading
 from impress.usage.history import Worth
 from impress.usage.prefix_lru import prefix_lru

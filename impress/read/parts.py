@@ -1,0 +1,114 @@
+"""What a read looks at: sources on a lease, and the parts that hold a layer's wanted rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from impress.spans.format import ProbeRecord
+from impress.spans.layout import SpanLayout
+from impress.spans.order import RowOrder
+from impress.spans.tables import Tables
+from impress.tree.catalog import Held
+from impress.types import Geometry
+from tiers.base import Slot, Sums
+
+Positions = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A held run of windows with what reading it takes. `at`: its first window on the lease."""
+
+    held: Held
+    layout: SpanLayout
+    slot: Slot
+    sums: Sums
+    probes: tuple[ProbeRecord, ...]
+    at: int
+    order: RowOrder | None = None  # None: rows lie in position order
+
+    @property
+    def span(self) -> int:
+        return self.held.record.span_id
+
+    @property
+    def count(self) -> int:
+        """Windows held."""
+        return self.held.count
+
+    def ordinals(self, layer: int, rows: Positions) -> Positions:
+        """Where rows of the span, counted in position order, lie in the order of its chunks."""
+        return rows if self.order is None else self.order.at(layer, rows)
+
+
+def source_of(held: Held, tables: Tables, geometry: Geometry, at: int) -> Source:
+    """What reading a held run takes. `at`: its first window on the lease. Pure."""
+    record = held.record
+    probe_bytes = [probe.window_bytes(record.window) for probe in tables.probes]
+    layout = SpanLayout.of(geometry, record.window, record.n_windows, probe_bytes)
+    return Source(held, layout, Slot(record.parts), tables.sums, tables.probes, at, tables.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one layer's read looks at of a source: chunks [first, first + count) of its span.
+
+    Those that hold the wanted rows: of a packed span not the windows held, but where these lie.
+    """
+
+    source: Source
+    first: int
+    count: int
+    to: int  # where its first chunk goes in a dest that takes them all
+    ordinals: Positions | None  # of wanted rows, by position, from `first`; None: all, as they lie
+
+    @property
+    def span(self) -> int:
+        return self.source.span
+
+
+def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None) -> list[Part]:
+    """For each source, where the rows at these positions (ascending, on the lease) lie.
+
+    None: all rows. Pure.
+    """
+    parts: list[Part] = []
+    to = 0
+    for source in sources:
+        held, window = source.held, source.held.record.window
+        begin, end = held.first * window, (held.first + held.count) * window
+        if positions is not None:
+            at = source.at * window
+            cuts = np.searchsorted(positions, (at, at + end - begin))
+            rows = positions[cuts[0] : cuts[1]] - at + begin
+        elif source.order is not None:
+            rows = np.arange(begin, end)
+        else:
+            parts.append(Part(source, held.first, held.count, to, None))
+            to += held.count
+            continue
+        ordinals = source.ordinals(layer, rows)
+        first, count = held.first, 0
+        if len(rows):
+            first = int(ordinals.min()) // window
+            count = int(ordinals.max()) // window + 1 - first
+        parts.append(Part(source, first, count, to, ordinals - first * window))
+        to += count
+    return parts
+
+
+def behind(sources: Sequence[Source], n_windows: int) -> tuple[Source, ...]:
+    """What is held behind the first n_windows of a lease, as a lease of its own. Pure."""
+    left = []
+    for source in sources:
+        skipped = min(max(n_windows - source.at, 0), source.count)
+        if skipped < source.count:
+            held = source.held
+            rest = replace(held, first=held.first + skipped, count=held.count - skipped)
+            left.append(replace(source, held=rest, at=source.at + skipped - n_windows))
+    return tuple(left)

@@ -1,0 +1,87 @@
+"""Chosen rows that come from memory straight to where they are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from conftest import MIB, kv_of, prompt, put_prompt, wait_for_promotions
+
+import impress
+from impress.policy import Policy, Random, Recency
+
+Open = Callable[..., impress.PrefixStore]
+
+#: A row of K is a piece, and a row of V is one of twice the size.
+GEOMETRY = impress.Geometry(2, 16, 16, 64, "float32", 128)
+CHUNK = 64 * 16 * (64 + 128) * 4
+N = 640
+
+
+def ask(
+    store: impress.PrefixStore, tokens: np.ndarray, policy: Policy
+) -> Iterator[tuple[np.ndarray, np.ndarray, dict]]:
+    """Every layer's rows, beside what they should be; where they came from."""
+    keys, values = kv_of(tokens, GEOMETRY)
+    with store.lease(tokens) as lease, lease.session(policy) as session:
+        for layer in range(GEOMETRY.n_layers):
+            k, v, at = session.retrieve(layer, None)
+            line = session.report().per_layer[-1]["rows"]
+            yield k, keys[layer][:, at.numpy()], line
+            yield v, values[layer][:, at.numpy()], line
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["by position", "packed"])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_are_the_same_whoever_has_them(open_store: Open, packed: bool, seed: int) -> None:
+    """Some chunks on the device, some in memory, some at home only; one prefix of two spans."""
+    store = open_store(
+        GEOMETRY, hbm_bytes=5 * CHUNK, hbm_device="cpu", dram_bytes=9 * CHUNK, read_gap_bytes=16384
+    )
+    rng = np.random.default_rng(seed)
+    tokens = prompt(N, seed)
+    for n in (256, N):
+        order = rng.random((2, n)) if packed else None
+        assert put_prompt(store, tokens[:n], importance=order, wait_s=30).wait(60)
+    ways = set()
+    for _ in range(12):
+        keep = float(rng.choice([0.003, 0.05, 0.3, 0.9]))
+        policy = Random(keep, int(rng.integers(99))) if rng.random() < 0.7 else Recency(keep)
+        for got, want, by_tier in ask(store, tokens, policy):
+            assert np.array_equal(got.numpy(), want)
+            ways.add(frozenset(by_tier))
+        wait_for_promotions(store)
+        store.check()
+    assert {"ssd"} in ways and any(way > {"ssd"} for way in ways)  # alone, and mixed in one read
+    assert store.buffers.used_bytes == 0
+
+
+def test_rows_outlive_their_session(open_store: Open) -> None:
+    """They lie in pooled memory: what is still looked at must not become another request's."""
+    store = open_store(GEOMETRY, dram_bytes=4 * MIB)
+    tokens = prompt(N)
+    assert put_prompt(store, tokens, wait_s=30).wait(60)
+    kept = []
+    for seed in range(8):
+        kept += [(got, want) for got, want, _ in ask(store, tokens, Random(0.2, seed))]
+        wait_for_promotions(store)
+    for got, want in kept:
+        assert np.array_equal(got.numpy(), want)
+
+
+def test_damage_in_memory_is_a_loss_and_the_next_request_reads_home(open_store: Open) -> None:
+    store = open_store(GEOMETRY, dram_bytes=4 * MIB)
+    tokens, policy = prompt(256), Recency(0.5)
+    put_prompt(store, tokens).wait(60)
+    for _ in range(2):
+        tiers = [by_tier for _, _, by_tier in ask(store, tokens, policy)]
+        wait_for_promotions(store)
+    assert tiers == [{"dram": 128}] * 4
+    arena = store._copies.chunks[0].tier._arena
+    arena[: 8 * CHUNK : 4096] ^= 1
+    with pytest.raises(impress.PrefixLost, match="checksum: dram"):
+        list(ask(store, tokens, policy))
+    for got, want, by_tier in ask(store, tokens, policy):
+        assert np.array_equal(got.numpy(), want)
+        assert by_tier == {"ssd": 128}
