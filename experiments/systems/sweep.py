@@ -14,16 +14,21 @@ from experiments.harness import Cell, Figures, Options
 from experiments.systems.catalogue import chosen, lacking
 from experiments.systems.cell import Bench, Load, summary
 from experiments.systems.generate import Knobs
-from experiments.systems.sizes import Verdict, data_of, dilation, n_prefixes
+from experiments.systems.shapes import SHAPES
+from experiments.systems.sizes import LAYERS, Verdict, data_of, dilation, n_prefixes
 
 #: The base cell: OPT-6.7B, the middle of the paper's cache ratios, requests by Zipf's law.
 BASE: Final[dict[str, Any]] = {
     "shape": "opt-6.7b", "ratio": 130, "zipf": 0.9, "agreement": Knobs().agreement,
     "overlap": Knobs().overlap, "keep": 0.25,
 }  # fmt: skip
-#: Seconds a system takes for one request, about, and for writing one prefix in one form.
-_REQUEST_S: Final = 0.1
-_PREFIX_S: Final = 1.5
+#: Seconds, about, by what `ttft` and `ablation` took. Of a layer of a request while caches are
+#: warmed, its choices included; of a request that is measured, and of a layer of it on the
+#: paper's disk, which is dilated; of writing a layer of one prefix in one form.
+_WARM_S: Final = 0.04
+_REQUEST_S: Final = 0.05
+_LAYER_S: Final = 0.015
+_PREFIX_S: Final = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +61,15 @@ def cell(plan: Plan, label: str, n: int, **factors: Any) -> Cell:
 
 
 def _seconds(plan: Plan, factor: Row, n: int) -> float:
-    systems = plan.systems
+    systems, quick = plan.systems, plan.options.quick
     kinds = {system.data for system in chosen(systems)} - {""}
-    size = n_prefixes(factor["shape"], factor["ratio"], len(systems), quick=plan.options.quick)
-    served = (n + plan.n_warm * plan.most_windows / 2) * len(systems)
-    return size * len(kinds) * _PREFIX_S + served * _REQUEST_S
+    size = n_prefixes(factor["shape"], factor["ratio"], len(systems), quick=quick)
+    layers = LAYERS[quick] * max(
+        SHAPES[factor["shape"]].row_bytes / SHAPES[BASE["shape"]].row_bytes, 0.4
+    )
+    warmed = plan.n_warm * plan.most_windows * layers * _WARM_S
+    measured = n * (_REQUEST_S + layers * _LAYER_S * dilation(plan.options))
+    return size * len(kinds) * layers * _PREFIX_S + len(systems) * (warmed + measured)
 
 
 def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
