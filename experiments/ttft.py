@@ -25,10 +25,11 @@ from experiments.systems.sweep import (
     say_lacking,
 )
 
-#: One factor at a time; zipf None: prefixes in turn, shuffled.
+#: One factor at a time; zipf None: prefixes in turn, shuffled. It comes first, as it takes the base
+#: cell's data and choices.
 VARIED: Final[dict[str, tuple[Any, ...]]] = {
-    "ratio": (65, 260, 400),
     "zipf": (0.6, 1.2, None),
+    "ratio": (65, 260, 400),
     "shape": ("opt-13b", "opt-30b", "llama-3-8b"),
     "agreement": (0.95, 0.6, 0.45, 0.3, 0.1),
 }

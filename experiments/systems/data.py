@@ -62,6 +62,7 @@ class Data:
     keep: float = 0.25
     kinds: set[str] = field(default_factory=set)
     sources: dict[str, dict[int, Source]] = field(default_factory=dict)  # of quantised kinds
+    choices: Choices = field(default_factory=dict)  # made so far
 
     @classmethod
     def of(
@@ -89,7 +90,8 @@ class Data:
         self, kinds: Iterable[str], policies: Sequence[Policy], asked: Iterable[tuple[int, int]],
         knobs: Knobs,
     ) -> Choices:  # fmt: skip
-        """Write the kinds that are not there yet; what policies choose for (prefix, request)s.
+        """Write the kinds that are not there yet; what policies choose for (prefix, request)s, and
+        chose for earlier ones.
 
         Prefix by prefix, so that each layer's keys are made once.
         """
@@ -97,15 +99,19 @@ class Data:
         requests: dict[int, set[int]] = {}
         for number, request in asked:
             requests.setdefault(number, set()).add(request)
-        found: Choices = {}
         with ExitStack() as exits:
             stores = {kind: exits.enter_context(self._writable(kind)) for kind in todo}
             for number, prefix in enumerate(self.prefixes):
                 for kind, store in stores.items():
                     self._put(kind, store, number, prefix)
-                mine = sorted(requests.get(number, ()))
-                if policies and mine:
-                    found |= choose(number, prefix, policies, mine, self.geometry, knobs, WINDOW)
+                mine = [
+                    request for request in sorted(requests.get(number, ()))
+                    if any((policy, number, request) not in self.choices for policy in policies)
+                ]  # fmt: skip
+                if mine:
+                    self.choices |= choose(
+                        number, prefix, policies, mine, self.geometry, knobs, WINDOW
+                    )
                 prefix.forget()
             for kind, store in stores.items():
                 if isinstance(store, QuantisedStore):
@@ -113,7 +119,7 @@ class Data:
                 else:
                     store.flush()
         self.kinds |= set(todo)
-        return found
+        return self.choices
 
     def _writable(self, kind: str) -> PrefixStore | QuantisedStore:
         if kind in _BITS:
