@@ -30,7 +30,7 @@ from impress.read.reading import Reading
 from impress.read.takes import Ahead, hit_rows, used_bytes
 from impress.read.tickets import when_all
 from impress.spans.layout import K, PlaneLayout, V
-from impress.spans.rows import as_tensor, dense_bytes, take_rows, unpack
+from impress.spans.rows import as_tensor, dense_bytes, scatter_rows, take_rows, unpack
 from tiers.base import PAGE, Bytes, Pieces, Read
 from tiers.coalesce import RUN_BYTES, slices
 from tiers.errors import MediumError, ReadFailed
@@ -351,10 +351,7 @@ class Load:
             chosen = at if chosen is None else chosen[at]
         if self._direct is not None and chosen is not None:
             n_rows, data = len(self._given[i]) // shape.piece_bytes, self._given[i]
-            if len(chosen):
-                data.reshape(n_rows, -1)[self._direct.at] = take_rows(
-                    self._dests[i], chosen, shape
-                ).reshape(-1, shape.row_bytes)
+            scatter_rows(self._dests[i], chosen, shape, data, self._direct.at)
         elif chosen is not None:
             n_rows, to = len(chosen), None if out is None else dense_bytes(out)
             if to is None:

@@ -30,6 +30,9 @@ _NOT_FINITE = {
     "float32": (0x7F800000, 0xFF800000),
 }
 
+#: Bytes of rows on their way from one place to another at once.
+_BLOCK = 256 << 10
+
 
 def check_rows(rows: Any, geometry: Geometry, head_dim: int, what: str) -> int:
     """The m of [n_kv_heads, m, head_dim]; touches no data. Raises BadInput on anything else.
@@ -116,6 +119,17 @@ def take_rows(
         by_row = by_piece.reshape(-1, plane.piece_rows, plane.row_bytes)
         to[:] = by_row[rows // plane.piece_rows, rows % plane.piece_rows]
     return dest
+
+
+def scatter_rows(
+    pieces: Bytes, rows: npt.NDArray[np.int64], plane: PlaneLayout, dest: Bytes,
+    to: npt.NDArray[np.int64],
+) -> None:  # fmt: skip
+    """Some rows of dense whole pieces to rows `to` of dest."""
+    of, out = (data.reshape(-1, plane.row_bytes) for data in (pieces, dest))
+    step = max(1, _BLOCK // plane.row_bytes)
+    for at in range(0, len(rows), step):  # in blocks that never leave the core's cache
+        out[to[at : at + step]] = of.take(rows[at : at + step], axis=0, mode="clip")
 
 
 def move_rows(pieces: Bytes, rows: npt.NDArray[np.int64], plane: PlaneLayout, dest: Bytes) -> None:
