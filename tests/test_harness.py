@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from experiments import figures as plotting
+from experiments import fio
 from experiments.common import Row
 from experiments.harness import Cell, Experiment, Figures, Options, main
 
@@ -37,8 +38,9 @@ class Doubling:
     def _draw(self, figure: Any, figures: Figures, rows: list[Row]) -> None:
         figure.subplots().plot([row["number"] for row in rows], list(figures.values()))
 
-    def run(self, folder: Path, *args: str) -> int:
-        made = Experiment("doubling", "Doubles.", self._cells, self._figures, {"line": self._draw})
+    def run(self, folder: Path, *args: str, uses_disk: bool = False) -> int:
+        made = Experiment("doubling", "Doubles.", self._cells, self._figures, {"line": self._draw},
+                          uses_disk=uses_disk)  # fmt: skip
         return main(made, ["--dir", str(folder), *args])
 
 
@@ -54,9 +56,23 @@ def test_a_report_has_figures_rows_and_conditions(tmp_path: Path, report: Path) 
     assert said["rows"] == [{"number": 1, "twice": 2}, {"number": 2, "twice": 4}]
     meta = said["meta"]
     assert {"commit", "host", "cpus", "date", "seed", "quick"} <= meta.keys()
-    assert meta["disk"] == {"gb_s": 1.5, "by": "given"}
+    assert meta["disk"] == {"gb_s": 1.5, "by": "given", "runs_gb_s": [], "after_gb_s": 1.5}
     assert meta["cells"]["n"] == 2 and meta["cells"]["kept"] == 0
     assert not list(tmp_path.glob("impress-bench-*"))
+
+
+def test_a_disk_that_changes_under_a_run_is_said(
+    tmp_path: Path, report: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """An hour's run once went by one reading of fio's, a third of what the disk then gave."""
+    rates = iter([0.5, 0.3, 0.4, 0.2, 0.1, *[1.0, 1.4, 1.2, 1.5, 1.3]])
+    monkeypatch.setattr(fio, "version", lambda: "fio-3")
+    monkeypatch.setattr(fio, "write", lambda file, *_: file.touch())
+    monkeypatch.setattr(fio, "read", lambda *_, **__: fio.FioResult(10**9, 1 / next(rates), 0.0))
+    assert Doubling([1]).run(tmp_path, "--json", str(report), uses_disk=True) == 0
+    disk = json.loads(report.read_text())["meta"]["disk"]
+    assert disk["gb_s"] == pytest.approx(0.5) and disk["after_gb_s"] == pytest.approx(1.5)
+    assert "0.50 GB/s before and 1.50 after" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_stopped_run_keeps_its_cells_and_resume_measures_the_rest(
