@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.progress import (
@@ -36,8 +37,8 @@ from impress.report import write_report
 
 #: What fio reads to say how fast the disk is, by `quick`.
 _DISK_BYTES = {False: 1 << 30, True: 256 << 20}
-#: And how often: the best is taken, since what disturbs a disk only slows it. One run behind the
-#: writing of what it reads once had a third of the rate, and everything emulated went by it.
+#: And how often: the median is taken. One run behind the deletion of much else once had a third of
+#: the rate, and everything emulated went by it.
 _DISK_READS = 5
 
 
@@ -47,7 +48,7 @@ class Disk:
 
     gb_s: float | None
     by: str  # "fio" | "given" | "not measured"
-    runs_gb_s: tuple[float, ...] = ()  # of fio; gb_s is the best
+    runs_gb_s: tuple[float, ...] = ()  # of fio; gb_s is their median
 
     def apart(self, other: Disk) -> bool:
         """Whether the two rates are a quarter apart: not the disk that was measured any more."""
@@ -254,7 +255,7 @@ def _disk(args: argparse.Namespace, folder: Path, uses_disk: bool) -> Disk:
         for _ in range(_DISK_READS)
     ]
     file.unlink()
-    return Disk(max(runs), "fio", tuple(runs))
+    return Disk(median(runs), "fio", tuple(runs))
 
 
 def _stopped(report: Path | None) -> str:

@@ -65,7 +65,7 @@ def test_a_disk_that_changes_under_a_run_is_said(
     tmp_path: Path, report: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """An hour's run once went by one reading of fio's, a third of what the disk then gave."""
-    rates = iter([0.5, 0.3, 0.4, 0.2, 0.1, *[1.0, 1.4, 1.2, 1.5, 1.3]])
+    rates = iter([0.5, 0.9, 0.4, 0.5, 0.1, *[1.5, 1.4, 1.6, 1.5, 0.3]])
     monkeypatch.setattr(fio, "version", lambda: "fio-3")
     monkeypatch.setattr(fio, "write", lambda file, *_: file.touch())
     monkeypatch.setattr(fio, "read", lambda *_, **__: fio.FioResult(10**9, 1 / next(rates), 0.0))
