@@ -43,7 +43,7 @@ class Reports:
         value = report["figures"].get(ours.figure)
         if value is None:
             withdrawn = report["figures"].get("emulator_error", 0.0) > 0.15
-            return "withdrawn" if withdrawn else "not available"
+            return "withdrawn" if withdrawn else _NOT_RUN
         return ours.form.format(value)
 
     def when(self) -> str:
