@@ -170,6 +170,11 @@ def _digests(data: Bytes, piece_bytes: int) -> list[int]:
     return [digest(view[at : at + piece_bytes]) for at in range(0, len(view), piece_bytes)]
 
 
+def _unlike(found: Sequence[int], want: Sequence[int]) -> list[int]:
+    """Where two lists of digests, as long as each other, differ."""
+    return [i for i, pair in enumerate(zip(found, want, strict=True)) if pair[0] != pair[1]]
+
+
 def verify(read: Read, where: str) -> None:
     """Compare dest with its sums. Raises ReadFailed("checksum") naming the first bad piece."""
     if read.sums is None:
@@ -179,7 +184,7 @@ def verify(read: Read, where: str) -> None:
     else:  # lists: for the few pieces of a read they are compared in a third of an array's time
         found, want = _digests(read.dest, read.piece_bytes), read.sums.tolist()
     if found != want:
-        bad = [i for i, pair in enumerate(zip(found, want, strict=True)) if pair[0] != pair[1]]
+        bad = _unlike(found, want)
         off, segment = read.off + bad[0] * read.piece_bytes, read.slot.parts[0].segment
         raise ReadFailed(
             "checksum",
