@@ -98,9 +98,7 @@ class Pieces:
         """Compare pieces, one behind the other, with their sums. Raises ReadFailed("checksum")."""
         digests, want = _digests(found, self.piece_bytes), self.sums.tolist()
         if digests != want:
-            bad = [
-                i for i, pair in enumerate(zip(digests, want, strict=True)) if pair[0] != pair[1]
-            ]
+            bad = _unlike(digests, want)
             raise ReadFailed(
                 "checksum", f"{where}: {len(bad)} bad pieces, first at byte {self.starts[bad[0]]}"
             )
