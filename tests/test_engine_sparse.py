@@ -200,6 +200,7 @@ def test_the_models_attention_is_back_after_an_exception(tmp_path, attention):
         wait_for_promotions(engine.store)
         assert engine.store.buffers.used_bytes == 0
         mine = engine.generate(ids, max_new_tokens=8, **LOGITS)
+        engine.flush()
         engine.store.check()
     assert_same_bits(mine, continued(model, prompts(200), ids, HIT))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -197,6 +199,39 @@ def test_a_forked_child_is_refused_in_one_line(
     os.close(came)
     os.close(go)
     assert_serves(store, prompt(128), 128)
+
+
+def test_rows_stay_what_they_are_on_both_sides_of_a_fork(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Buffers once were not mapped in a child, which then unmapped what lay at their address."""
+    store = open_store(geometry)
+    for seed in range(4):
+        put_prompt(store, prompt(128, seed))
+    store.flush()
+    with store.lease(prompt(128)) as lease, lease.session() as session:
+        rows = [session.retrieve(layer, None)[0] for layer in range(geometry.n_layers)]
+    came, go = os.pipe()
+    wait, on = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(wait, 1)  # until the parent's pool has gone on
+        keys, _ = kv_of(prompt(128), geometry)
+        same = all(np.array_equal(keys[at], mine.numpy()) for at, mine in enumerate(rows))
+        del store, rows
+        gc.collect()
+        fresh = [mmap.mmap(-1, 1 << 20) for _ in range(64)]  # where the buffers lay, perhaps
+        gc.collect()
+        os.write(go, b"%d %d" % (same, sum(area.write(bytes(1 << 20)) >> 20 for area in fresh)))
+        os._exit(0)
+    for seed in range(4):
+        assert_serves(store, prompt(128, seed), 128)
+    os.write(on, b"!")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert os.read(came, 1000) == b"1 64"
+    assert_serves(store, prompt(128), 128)
+    for pipe in (came, go, wait, on):
+        os.close(pipe)
 
 
 _CLOSED_LAST = """
