@@ -50,6 +50,13 @@ class Disk:
     by: str  # "fio" | "given" | "not measured"
     runs_gb_s: tuple[float, ...] = ()  # of fio; gb_s is their median
 
+    def said(self) -> str:
+        """At the end of a sentence; empty where there is no rate."""
+        if not self.gb_s:
+            return ""
+        runs = ", ".join(f"{rate:.2f}" for rate in sorted(self.runs_gb_s))
+        return f"; the disk reads {self.gb_s:.2f} GB/s ({self.by}{runs and ': ' + runs})"
+
     def apart(self, other: Disk) -> bool:
         """Whether the two rates are a quarter apart: not the disk that was measured any more."""
         if not self.gb_s or not other.gb_s:
@@ -187,7 +194,7 @@ def _run(
     seconds = sum(cell.seconds for _, cell in todo)
     console.print(
         f"{experiment.about} Estimated time: {duration(seconds)} "
-        f"({len(todo)} of {len(cells)} cells to measure)."
+        f"({len(todo)} of {len(cells)} cells to measure){disk.said()}."
     )
     _measure(experiment.name, todo, done)
     after = _disk(args, folder, experiment.uses_disk) if todo else disk

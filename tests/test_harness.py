@@ -156,6 +156,14 @@ def test_the_estimate_counts_only_what_is_left(
     assert "Estimated time: 30 s (1 of 3 cells" in capsys.readouterr().out
 
 
+def test_the_disk_that_compute_goes_by_is_said_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An hour's run went by a rate that was a third of the disk's; only its report said so."""
+    assert Doubling([1]).run(tmp_path, "--disk-gb-s", "1.5") == 0
+    assert "; the disk reads 1.50 GB/s (given)." in capsys.readouterr().out
+
+
 def test_plots_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert Doubling([1, 2]).run(tmp_path, "--plot", str(tmp_path / "plots")) == 0
