@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from time import monotonic, thread_time
 from typing import Any
 
 from impress.errors import StoreFailed
 
 #: Upper bounds of the latency buckets, milliseconds.
 BUCKETS_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
+
+
+class Spent:
+    """Milliseconds of one thread within `with` blocks, added up.
+
+    `ms` of the clock, `cpu_ms` of the processor: the rest it waited, mostly for the interpreter.
+    """
+
+    __slots__ = ("_since", "cpu_ms", "ms")
+
+    def __init__(self) -> None:
+        self.ms = self.cpu_ms = 0.0
+        self._since = (0.0, 0.0)
+
+    def __enter__(self) -> None:
+        self._since = monotonic(), thread_time()
+
+    def __exit__(self, *_error: object) -> None:
+        self.ms += (monotonic() - self._since[0]) * 1e3
+        self.cpu_ms += (thread_time() - self._since[1]) * 1e3
 
 
 _PLAIN = (

@@ -397,3 +397,4 @@ def test_map_work_is_in_every_line(open_store: Open) -> None:
         session.retrieve(0, query, suffix_lse=lse)
         (line,) = session.report().per_layer
         assert 0 < line["map_ms"] < line["wait_ms"]
+        assert 0 < line["map_cpu_ms"] < line["wait_ms"]

@@ -191,6 +191,7 @@ def summary(served: Sequence[Served], dilation: float) -> Row:
         "fell_back": float(np.mean([s.fell_back for s in served])),
         "recomputed": float(np.mean([s.mode == "recompute" for s in served])),
         "map_share": sum(s.map_s for s in served) / sum(s.ttft_s for s in served),
+        "map_cpu_share": sum(s.map_cpu_s for s in served) / sum(s.ttft_s for s in served),
         "rows": float(np.mean([s.rows_share for s in served])),
     }  # fmt: skip
     if len(ms) >= 1000:

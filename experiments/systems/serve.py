@@ -50,6 +50,7 @@ class Served:
     fell_back: float = 0.0
     rows_share: float = 1.0
     map_s: float = 0.0  # finding where rows lie
+    map_cpu_s: float = 0.0  # of that, by the processor's clock
     ahead_bytes: int = 0  # read on a guess
     ahead_used_bytes: int = 0  # and of these, wanted
     mode: str = "exact"
@@ -238,7 +239,8 @@ def _served(
         ttft_s, io_s, compute_s, dict(report.bytes_by_tier), dict(report.rows_by_tier),
         fell_back=sum(bool(line.get("fell_back")) for line in lines) / len(lines),
         rows_share=sum(line.get("chosen", n_tokens) for line in lines) / n_tokens / len(lines),
-        map_s=sum(line.get("map_ms", 0.0) for line in lines) / 1e3,
+        map_s=sum(line["map_ms"] for line in lines) / 1e3,
+        map_cpu_s=sum(line["map_cpu_ms"] for line in lines) / 1e3,
         ahead_bytes=sum(line.get("ahead_bytes", 0) for line in lines),
         ahead_used_bytes=sum(line.get("ahead_used_bytes", 0) for line in lines),
     )  # fmt: skip

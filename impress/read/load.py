@@ -31,6 +31,7 @@ from impress.read.takes import Ahead, hit_rows, used_bytes
 from impress.read.tickets import when_all
 from impress.spans.layout import K, PlaneLayout, V
 from impress.spans.rows import as_tensor, dense_bytes, scatter_rows, take_rows, unpack
+from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
 from tiers.coalesce import RUN_BYTES, slices
 from tiers.errors import MediumError, ReadFailed
@@ -86,21 +87,21 @@ class Load:
         self._given: list[Bytes] = []  # by plane, chosen rows in order, where some come directly
         if any(plane not in (K, V) for plane in planes):  # probe records lie in position order
             sources = [replace(source, order=None) for source in sources]
-        self.parts = parts_of(sources, layer, positions)
-        parts_s = monotonic() - self.started_s
+        self.map_spent = Spent()  # finding where the rows lie
+        with self.map_spent:
+            self.parts = parts_of(sources, layer, positions)
         self.entries: list[list[Ids]] = [
             [cache.pin(p.span, layer, p.first, p.count) for p in self.parts] for cache in caches
         ]
         for i in range(len(self.parts) if len(caches) > 1 else 0):
             self._only_fastest(i)
-        begin_s = monotonic()
-        self._direct = self._divided()
-        gathers = self._map(self.parts if self._direct is None else self._direct.left)
+        with self.map_spent:
+            self._direct = self._divided()
+            gathers = self._map(self.parts if self._direct is None else self._direct.left)
         self.runs = [g.runs for g in gathers]  # of pieces, by plane and part
         self._rows = [g.rows for g in gathers]  # of dest, by plane; None: all, as they lie
         self._n_pieces = [g.n_pieces for g in gathers]
         self._taken = [np.zeros(g.n_pieces, dtype=bool) for g in gathers]  # of dest: not read
-        self.map_ms = (parts_s + monotonic() - begin_s) * 1e3  # finding where the rows lie
         self._dests = [self._dest(i) for i in range(len(planes))]
         plan = self._plan([g.read for g in gathers])
         self._followed = self._follow()

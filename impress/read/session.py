@@ -342,7 +342,8 @@ class Session:
                 "rows": rows,
                 "bytes": moved,
                 "wait_ms": wait_ms,
-                "map_ms": load.map_ms,
+                "map_ms": load.map_spent.ms,
+                "map_cpu_ms": load.map_spent.cpu_ms,
             }
         )
         promotion = self._climb(load)
