@@ -8,18 +8,21 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import assert_serves, kv_of, prompt, put_prompt
 from typer.testing import CliRunner
 
 import impress
 from impress.cli.main import app
+from tiers.base import Read
 from tiers.errors import MediumError
 from tiers.iopool import Lane
+from tiers.slots import aligned
 from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
@@ -232,6 +235,34 @@ def test_rows_stay_what_they_are_on_both_sides_of_a_fork(
     assert_serves(store, prompt(128), 128)
     for pipe in (came, go, wait, on):
         os.close(pipe)
+
+
+def test_a_read_that_came_too_late_still_keeps_the_callers_memory(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer that was given up was not asked: close said that nothing reads into it any more."""
+    store = open_store(geometry, read_timeout_s=0.05, io_threads=2)
+    put_prompt(store, prompt(128)).wait(60)
+    going_on, read = threading.Event(), SsdTier.read
+    memory = [aligned(128 * geometry.k_row_bytes) for _ in range(4)]  # K, V by layer
+    keys, *others = [
+        torch.frombuffer(raw, dtype=torch.float32).view(128, 2, 128).transpose(0, 1)
+        for raw in memory
+    ]
+
+    def hangs(ssd: SsdTier, reads: Sequence[Read]) -> None:
+        if any(np.may_share_memory(each.dest, memory[0]) for each in reads):
+            going_on.wait(60)
+        read(ssd, reads)
+
+    monkeypatch.setattr(SsdTier, "read", hangs)
+    with store.lease(prompt(128)) as lease:
+        session = lease.session()
+        session.prefetch([(keys, others[0]), (others[1], others[2])])
+        with pytest.raises(impress.PrefixLost, match="took more than"):
+            session.retrieve(0, None)
+        assert not session.close()
+    going_on.set()
 
 
 _CLOSED_LAST = """

@@ -155,8 +155,8 @@ class Session:
         self._r = reading
         self._loads: dict[int, Load] = {}  # under way
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
-        self._promotions: list[Ticket] = []
-        self._climbs: list[Ticket] = []  # those and all others
+        self._touching: list[Ticket] = []  # what may read into `outs`, or from there
+        self._climbs: list[Ticket] = []
         self._gate = Ticket(1)  # they begin when it is done
         self._held_bytes = 0  # of buffers that wait for it
         self._looked: list[Looked] = []  # by layers retrieved, for history
@@ -239,6 +239,7 @@ class Session:
         elif out is not None:
             self._check_outs(out)
             load.outs = out  # read ahead into a buffer: copied out below
+        self._touching += load.tickets.values()  # past the time limit, too
         begin_s = monotonic()
         load.wait()
         self._account(load, begin_s)
@@ -282,7 +283,7 @@ class Session:
         self._given.clear()
         self._open_gate()
         self._hand_over()
-        return ended([*tickets, *self._promotions], self._r.config.read_timeout_s)
+        return ended([*tickets, *self._touching], self._r.config.read_timeout_s)
 
     def __enter__(self) -> Session:
         return self
@@ -349,7 +350,7 @@ class Session:
         promotion = self._climb(load)
         self._looked.append(Looked(None, decided=False, load=load))
         if promotion is not None and load.outs is not None:
-            self._promotions.append(promotion)  # reads `outs`: close waits for it
+            self._touching.append(promotion)
 
 
 def _nothing() -> None:
