@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,8 @@ import impress.write.index
 import impress.write.reclaim
 from impress.cli.main import app
 from impress.usage.history import Note
+from tiers.base import Slot
+from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
 Pair = tuple[impress.PrefixStore, impress.PrefixStore]
@@ -381,3 +384,29 @@ def test_whatever_three_writers_do_answers_are_right(
             assert_serves(store, tokens, store.lookup(tokens))
     assert [limbo(store) for store in stores] == [0, 0, 0]
     check(*stores)
+
+
+def test_space_is_not_free_while_somebody_else_still_erases_it(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that follows other shards had taken the span: a purge was over before it was."""
+    store = open_store(geometry, **APART)
+    ready(store, prompt(256))
+    begun, going_on, erase = threading.Event(), threading.Event(), SsdTier.erase
+
+    def slowly(ssd: SsdTier, slot: Slot) -> None:
+        begun.set()
+        assert going_on.wait(60)
+        erase(ssd, slot)
+
+    monkeypatch.setattr(SsdTier, "erase", slowly)
+    lease = store.lease(prompt(256))
+    assert store.purge() == (1, 1)
+    other = threading.Thread(target=lease.release)
+    other.start()
+    assert begun.wait(60)
+    assert limbo(store) > 0
+    going_on.set()
+    other.join(60)
+    assert limbo(store) == 0 and store.stats()["tiers"]["ssd"]["used"] == 0
+    store.check()

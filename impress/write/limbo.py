@@ -1,6 +1,6 @@
 """Spans that are out of the index, and whose space other processes may still read.
 
-out of tree and index ─add→ limbo ─take→ no reader may read it, or the time limit is over → free
+out of tree and index ─add→ limbo ─take→ no reader may read it, or the limit is over ─left→ free
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ class Limbo:
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._waiting: deque[Waiting] = deque()  # oldest first
+        self._leaving: dict[int, SpanRecord] = {}  # taken, their space not given back yet
 
     def __len__(self) -> int:
+        """How many may be taken one day."""
         return len(self._waiting)
 
     def records(self) -> list[SpanRecord]:
+        """All whose space is not free, those being erased at this moment too."""
         with self._lock:
-            return [one.record for one in self._waiting]
+            return [*(one.record for one in self._waiting), *self._leaving.values()]
 
     def add(self, record: SpanRecord, generation: int, now_s: float) -> None:
         with self._lock:
             self._waiting.append(Waiting(record, generation, now_s))
 
     def take(self, readers: Sequence[Seen], now_s: float) -> list[SpanRecord]:
-        """Those whose space may be given to others now; they leave limbo."""
+        """Those whose space may be given to others now: the caller's to free, and then `left`."""
         free: list[SpanRecord] = []
         with self._lock:
             kept: deque[Waiting] = deque()
@@ -58,4 +61,10 @@ class Limbo:
                     continue
                 free.append(one.record)
             self._waiting = kept
+            self._leaving.update({record.span_id: record for record in free})
         return free
+
+    def left(self, span: int) -> None:
+        """Its space is free."""
+        with self._lock:
+            self._leaving.pop(span, None)

@@ -86,6 +86,7 @@ class Reclaim:
             self._ssd.write(Slot((record.meta,)), 0, aligned(PAGE))
         self._ssd.free(Slot((record.meta,)))
         self._ssd.free(Slot(record.parts))
+        self.limbo.left(record.span_id)
 
     def _wipe(self, record: SpanRecord) -> None:
         """Overwrite a purged span. On the committer's thread: nothing may be raised there."""
