@@ -1,4 +1,4 @@
-"""Chosen rows that come from memory straight to where they are looked at."""
+"""Rows that come from memory straight to where they are looked at."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
 from conftest import MIB, kv_of, prompt, put_prompt, wait_for_promotions
 
 import impress
-from impress.policy import Policy, Random, Recency
+from impress.policy import AllHeads, Exact, Policy, Random, Recency
+from tiers.slots import aligned
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -19,14 +21,41 @@ CHUNK = 64 * 16 * (64 + 128) * 4
 N = 640
 
 
+def token_major() -> list:
+    """What is read into directly."""
+    return [
+        [
+            torch.frombuffer(aligned(N * 16 * dim * 4), dtype=torch.float32)
+            .view(N, 16, dim)
+            .transpose(0, 1)
+            for dim in (64, 128)
+        ]
+        for _ in range(2)
+    ]
+
+
+def head_major() -> list:
+    return [[torch.empty(16, N, dim) for dim in (64, 128)] for _ in range(2)]
+
+
+#: Where whole rows go: to tensors of the session's, or the caller's of two kinds.
+OUTS = (lambda: None, token_major, head_major)
+
+
 def ask(
-    store: impress.PrefixStore, tokens: np.ndarray, policy: Policy
+    store: impress.PrefixStore, tokens: np.ndarray, policy: Policy, outs: list | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, dict]]:
     """Every layer's rows, beside what they should be; where they came from."""
     keys, values = kv_of(tokens, GEOMETRY)
+    query, lse = torch.ones(16, 2, 64), torch.zeros(16, 2)
     with store.lease(tokens) as lease, lease.session(policy) as session:
+        if outs is not None:
+            session.prefetch(outs)
         for layer in range(GEOMETRY.n_layers):
-            k, v, at = session.retrieve(layer, None)
+            k, v, at = session.retrieve(layer, query, suffix_lse=lse)
+            assert outs is None or (k.data_ptr(), v.data_ptr()) == tuple(
+                out.data_ptr() for out in outs[layer]
+            )
             line = session.report().per_layer[-1]["rows"]
             yield k, keys[layer][:, at.numpy()], line
             yield v, values[layer][:, at.numpy()], line
@@ -45,16 +74,34 @@ def test_rows_are_the_same_whoever_has_them(open_store: Open, packed: bool, seed
         order = rng.random((2, n)) if packed else None
         assert put_prompt(store, tokens[:n], importance=order, wait_s=30).wait(60)
     ways = set()
-    for _ in range(12):
+    for _ in range(16):
         keep = float(rng.choice([0.003, 0.05, 0.3, 0.9]))
-        policy = Random(keep, int(rng.integers(99))) if rng.random() < 0.7 else Recency(keep)
-        for got, want, by_tier in ask(store, tokens, policy):
+        policies = (Random(keep, int(rng.integers(99))), Recency(keep), AllHeads(keep), Exact())
+        policy = policies[rng.choice(4, p=(0.5, 0.15, 0.1, 0.25))]
+        into = rng.choice(OUTS) if isinstance(policy, Exact) else OUTS[0]
+        for got, want, by_tier in ask(store, tokens, policy, into()):
             assert np.array_equal(got.numpy(), want)
-            ways.add(frozenset(by_tier))
+            ways.add((isinstance(policy, Exact), frozenset(by_tier)))
         wait_for_promotions(store)
         store.check()
-    assert {"ssd"} in ways and any(way > {"ssd"} for way in ways)  # alone, and mixed in one read
+    assert any(way == {"ssd"} for _, way in ways)
+    for whole in (False, True):  # mixed in one read
+        assert any(way > {"ssd"} for was_whole, way in ways if was_whole == whole)
     assert store.buffers.used_bytes == 0
+
+
+def test_two_requests_for_a_packed_prefix_have_the_same_rows(open_store: Open) -> None:
+    """The second takes from the first what comes from home: its rows lie in the same places."""
+    store = open_store(GEOMETRY, dram_bytes=4 * CHUNK, io_threads=2)
+    tokens = prompt(N)
+    order = np.random.default_rng(1).random((2, N))
+    assert put_prompt(store, tokens, importance=order, wait_s=30).wait(60)
+    for _ in range(3):
+        both = zip(*(ask(store, tokens, Exact(), into()) for into in OUTS[:2]), strict=True)
+        for (mine, want, _), (theirs, _, _) in both:
+            assert np.array_equal(mine.numpy(), want) and np.array_equal(theirs.numpy(), want)
+        wait_for_promotions(store)
+    assert store.stats()["rows_from"]["dram"] and store.buffers.used_bytes == 0
 
 
 def test_rows_outlive_their_session(open_store: Open) -> None:

@@ -1,15 +1,16 @@
-"""Chosen rows that lie in memory, one to a piece: from a cache to where the caller sees them.
+"""Rows that lie in memory, one to a piece: from a cache to where the caller sees them.
 
     wanted rows ─┬─ of chunks that a cache has ─pieces→ their places among the rows given
                  └─ of all others: left for `gather`, from home, in runs and through a buffer
 
-Rows of home are read with their neighbours, and so through a buffer; memory has no use for that.
+Chosen rows, and all rows of packed spans, which do not lie in the order they are given in. Rows of
+home are read with their neighbours, and so through a buffer; memory has no use for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from impress.cache.chunks import ChunkCache, Ids
 from impress.read.parts import Part, Positions
 from impress.read.placement import levels_of
 from impress.read.plan import pieces_of
+from impress.spans.layout import PlaneLayout
+from impress.spans.rows import scatter_rows
 from tiers.base import Bytes, Pieces
 
 
@@ -30,14 +33,27 @@ class Mine:
     to: Positions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Direct:
     """`mine`: what comes from memory. `left`: the parts, with only those rows that home has to
-    give; `at`: where these go, among all wanted rows."""
+    give; `at`: where these go, among all n_rows wanted.
+
+    `given`: by plane, the wanted rows in order; theirs who look at them.
+    """
 
     mine: list[Mine]
     left: list[Part]
     at: Positions
+    n_rows: int
+    given: list[Bytes] = field(default_factory=list)
+    _whole: set[int] = field(default_factory=set)  # planes whose rows of home are there too
+
+    def rows(self, i: int, dest: Bytes, rows: Positions, shape: PlaneLayout) -> Bytes:
+        """Plane number i of what is given, once all is read: with `rows` of dest, home's."""
+        if i not in self._whole:
+            scatter_rows(dest, rows, shape, self.given[i], self.at)
+            self._whole.add(i)
+        return self.given[i]
 
 
 def divided(parts: Sequence[Part], entries: Sequence[Sequence[Ids]]) -> Direct:
@@ -62,18 +78,18 @@ def divided(parts: Sequence[Part], entries: Sequence[Sequence[Ids]]) -> Direct:
         left.append(replace(part, ordinals=part.ordinals[at]))
         home.append(begin + at)
         begin += len(part.ordinals)
-    return Direct(mine, left, np.concatenate(home))
+    return Direct(mine, left, np.concatenate(home), begin)
 
 
 def copies_of(
     direct: Direct, parts: Sequence[Part], entries: Sequence[Sequence[Ids]], layer: int,
-    planes: Sequence[int], caches: Sequence[ChunkCache], dests: Sequence[Bytes],
+    planes: Sequence[int], caches: Sequence[ChunkCache],
 ) -> dict[str, list[tuple[Part, Pieces]]]:  # fmt: skip
-    """By tier, what is copied into `dests`: a plane's wanted rows, in order."""
+    """By tier, what is copied among the rows given."""
     found: dict[str, list[tuple[Part, Pieces]]] = {cache.tier.name: [] for cache in caches}
     for one in direct.mine:
         part, cache = parts[one.part], caches[one.level]
-        for plane, dest in zip(planes, dests, strict=True):
+        for plane, dest in zip(planes, direct.given, strict=True):
             mine = entries[one.level][one.part]
             pieces = pieces_of(part, layer, plane, one.ordinals, one.to, cache, mine, dest)
             found[cache.tier.name].append((part, pieces))

@@ -30,7 +30,7 @@ from impress.read.reading import Reading
 from impress.read.takes import Ahead, hit_rows, used_bytes
 from impress.read.tickets import when_all
 from impress.spans.layout import K, PlaneLayout, V
-from impress.spans.rows import as_tensor, dense_bytes, scatter_rows, take_rows, unpack
+from impress.spans.rows import as_tensor, dense_bytes, take_rows, unpack
 from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
 from tiers.coalesce import RUN_BYTES, slices
@@ -84,7 +84,6 @@ class Load:
         self._bad_span: dict[str, int] = {}  # medium -> span whose read failed
         self._reread: list[int] = []  # bytes that a read ahead had promised
         self.buffers: list[Buffer] = []  # rented, or held until the reads have ended
-        self._given: list[Bytes] = []  # by plane, chosen rows in order, where some come directly
         if any(plane not in (K, V) for plane in planes):  # probe records lie in position order
             sources = [replace(source, order=None) for source in sources]
         self.map_spent = Spent()  # finding where the rows lie
@@ -117,9 +116,12 @@ class Load:
         self.rows_by_tier: dict[str, int] = {}  # once `wait` returned
 
     def _divided(self) -> Direct | None:
-        """Chosen rows by who has them, where a row is a piece; None: all go the same way."""
-        chosen = self.positions is not None and self._ahead is None and self.outs is None
-        if not chosen or any(shape.piece_rows > 1 or not shape.dense for shape in self.shapes):
+        """Rows that lie scattered by who has them, where a row is a piece; None: all go one way."""
+        if self._ahead is not None or any(part.ordinals is None for part in self.parts):
+            return None
+        if any(shape.piece_rows > 1 or not shape.dense for shape in self.shapes):
+            return None
+        if any(dense_bytes(out) is None for out in self.outs or ()):
             return None
         direct = divided(self.parts, self.entries)
         return direct if direct.mine else None
@@ -131,19 +133,20 @@ class Load:
             return plan_reads(
                 self.parts, self.layer, self.planes, runs, cached, caches, self._dests
             )
-        n_rows = len(self.positions) if self.positions is not None else 0
-        # Whoever looks at them has them: see `_tensor`.
-        self._given = [self._rent(n_rows * shape.piece_bytes).lent() for shape in self.shapes]
+        direct.given = [self._rows_given(i, direct.n_rows) for i in range(len(self.planes))]
         plan = plan_reads(direct.left, self.layer, self.planes, runs, (), (), self._dests)
-        plan.copies = copies_of(
-            direct, self.parts, cached, self.layer, self.planes, caches, self._given
-        )
+        plan.copies = copies_of(direct, self.parts, cached, self.layer, self.planes, caches)
         return plan
+
+    def _rows_given(self, i: int, n_rows: int) -> Bytes:
+        """Where n_rows of a plane go one behind the other: the caller's, or theirs who look."""
+        dense = None if self.outs is None else dense_bytes(self.outs[i])
+        return self._rent(n_rows * self.shapes[i].row_bytes).lent() if dense is None else dense
 
     def _map(self, parts: Sequence[Part]) -> list[Gather]:
         """Where the wanted rows lie, by plane."""
         gap, one = self.reading.config.read_gap_bytes, gather
-        if self.positions is None:
+        if self.positions is None and self._direct is None:
             one = gather_whole
         made: dict[PlaneLayout, Gather] = {}  # planes with the same pieces share one
         gathers = []
@@ -224,7 +227,7 @@ class Load:
         """What a whole load brings from home. Equal keys: equal bytes at equal places."""
         cached = tuple(by_part.tobytes() for by_cache in self.entries for by_part in by_cache)
         spans = tuple((part.span, part.first, part.count) for part in self.parts)
-        return self.layer, self.planes, spans, cached
+        return self.layer, self.planes, spans, cached, self._direct is None
 
     def _read(self, reads: list[Read], span: int) -> None:
         try:
@@ -348,22 +351,18 @@ class Load:
     def _tensor(self, i: int, dim: int, at: Positions | None = None) -> torch.Tensor:
         shape, data, chosen = self.shapes[i], self._dests[i], self._rows[i]
         out = None if self.outs is None else self.outs[i]
-        if at is not None:
+        if self._direct is not None:
+            assert chosen is not None, "what goes directly is rows"
+            data, chosen = self._direct.rows(i, data, chosen, shape), at
+        elif at is not None:
             chosen = at if chosen is None else chosen[at]
-        if self._direct is not None and chosen is not None:
-            n_rows, data = len(self._given[i]) // shape.piece_bytes, self._given[i]
-            scatter_rows(self._dests[i], chosen, shape, data, self._direct.at)
-        elif chosen is not None:
-            n_rows, to = len(chosen), None if out is None else dense_bytes(out)
-            if to is None:
-                to = self._rent(n_rows * shape.row_bytes).lent()  # theirs who look at it
-            data = take_rows(data, chosen, shape, to)
-        else:
-            n_rows = self._n_pieces[i] * shape.piece_rows
-            if not shape.dense:
-                dense = np.empty(n_rows * shape.row_bytes, dtype=np.uint8)
-                unpack(data, dense, shape)
-                data = dense
+        if chosen is not None:
+            data = take_rows(data, chosen, shape, self._rows_given(i, len(chosen)))
+        elif not shape.dense:
+            dense = np.empty(self._n_pieces[i] * shape.piece_rows * shape.row_bytes, dtype=np.uint8)
+            unpack(data, dense, shape)
+            data = dense
+        n_rows = len(data) // shape.row_bytes
         if out is not None and data.__array_interface__["data"][0] == out.data_ptr():
             return out
         rows = as_tensor(data, self.reading.geometry, n_rows, dim)
