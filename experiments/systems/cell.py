@@ -179,7 +179,7 @@ def summary(served: Sequence[Served], dilation: float) -> Row:
     low, high = interval(ms, 50)
     row: dict[str, Any] = {
         "n": len(ms), "p50_ms": float(np.median(ms)), "p50_low": low, "p50_high": high,
-        "p90_ms": float(np.percentile(ms, 90)),
+        "p90_ms": float(np.percentile(ms, 90)), "mean_ms": float(np.mean(ms)),
         "io_ms": float(np.median([s.io_s / dilation * 1e3 for s in served])),
         "emulated_ms": float(np.median([s.compute_s / dilation * 1e3 for s in served])),
         "hbm": hit_rate(served, "hbm"), "dram": hit_rate(served, "dram"),
