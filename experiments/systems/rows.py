@@ -18,7 +18,6 @@ import numpy.typing as npt
 from experiments.common import Row
 from experiments.systems.generate import density
 from experiments.systems.planned import Planned
-from experiments.systems.serve import settle
 from impress.config import Config
 from impress.policy import KeepAll
 from impress.selection.choices import Selection, n_kept, top_k
@@ -89,7 +88,7 @@ class Rows:
         rng = np.random.default_rng([seed, 12])
         tokens = rng.integers(0, 50_000, N_TOKENS, dtype=np.int32)
         config = Config(
-            window=window, dram_bytes=64 << 20, durable=False, segment_bytes=64 << 20,
+            window=window, dram_bytes=0, durable=False, segment_bytes=64 << 20,
             repack_every_s=0.0,
         )  # fmt: skip
         stores = {}
@@ -117,7 +116,6 @@ class Rows:
 
     def _read(self, name: str, policy: Any) -> Row:
         store = self.stores[name]
-        store.drop_caches()
         counted = _Counted(store.ssd)
         before = store.stats()["load_latency"]["sum_ms"]
         with store.lease(self.tokens) as lease:
@@ -127,7 +125,6 @@ class Rows:
                     session.retrieve(layer, None)
                 lines = session.report().per_layer
         io_s = (store.stats()["load_latency"]["sum_ms"] - before) / 1e3
-        settle(store._pool)
         moved = sum(sum(line["bytes"].values()) for line in lines)
         return {"moved": moved, "requests": counted.n, "io_s": io_s}
 

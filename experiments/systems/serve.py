@@ -8,6 +8,7 @@ Reads, lookups, planning, checksums and copies are real; waits are emulated comp
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -220,9 +221,14 @@ def score_seconds(compute: Compute, geometry: Geometry, policy: Policy, n_tokens
 
 
 def settle(pool: IoPool) -> None:
-    """Wait until nothing is queued behind requests: each finds the machine as quiet."""
-    for _ in range(3):  # what was queued may queue more
-        pool.submit(Lane.PROMOTE, [lambda: None] * pool.n_threads).wait(60.0)
+    """Wait until nothing goes on behind requests: each finds the machine as quiet.
+
+    A task for every thread, behind all others and what these queue: once all threads are there,
+    none is at anything else. (Without the barrier one could still be, while the others took its
+    share of these.)
+    """
+    barrier = threading.Barrier(pool.n_threads)
+    pool.submit(Lane.REPACK, [lambda: barrier.wait(60) and None] * pool.n_threads).wait(60.0)
 
 
 def _out(geometry: Geometry, n: int) -> tuple[Any, Any]:
