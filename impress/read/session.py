@@ -239,7 +239,6 @@ class Session:
         elif out is not None:
             self._check_outs(out)
             load.outs = out  # read ahead into a buffer: copied out below
-        self._touching += load.tickets.values()  # past the time limit, too
         begin_s = monotonic()
         load.wait()
         self._account(load, begin_s)
@@ -273,7 +272,6 @@ class Session:
         if self._closed:
             return True
         self._closed = True
-        tickets = [ticket for load in self._loads.values() for ticket in load.tickets.values()]
         for load in self._loads.values():
             load.abandon()
         for loads in self._given.values():
@@ -283,7 +281,7 @@ class Session:
         self._given.clear()
         self._open_gate()
         self._hand_over()
-        return ended([*tickets, *self._touching], self._r.config.read_timeout_s)
+        return ended(self._touching, self._r.config.read_timeout_s)
 
     def __enter__(self) -> Session:
         return self
@@ -298,7 +296,10 @@ class Session:
     def _start(self, layer: int, outs: Tensors | None) -> Load:
         if outs is not None:
             self._check_outs(outs)
-        return Load(self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs)
+        load = Load(self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs)
+        if outs is not None:
+            self._touching += load.tickets.values()  # past the time limit, too
+        return load
 
     def _climb(self, load: Load) -> Ticket | None:
         """Copy what a load brought one tier up: once the request has its rows, so that copies and
