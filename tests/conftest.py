@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 
 import impress
 from tiers import hbm
-from tiers.iopool import Lane
 
 MIB = 1 << 20
 SMALL = {"segment_bytes": MIB, "write_buffer_bytes": 8 * MIB, "dram_bytes": 4 * MIB}
@@ -104,10 +102,10 @@ def assert_serves(
 
 
 def wait_for_promotions(store: impress.PrefixStore) -> None:
-    """One task behind all promotions, in their lane, on every thread."""
-    pool = store._pool
-    barrier = threading.Barrier(pool.n_threads)
-    pool.submit(Lane.REPACK, [lambda: barrier.wait(60) and None] * pool.n_threads).wait(60)
+    """Nothing goes on behind requests any more."""
+    from experiments.systems.serve import settle  # late: most tests do without
+
+    settle(store._pool)
 
 
 @pytest.fixture
