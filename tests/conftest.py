@@ -103,9 +103,7 @@ def assert_serves(
 
 def wait_for_promotions(store: impress.PrefixStore) -> None:
     """Nothing goes on behind requests any more."""
-    from experiments.systems.serve import settle  # late: most tests do without
-
-    settle(store._pool)
+    assert store._pool.idle(60)
 
 
 @pytest.fixture

@@ -94,10 +94,7 @@ def test_as_many_as_fit_the_cap_by_what_is_really_moved(data: Any) -> None:
 
 def idle(store: impress.PrefixStore) -> None:
     """Return when nothing is read ahead any more, and nothing is promoted."""
-    for _ in range(3):  # what was queued may queue more
-        barrier = threading.Barrier(store._pool.n_threads)
-        tasks = [lambda b=barrier: b.wait(60) and None] * store._pool.n_threads
-        assert store._pool.submit(Lane.REPACK, tasks).wait(60)
+    assert store._pool.idle(60)
 
 
 def ended(session: Any) -> None:

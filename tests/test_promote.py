@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 import impress
 from impress.cache.chunks import MARGIN, ChunkCache
 from impress.policy import AllHeads, Contiguous, Exact, Paper, Policy, Quality, Recency
-from tiers.iopool import Lane
 
 Open = Callable[..., impress.PrefixStore]
 Answer = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -27,11 +25,8 @@ EVICTIONS = ("importance", "lru", "lfu", "prefix-lru")
 
 
 def settled(store: impress.PrefixStore) -> impress.PrefixStore:
-    """Everything that follows requests has run: a task behind all of it, on every thread."""
-    pool = store._pool
-    barrier = threading.Barrier(pool.n_threads)
-    tasks = [lambda: barrier.wait(60) and None] * pool.n_threads
-    assert pool.submit(Lane.REPACK, tasks).wait(60)
+    """Everything that follows requests has run."""
+    assert store._pool.idle(60)
     store.check()
     return store
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +22,12 @@ from experiments.systems.generate import (
 )
 from experiments.systems.planned import choose
 from experiments.systems.quantised import quantised_rows, row_geometry
-from experiments.systems.serve import score_seconds, settle
+from experiments.systems.serve import score_seconds
 from experiments.systems.shapes import SHAPES, Shape
 from impress.config import Config
 from impress.policy import AllHeads, Exact, Paper, Quality
 from impress.selection.quant import dequantise, packed_bytes, unpack_codes
 from impress.store import PrefixStore
-from tiers.iopool import IoPool, Lane
 
 TINY = Shape("tiny", 2, 8, 4, 32, 128)
 KNOBS = Knobs()
@@ -253,23 +251,3 @@ def test_zero_hit_times_what_the_engine_calls() -> None:
     with zero_hit._timed() as spent:
         assert hf.find_prefix is not before and spent == []
     assert hf.find_prefix is before
-
-
-def test_settling_waits_for_what_runs_and_for_what_that_queues() -> None:
-    """Copies of one request went on beside the next one's reads: a free thread had taken what was
-    to wait for the busy one."""
-    pool, going_on, ran = IoPool(2), threading.Event(), []
-
-    def slow() -> None:
-        assert going_on.wait(60)
-        pool.submit(Lane.PROMOTE, [lambda: ran.append("queued by it")])
-
-    pool.submit(Lane.PROMOTE, [slow])
-    settling = threading.Thread(target=settle, args=(pool,))
-    settling.start()
-    settling.join(0.2)
-    assert settling.is_alive()
-    going_on.set()
-    settling.join(60)
-    assert ran and not settling.is_alive()
-    assert pool.close(60)

@@ -136,6 +136,59 @@ def test_urgent_lanes_go_first() -> None:
     assert pool.close(60)
 
 
+def test_what_nobody_waits_for_keeps_to_one_thread_and_all_of_it_comes_to_its_turn() -> None:
+    """Eight threads at copies at once cost the next demand its processors. That one thread, called
+    to something urgent, must not take the turn of what waits behind it with it."""
+    pool, gates, ran = IoPool(3), [threading.Event() for _ in range(3)], []
+    began = [threading.Event() for _ in range(3)]
+
+    def held(i: int) -> None:
+        began[i].set()
+        assert gates[i].wait(60)
+        ran.append(i)
+
+    first = pool.submit(Lane.PROMOTE, [lambda: held(0)])
+    assert began[0].wait(60)
+    second = pool.submit(Lane.REPACK, [lambda: held(1)])
+    urgent = pool.submit(Lane.DEMAND, [lambda: ran.append("d"), lambda: ran.append("d")])
+    assert urgent.wait(60) and ran == ["d", "d"] and not began[1].is_set()
+    pool.submit(Lane.DEMAND, [lambda: held(2)])
+    assert began[2].wait(60)
+    gates[0].set()
+    assert first.wait(60) and began[1].wait(60)  # while one is still held at a demand
+    gates[1].set(), gates[2].set()
+    assert second.wait(60) and pool.close(60)
+    assert sorted(map(str, ran)) == ["0", "1", "2", "d", "d"]
+
+
+def test_closing_runs_what_is_queued_behind_one_thread_and_ends_them_all() -> None:
+    pool, gate, ran = IoPool(3), threading.Event(), []
+    pool.submit(Lane.PROMOTE, [lambda: gate.wait(60) and None])
+    pool.submit(Lane.PROMOTE, [lambda i=i: ran.append(i) for i in range(5)])
+    closing = threading.Thread(target=pool.close, args=(60,))
+    closing.start()
+    gate.set()
+    closing.join(60)
+    assert ran == list(range(5)) and not closing.is_alive()
+
+
+def test_idle_waits_for_what_runs_and_for_what_that_queues() -> None:
+    """Copies of one request went on beside the next one's reads: a free thread had taken what was
+    to wait for the busy one."""
+    pool, going_on, ran = IoPool(2), threading.Event(), []
+
+    def slow() -> None:
+        assert going_on.wait(60)
+        pool.submit(Lane.PROMOTE, [lambda: ran.append("queued by it")])
+
+    assert pool.idle(0)
+    pool.submit(Lane.PROMOTE, [slow])
+    assert not pool.idle(0.2)
+    going_on.set()
+    assert pool.idle(60) and ran
+    assert pool.close(60)
+
+
 def test_a_failed_task_fails_its_ticket_and_the_rest_of_it_is_skipped() -> None:
     pool, ran = IoPool(1), []
 

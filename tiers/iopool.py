@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from time import monotonic
+from typing import Final
 
 from tiers.errors import Cancelled
 
@@ -14,7 +15,10 @@ Task = Callable[[], None]
 
 
 class Lane(IntEnum):
-    """Urgency; a lower lane runs only when every higher one is empty."""
+    """Urgency; a lower lane runs only when every higher one is empty.
+
+    From PROMOTE on, what nobody waits for.
+    """
 
     DEMAND = 0
     AHEAD = 1
@@ -87,13 +91,20 @@ class Ticket:
 
 class IoPool:
     """Threads that run tickets. A task is a slice of work for one thread (≤ a few MiB), so a
-    demand never waits long behind a store."""
+    demand never waits long behind a store.
 
-    def __init__(self, n_threads: int, name: str = "impress-io") -> None:
+    `n_behind`: threads that may be at what nobody waits for at once. More would share processors
+    and interpreter with the next demand, which comes at any time.
+    """
+
+    def __init__(self, n_threads: int, name: str = "impress-io", n_behind: int = 1) -> None:
         self.n_threads = n_threads
         self._lanes: tuple[deque[tuple[Ticket, Task]], ...] = tuple(deque() for _ in Lane)
-        self._wake = threading.Condition()
+        lock = threading.Lock()
+        self._wake, self._quiet = threading.Condition(lock), threading.Condition(lock)
         self._open = True
+        self._n_behind = n_behind
+        self._at = [0, 0]  # threads at what somebody waits for, and at what nobody does
         self._since = [0.0] * n_threads  # when each began the task it is at; 0: idle
         self._threads = [
             threading.Thread(target=self._work, args=(i,), name=f"{name}-{i}", daemon=True)
@@ -128,6 +139,13 @@ class IoPool:
         """Queued tasks by lane."""
         return [len(lane) for lane in self._lanes]
 
+    def idle(self, timeout_s: float) -> bool:
+        """True once nothing is queued or under way; False when timeout_s passed first."""
+        with self._quiet:
+            return self._quiet.wait_for(
+                lambda: not any(self._at) and not any(self._lanes), timeout_s
+            )
+
     def n_stuck(self, limit_s: float) -> int:
         """Threads that have been at one task for longer than limit_s: the medium holds them."""
         begun_before = monotonic() - limit_s
@@ -143,21 +161,31 @@ class IoPool:
             thread.join(max(0.0, deadline - monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _next(self) -> tuple[Ticket, Task] | None:
+    def _next(self) -> tuple[Lane, Ticket, Task] | None:
         with self._wake:
             while True:
-                for lane in self._lanes:
-                    if lane:
-                        return lane.popleft()
-                if not self._open:
+                free = self._n_behind - self._at[1]
+                for lane in Lane if free else _WAITED_FOR:
+                    if self._lanes[lane]:
+                        self._at[lane >= Lane.PROMOTE] += 1
+                        return lane, *self._lanes[lane].popleft()
+                if not self._open and not any(self._lanes):
+                    self._wake.notify_all()  # those who waited for their turn at what was left
                     return None
                 self._wake.wait()
 
     def _work(self, number: int) -> None:
         while (job := self._next()) is not None:
-            ticket, task = job
+            lane, ticket, task = job
             self._since[number] = monotonic()
             ticket.run(task)
             self._since[number] = 0.0
             # A waiting worker must not keep the last ticket's buffers alive.
             del job, ticket, task
+            with self._quiet:
+                self._at[lane >= Lane.PROMOTE] -= 1
+                if not any(self._at) and not any(self._lanes):
+                    self._quiet.notify_all()
+
+
+_WAITED_FOR: Final = (Lane.DEMAND, Lane.AHEAD, Lane.STORE)

@@ -8,7 +8,6 @@ Reads, lookups, planning, checksums and copies are real; waits are emulated comp
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ from impress.selection.probes import codec_of
 from impress.spans.rows import as_tensor
 from impress.store import PrefixStore
 from impress.types import Geometry
-from tiers.iopool import IoPool, Lane
 from tiers.slots import aligned
 
 Outs = list[tuple[Any, Any]]
@@ -110,11 +108,11 @@ class Server:
             self._rates.note_prefill(n_tokens, 0, seconds * self._compute.shape.n_layers)
 
     def settle(self) -> None:
-        """Return when what the request left to do in the background is done."""
-        if isinstance(self.store, PrefixStore):
-            settle(self.store._pool)
-        elif self.store is not None:
-            settle(self.store.pool)
+        """Return when what the request left to do in the background is done: each finds the
+        machine as quiet."""
+        if self.store is not None:
+            pool = self.store._pool if isinstance(self.store, PrefixStore) else self.store.pool
+            assert pool.idle(60.0), "what went on behind a request did not end"
 
     def close(self) -> None:
         if self.store is not None:
@@ -218,17 +216,6 @@ def score_seconds(compute: Compute, geometry: Geometry, policy: Policy, n_tokens
         heads = min(3, heads)
     groups = n_tokens // codec.group
     return compute.score(N_NEW, groups, heads, groups * codec.probe_bytes(geometry))
-
-
-def settle(pool: IoPool) -> None:
-    """Wait until nothing goes on behind requests: each finds the machine as quiet.
-
-    A task for every thread, behind all others and what these queue: once all threads are there,
-    none is at anything else. (Without the barrier one could still be, while the others took its
-    share of these.)
-    """
-    barrier = threading.Barrier(pool.n_threads)
-    pool.submit(Lane.REPACK, [lambda: barrier.wait(60) and None] * pool.n_threads).wait(60.0)
 
 
 def _out(geometry: Geometry, n: int) -> tuple[Any, Any]:
