@@ -22,7 +22,7 @@ Ranks = npt.NDArray[np.float64]
 Shares = npt.NDArray[np.float32]
 _ABSENT = -1
 
-#: By importance a newcomer's rank (log2 of its score) must beat what it drives out by this, 9 % of
+#: A newcomer's rank (log2 of its score or its uses) must beat what it drives out by this, 9 % of
 #: a score: of equals that take turns the first to come stays, until it has not been used for long.
 MARGIN: Final = 0.125
 
@@ -30,9 +30,8 @@ MARGIN: Final = 0.125
 class ChunkCache:
     """A byte budget of chunk copies. Thread-safe; eviction is a drop, home always has the bytes.
 
-    What goes first has the least of (importance, prefix-lru) rank, then last use; (lru) last use;
-    (lfu) uses since it came in, then last use. A heap holds exactly the copies that may go: ready,
-    not pinned.
+    What goes first has the least rank, by `lru` none, then the oldest last use. A heap holds
+    exactly the copies that may go: ready, not pinned.
     Entry i is bytes [i·chunk, (i+1)·chunk) of the arena: the pieces of each of `planes`, one
     plane after the other. Filling -> ready -> (pinned while copied out) -> dropped.
     """
@@ -57,14 +56,12 @@ class ChunkCache:
         self.chunk_bytes = sum(sizes)
         self.capacity = budget_bytes // self.chunk_bytes
         self.tier = medium(self.capacity * self.chunk_bytes, name)
-        self.by_rank = eviction in ("importance", "prefix-lru")
-        self._margin = MARGIN if eviction == "importance" else 0.0
-        self._by_count = eviction == "lfu"
+        self.by_rank = eviction != "lru"
+        self._margin = MARGIN if eviction in ("importance", "lfu") else 0.0
         self._n_layers = n_layers
         self._lock = threading.Lock()
         self._maps: dict[int, Ids] = {}  # span -> [n_layers, n_windows] entry or _ABSENT
         self._used = np.zeros(self.capacity, dtype=np.int64)  # tick of the last use
-        self._uses = np.zeros(self.capacity, dtype=np.int64)  # since it came in
         self._pins = np.zeros(self.capacity, dtype=np.int32)
         self._ready = np.zeros(self.capacity, dtype=bool)
         self._rank = np.zeros(self.capacity)
@@ -89,7 +86,6 @@ class ChunkCache:
             there = found[found >= 0]
             self._tick += 1
             self._used[there] = self._tick
-            self._uses[there] += 1
             self._pins[there] += 1
             self._heap.discard(there)
             return found
@@ -199,7 +195,6 @@ class ChunkCache:
             self._tick += 1
             kept = entries[self._owner[entries, 0] >= 0]
             self._used[kept] = self._tick
-            self._uses[kept] = 1
             self._ready[kept] = True
             self._file(kept)
             self._free(entries[self._owner[entries, 0] < 0])
@@ -281,11 +276,8 @@ class ChunkCache:
 
     def _file(self, entries: Ids) -> None:
         """These may go; with what they are worth now."""
-        if self.by_rank:
-            self._heap.put(entries, self._rank[entries], self._used[entries])
-        else:
-            uses = self._uses[entries].astype(np.float64) if self._by_count else 0.0
-            self._heap.put(entries, uses, self._used[entries])
+        ranks = self._rank[entries] if self.by_rank else 0.0
+        self._heap.put(entries, ranks, self._used[entries])
 
     def _drop(self, entries: Ids) -> None:
         self._forget(entries)

@@ -1,6 +1,7 @@
 """What chunks are worth to a cache that goes by rank, under `Config.eviction`.
 
     importance: uses × share of important rows (history.py)
+    lfu:        uses alone, remembered like these: also while a chunk is in no cache
     prefix-lru: the last request that used it, then where in the prompt it lies (prefix_lru.py)
 
 Both count time in requests noted, never by a clock.
@@ -22,7 +23,8 @@ def judge(reading: Reading, source: Source, layer: int, used: Ids) -> Worth | No
 
     `used`: chunks of the span that the request noted last has used.
     """
-    worth = reading.history.worth(source.span, layer, _ordinals(source, layer))
+    by_uses = reading.config.eviction == "lfu"
+    worth = reading.history.worth(source.span, layer, _ordinals(source, layer), by_uses=by_uses)
     if reading.config.eviction == "prefix-lru":
         ranks = np.full(source.held.record.n_windows, np.nan)  # what was not used stays as it was
         ranks[used] = _by_prefix(source, used, reading.history.tick)
@@ -39,8 +41,9 @@ def ranks_if_used(reading: Reading, source: Source, layer: int, used: Ids) -> Ra
         return _by_prefix(source, used, reading.history.tick + 1)
     n_chunks = source.held.record.n_windows
     ranks = reading.history.ranks_if_used(
-        source.span, layer, n_chunks, used, _ordinals(source, layer)
-    )
+        source.span, layer, n_chunks, used, _ordinals(source, layer),
+        by_uses=reading.config.eviction == "lfu",
+    )  # fmt: skip
     return ranks[used]
 
 

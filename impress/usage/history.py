@@ -195,20 +195,24 @@ class History:
         worth = self.worth(span_id, layer, ordinals)
         return None if worth is None else worth.ranks
 
-    def worth(self, span_id: int, layer: int, ordinals: Ids | None = None) -> Worth | None:
-        """Ranks and shares at once."""
+    def worth(
+        self, span_id: int, layer: int, ordinals: Ids | None = None, *, by_uses: bool = False
+    ) -> Worth | None:
+        """Ranks and shares at once. `by_uses`: ranks of uses alone, whatever the shares."""
         self._recall(span_id)
         with self._lock:
             known = self._spans.get(span_id)
             if known is None:
                 return None
             shares = _shares(known, layer, ordinals)
-            ranks = _ranks(known.uses[layer], shares, int(known.ticks[layer]))
+            weight = np.ones_like(shares) if by_uses else shares
+            ranks = _ranks(known.uses[layer], weight, int(known.ticks[layer]))
             return Worth(ranks, shares if known.seen[layer].any() else None)
 
     def ranks_if_used(
-        self, span_id: int, layer: int, n_chunks: int, used: Ids, ordinals: Ids | None = None
-    ) -> npt.NDArray[np.float64]:
+        self, span_id: int, layer: int, n_chunks: int, used: Ids, ordinals: Ids | None = None,
+        *, by_uses: bool = False,
+    ) -> npt.NDArray[np.float64]:  # fmt: skip
         """float64 [n_chunks]: ranks as they will be when a use of these chunks has been noted."""
         self._recall(span_id)
         with self._lock:
@@ -216,7 +220,7 @@ class History:
             uses, shares = np.zeros(n_chunks, dtype=np.float32), np.ones(n_chunks, dtype=np.float32)
             if known is not None and known.seen.shape[1] == n_chunks:
                 uses += known.uses[layer] * np.float32(_faded(now - int(known.ticks[layer])))
-                shares = _shares(known, layer, ordinals)
+                shares = shares if by_uses else _shares(known, layer, ordinals)
             uses[used] += 1
             return _ranks(uses, shares, now)
 
