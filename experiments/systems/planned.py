@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any, Final
 
 from experiments.systems.generate import Knobs, Prefix
-from impress.policy import AllHeads, Contiguous, Policy
+from impress.policy import Policy
 from impress.selection.choices import Selection
-from impress.selection.identify import Asked, select
+from impress.selection.identify import Asked, reads_keys, select
 from impress.selection.probes import codec_of
 from impress.selection.scores import column_sums, key_scores
 from impress.types import Geometry
@@ -48,11 +48,9 @@ def _(policy: Planned, asked: Asked) -> Selection:
     return policy.selections[asked.layer]
 
 
-def reads_keys(policy: Policy, layer: int) -> bool:
-    """Whether a policy looks at all keys of this layer."""
-    if isinstance(policy, Contiguous):
-        return layer % policy.period == 0
-    return isinstance(policy, AllHeads)
+@reads_keys.register
+def _(policy: Planned, layer: int) -> bool:
+    return policy.reads_keys(layer)
 
 
 def choose(

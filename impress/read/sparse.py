@@ -2,16 +2,16 @@
 
     retrieve(layer, query): probe records ─identify→ Selection ─gather→ K and V of the chosen rows
 
-Probe records do not depend on the query, so `prefetch` reads them ahead for every layer. A prefix
-stored without the records a policy wants gets them made from its keys, which must then be read.
+What is read to choose by does not depend on the query, so it is read ahead: probe records of every
+layer, and, where a policy looks at all keys, those of the next layers. A prefix stored without the
+records a policy wants gets them made from its keys, which must then be read.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from impress.read.promote import Looked
 from impress.read.reading import Reading
 from impress.read.session import Lease, Session
 from impress.selection.choices import Selection
-from impress.selection.identify import Asked, check_cap, select
+from impress.selection.identify import Asked, check_cap, reads_keys, select
 from impress.selection.probes import ProbeCodec, codec_of, fitted
 from impress.spans.layout import K, V
 from impress.spans.params import NONE, Layers
@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from impress.read.load import Tensors
 
 
+#: Of how many layers to come all keys are on their way, where a policy looks at them: while one is
+#: chosen from, the disk has the next to read; more would only delay the rows chosen meanwhile.
+KEYS_AHEAD: Final = 2
+
+
 class SparseSession(Session):
     """A session under a policy with an identifier (`impress.selection.identify`)."""
 
@@ -50,6 +55,8 @@ class SparseSession(Session):
         super().__init__(lease, policy, reading)
         self._codec, self._plane, self._params = self._sketch()
         self._probes: dict[int, Load] = {}  # records on their way, by layer
+        self._keys_ahead: dict[int, Load] = {}  # all keys on their way, by layer
+        self._next_keys: int | None = None  # the layer up to which they are; None: not read ahead
         self._importance: npt.NDArray[np.float32] | None = None  # [n_layers, n_tokens]
         self.chosen: dict[int, Selection] = {}
         """What was chosen in each layer so far."""
@@ -86,13 +93,37 @@ class SparseSession(Session):
         return planes.pop() if len(planes) == 1 else (None, NONE)
 
     def prefetch(self, outs: Sequence[Tensors] | None = None) -> None:
-        """Start reading every layer's probe records. Rows cannot be read before they are chosen."""
+        """Start reading what every layer is chosen by. Rows cannot be read before they are chosen.
+
+        Of all keys, where the policy looks at them, two layers' at a time.
+        """
         if outs is not None:
             raise BadInput(f"prefetch: policy {self.policy.name} chooses how many rows there are")
         self._lease.check_active()
         for layer in range(self._r.geometry.n_layers):
             if self._plane is not None and layer not in self._probes:
                 self._probes[layer] = self._start_probes(layer, self._plane)
+        if self._next_keys is None:
+            self._next_keys = 0
+            self._start_keys(KEYS_AHEAD)
+
+    def _start_keys(self, end: int) -> None:
+        """Have all keys of the layers before `end` on their way, of those that are chosen by them;
+        where that was begun. Again is too late for a layer that has been retrieved."""
+        if self._next_keys is None:
+            return
+        end = min(end, self._r.geometry.n_layers)
+        for layer in range(self._next_keys, end):
+            if self._chooses_by_keys(layer):
+                self._keys_ahead[layer] = self._load_keys(layer)
+        self._next_keys = max(end, self._next_keys)
+
+    def _chooses_by_keys(self, layer: int) -> bool:
+        """Whether all keys of the layer will be looked at, whatever the query."""
+        return reads_keys(self.policy, layer) or (self._codec is not None and self._plane is None)
+
+    def _load_keys(self, layer: int) -> Load:
+        return Load(self._r, self._sources, layer, self._r.copies.chunks, (K,), lane=self._lane)
 
     def _start_probes(self, layer: int, plane: int) -> Load:
         size = self._sources[0].layout.planes[plane].chunk_bytes
@@ -123,6 +154,7 @@ class SparseSession(Session):
             rows = Load(
                 self._r, self._sources, layer, self._r.copies.chunks, planes, positions, ahead=ahead
             )
+            self._start_keys(layer + 1 + KEYS_AHEAD)  # behind them
             self._foresight.plan(layer + 1, positions, planes)  # while this layer is read
             used.append(self._read(rows))
             self._foresight.start()
@@ -139,8 +171,7 @@ class SparseSession(Session):
         self._keep(layer, seen)
         ahead_bytes = 0 if ahead is None else ahead.asked_bytes
         self._note(layer, selection, used, rows, begin_s, ahead_bytes)
-        by_query = positions is not None and not math.isnan(selection.estimated_missing_mass)
-        self._looked.append(Looked(positions, by_query, rows))
+        self._looked.append(Looked(positions, selection.by_query, rows))
         return k, v, positions
 
     def _read(self, load: Load) -> Load:
@@ -185,8 +216,7 @@ class SparseSession(Session):
 
     def _all_keys(self, layer: int, used: list[Load]) -> torch.Tensor:
         """Keys [n_kv_heads, n_tokens, head_dim] of the whole prefix."""
-        chunks = self._r.copies.chunks
-        load = Load(self._r, self._sources, layer, chunks, (K,), lane=self._lane)
+        load = self._keys_ahead.pop(layer, None) or self._load_keys(layer)
         used.append(self._read(load))
         return load.tensor()
 
@@ -261,9 +291,10 @@ class SparseSession(Session):
         )
 
     def close(self) -> bool:
-        for load in self._probes.values():
+        for load in (*self._probes.values(), *self._keys_ahead.values()):
             load.abandon()
         self._probes.clear()
+        self._keys_ahead.clear()
         self._foresight.close()
         return super().close()
 

@@ -35,7 +35,7 @@ class Selection:
     weight (over prefix and new tokens) on rows not chosen, mean over query rows: over heads, and
     of the worst head; by the heads the identifier saw, nan where it saw none. `fell_back`: the
     identifier did not decide itself. `agreement`: the paper's mean Jaccard index, else nan.
-    `reason`: agree | disagree | ungated | bound | capped | diffuse | given | not finite.
+    `reason`: agree | disagree | ungated | bound | capped | diffuse | units | given | not finite.
     """
 
     positions: Positions | None
@@ -44,6 +44,12 @@ class Selection:
     fell_back: bool
     reason: str
     agreement: float = math.nan
+
+    @property
+    def by_query(self) -> bool:
+        """Whether the request's own query chose these rows, so that they tell what it needed."""
+        estimated = not math.isnan(self.estimated_missing_mass)
+        return self.positions is not None and (estimated or self.reason == "units")
 
     def n_rows(self, n_tokens: int) -> int:
         """Rows chosen of a prefix of n_tokens."""

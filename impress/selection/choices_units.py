@@ -26,7 +26,7 @@ def unit_choice(scores: Floats, n_tokens: int, keep: float) -> Selection:
         return whole("given", fell_back=False)
     positions = np.flatnonzero(np.repeat(kept, n_tokens // n_units)).astype(np.int64)
     positions.flags.writeable = False
-    return Selection(positions, math.nan, math.nan, False, "given")
+    return Selection(positions, math.nan, math.nan, False, "units")
 
 
 def pooled(values: Floats, width: int) -> Floats:

@@ -96,6 +96,18 @@ def select(policy: Any, asked: Asked) -> Selection:
     raise ImpressError(f"policy {policy!r} has no identifier (identify.select.register)")
 
 
+@singledispatch
+def reads_keys(policy: Any, layer: int) -> bool:
+    """Whether a policy looks at all keys of this layer whatever the query, so that they can be read
+    ahead. One that does and is not registered here gets them when it asks."""
+    return isinstance(policy, AllHeads)
+
+
+@reads_keys.register
+def _(policy: Contiguous, layer: int) -> bool:
+    return layer % policy.period == 0
+
+
 @select.register
 def _(policy: Exact | KeepAll, asked: Asked) -> Selection:
     return whole("given", fell_back=False)
