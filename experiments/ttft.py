@@ -25,9 +25,11 @@ from experiments.systems.sweep import (
     say_lacking,
 )
 
-#: One factor at a time; zipf None: prefixes in turn, shuffled. It comes first, as it takes the base
-#: cell's data and choices.
+#: One factor at a time. in_a_row: requests with no pause between them, in which what goes on behind
+#: one could end before the next. zipf None: prefixes in turn, shuffled. Both take the base cell's
+#: data, and so come first.
 VARIED: Final[dict[str, tuple[Any, ...]]] = {
+    "in_a_row": (8,),
     "zipf": (0.6, 1.2, None),
     "ratio": (65, 260, 400),
     "shape": ("opt-13b", "opt-30b", "llama-3-8b"),
@@ -43,13 +45,16 @@ def cells(options: Options) -> list[Cell]:
     plan = Plan(options, verdict)
     if options.quick:
         plan = Plan(options, verdict, n_warm=24, most_windows=3)
-    planned = [check_cell(verdict), cell(plan, "base", N_BASE[options.quick])]
-    if not options.quick:
-        planned += [
+    varied = {"in_a_row": VARIED["in_a_row"]} if options.quick else VARIED
+    return [
+        check_cell(verdict),
+        cell(plan, "base", N_BASE[options.quick]),
+        *(
             cell(plan, f"{name} {value}", N_OTHER, **{name: value})
-            for name, values in VARIED.items() for value in values
-        ]  # fmt: skip
-    return planned
+            for name, values in varied.items()
+            for value in values
+        ),
+    ]
 
 
 def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:

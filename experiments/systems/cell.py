@@ -2,9 +2,10 @@
 
     requests drawn ─> choices made (no clock) ─> caches warmed until hit rates are flat ─> measured
 
-In every round each system serves the same request, in an order drawn for that round, and nothing is
-left running between two of them. Drawn, not turned: systems share files, and whoever reads a place
-first in a round may find it slower than who comes behind, where a disk has a cache of its own.
+In every round each system serves the same request (or `in_a_row` of them, as a server that is kept
+busy does), in an order drawn for that round, and nothing is left running between two systems.
+Drawn, not turned: systems share files, and whoever reads a place first in a round may find it
+slower than who comes behind, where a disk has a cache of its own.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Load:
     n_warm: int = 48  # of a window; at most `most_windows` of them
     most_windows: int = 4
     seed: int = 1
+    in_a_row: int = 1  # requests of one system before what goes on behind them is waited for
 
 
 def order_of(load: Load, n_prefixes: int, n: int) -> list[tuple[int, int]]:
@@ -112,7 +114,10 @@ class Bench:
         for window in range(self.load.most_windows):
             first = window * self.load.n_warm
             part = self._asked[first : first + self.load.n_warm]
-            rates = {s.system.name: hit_rate([self._one(s, a) for a in part]) for s in self.servers}
+            rates = {
+                server.system.name: hit_rate([self._serve(server, [one])[0] for one in part])
+                for server in self.servers
+            }
             self.n_warmed += len(part)
             flat = before and all(abs(rates[name] - before[name]) < FLAT for name in rates)
             before = rates
@@ -126,14 +131,17 @@ class Bench:
         for server in self.servers:
             server.choose_modes(self.data.prefixes[0].n_tokens)
         rng = np.random.default_rng([self.load.seed, 6])
-        for asked in self._asked[self.n_warmed : self.n_warmed + self.load.n_measured]:
+        asked = self._asked[self.n_warmed : self.n_warmed + self.load.n_measured]
+        for first in range(0, len(asked), self.load.in_a_row):
+            some = asked[first : first + self.load.in_a_row]
             for at in rng.permutation(len(self.servers)).tolist():
                 server = self.servers[at]
-                found[server.system.name].append(self._one(server, asked))
+                found[server.system.name] += self._serve(server, some)
         return found
 
-    def _one(self, server: Server, asked: tuple[int, int]) -> Served:
-        served = server.serve(self.asking(*asked))
+    def _serve(self, server: Server, some: Sequence[tuple[int, int]]) -> list[Served]:
+        """Requests one after the other; at the end nothing of theirs goes on any more."""
+        served = [server.serve(self.asking(*asked)) for asked in some]
         server.settle()
         return served
 

@@ -21,7 +21,7 @@ from experiments.systems.sizes import LAYERS, Verdict, data_of, dilation, n_pref
 #: The base cell: OPT-6.7B, the middle of the paper's cache ratios, requests by Zipf's law.
 BASE: Final[dict[str, Any]] = {
     "shape": "opt-6.7b", "ratio": 130, "zipf": 0.9, "agreement": Knobs().agreement,
-    "overlap": Knobs().overlap, "keep": 0.25,
+    "overlap": Knobs().overlap, "keep": 0.25, "in_a_row": 1,
 }  # fmt: skip
 #: Seconds, about, by what `ttft` and `ablation` took. Of a layer of a request while caches are
 #: warmed, its choices included; of a request that is measured, and of a layer of it on the
@@ -83,7 +83,7 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
     )
     load = Load(
         factor["ratio"], factor["zipf"], knobs, n, plan.n_warm, plan.most_windows,
-        plan.options.seed,
+        plan.options.seed, factor["in_a_row"],
     )  # fmt: skip
     stretch = dilation(plan.options)
     more = {"prefixes": len(data.prefixes), "layers": data.n_layers, "dilation": stretch}
