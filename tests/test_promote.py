@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import impress
 from impress.cache.chunks import MARGIN, ChunkCache
-from impress.policy import AllHeads, Contiguous, Exact, Paper, Policy, Quality, Recency
+from impress.policy import AllHeads, Contiguous, Exact, Pages, Paper, Policy, Quality, Recency
 
 Open = Callable[..., impress.PrefixStore]
 Answer = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -136,7 +136,7 @@ def test_a_prompt_too_long_for_the_cache_leaves_its_beginning_in_every_layer(
 
 def test_of_equals_that_take_turns_the_first_to_come_stays(open_store: Open) -> None:
     a, b = prompt(N, 1), prompt(N, 2)
-    for eviction, hits in (("importance", 3 * 2 * N), ("lru", 0)):
+    for eviction, hits in (("importance", 3 * 2 * N), ("lfu", 3 * 2 * N), ("lru", 0)):
         store = open_store(GEOMETRY, eviction=eviction, dram_bytes=budget(12), io_threads=1)
         for tokens in (a, b):
             put_prompt(store, tokens).wait(60)
@@ -144,6 +144,33 @@ def test_of_equals_that_take_turns_the_first_to_come_stays(open_store: Open) -> 
             ask(store, tokens, Exact())
         assert store.stats()["rows_from"]["dram"] == hits, eviction
         store.close()
+
+
+def test_lfu_remembers_uses_of_what_is_in_no_cache(open_store: Open) -> None:
+    """A copy that came in began at one use, and whatever came was let in: of prompts larger than a
+    cache none was ever there for its second use, however often it was asked for."""
+    often, *others = (prompt(N, seed) for seed in range(1, 5))
+    store = open_store(GEOMETRY, eviction="lfu", dram_bytes=budget(12), io_threads=1)
+    for tokens in (often, *others):
+        put_prompt(store, tokens).wait(60)
+    for seldom in others:
+        ask(store, often, Exact())
+        ask(store, seldom, Exact())
+    assert ask(store, often, Exact())[1] == {"dram": 2 * N}
+    assert store.stats()["evictions"] == {"dram": 0}
+
+
+@pytest.mark.parametrize("policy", [Contiguous(keep=0.25, period=1), Pages(keep=0.25)])
+def test_what_a_query_chose_by_units_is_learnt(open_store: Open, policy: Policy) -> None:
+    """It says nothing of the mass it misses, and was taken for a choice that no query made."""
+    store = open_store(GEOMETRY, probes=("pages16-v1",))
+    put_prompt(store, prompt(N)).wait(60)
+    answer, _ = ask(store, prompt(N), policy)
+    (span,) = (record.span_id for record in store.catalog.records())
+    average = store.history.average(span)
+    assert average is not None
+    for layer, (_, _, positions) in enumerate(answer):
+        assert np.array_equal(np.flatnonzero(average[layer]), positions)
 
 
 def test_what_is_used_more_drives_out_what_is_used_less(open_store: Open) -> None:
@@ -294,7 +321,7 @@ def test_a_cache_keeps_its_accounts_and_what_is_worth_most(eviction: str, done: 
             assert set(granted.tolist()) <= set(absent.tolist())
             if cache.by_rank and len(granted):
                 gone = [rank for e, rank in before.items() if e not in cache._heap.items()]
-                margin = MARGIN if eviction == "importance" else 0
+                margin = MARGIN if eviction in ("importance", "lfu") else 0
                 assert all(here[granted].max() > rank + margin for rank in gone)
                 refused = np.setdiff1d(absent, granted)
                 assert all(here[granted].min() >= here[window] for window in refused)

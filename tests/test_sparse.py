@@ -75,7 +75,7 @@ def fill(store: impress.PrefixStore) -> None:
     """One prompt in three spans, stored with importance."""
     tokens = prompt(N_TOKENS)
     keys, values = kv(store.geometry)
-    scores = np.random.default_rng(0).random((2, N_TOKENS), dtype=np.float32)
+    scores = np.random.default_rng(0).random((len(keys), N_TOKENS), dtype=np.float32)
     for end in (192, 256, N_TOKENS):
         rows = slice(store.lookup(tokens), end)
         store.store(
@@ -162,6 +162,39 @@ def test_the_paper_reads_little_to_know_and_then_what_it_chose(open_store: Open)
 
 
 PIECES_AT_MOST = 2  # one of K and one of V for each row, when none lie together
+
+
+def test_keys_that_are_chosen_by_are_read_ahead_two_layers_at_a_time(open_store: Open) -> None:
+    """All keys of a layer were asked for when it was its turn, with the disk idle meanwhile."""
+    store = open_store(impress.Geometry(5, 4, 4, 64, "float32"), dram_bytes=0)  # holds no copies
+    fill(store)
+    of_layer = N_TOKENS * store.geometry.k_row_bytes
+    with store.lease(prompt(N_TOKENS)) as lease:
+        for policy, held in (
+            (AllHeads(keep=0.2), [2, 2, 2, 2, 1, 0]),
+            (Contiguous(keep=0.2, period=4), [1, 0, 0, 1, 1, 0]),  # layers 0 and 4
+            (Paper(keep=0.2, gate=False), [2, 2, 2, 2, 1, 0]),  # stored without records
+            (Recency(keep=0.2), [0, 0, 0, 0, 0, 0]),
+        ):
+            plain, lines = retrieve_all(lease, policy)
+            assert store._pool.idle(60)
+            with lease.session(policy) as session:
+                session.prefetch()
+                found = [store.buffers.used_bytes]
+                for layer, (k, _, positions) in enumerate(plain):
+                    query, lse = asked(store.geometry, layer)
+                    got, _, where = session.retrieve(layer, query, suffix_lse=lse)
+                    assert torch.equal(got, k) and torch.equal(where, positions)
+                    assert store._pool.idle(60)
+                    found.append(store.buffers.used_bytes)
+                assert found == [n * of_layer for n in held], policy.name
+                read = [sum(line["bytes"].values()) for line in session.report().per_layer]
+                assert read == [sum(line["bytes"].values()) for line in lines]  # nothing twice
+            assert store._pool.idle(60)
+        with lease.session(AllHeads(keep=0.2)) as session:
+            session.prefetch()
+    assert store._pool.idle(60) and store.buffers.used_bytes == 0
+    store.check()
 
 
 def test_a_layer_that_falls_back_is_brought_whole(open_store: Open) -> None:

@@ -56,7 +56,7 @@ class SparseSession(Session):
         self._codec, self._plane, self._params = self._sketch()
         self._probes: dict[int, Load] = {}  # records on their way, by layer
         self._keys_ahead: dict[int, Load] = {}  # all keys on their way, by layer
-        self._next_keys: int | None = None  # the layer up to which they are; None: not read ahead
+        self._next_keys: int | None = None  # layers before it are dealt with; None: not read ahead
         self._importance: npt.NDArray[np.float32] | None = None  # [n_layers, n_tokens]
         self.chosen: dict[int, Selection] = {}
         """What was chosen in each layer so far."""
@@ -105,15 +105,15 @@ class SparseSession(Session):
                 self._probes[layer] = self._start_probes(layer, self._plane)
         if self._next_keys is None:
             self._next_keys = 0
-            self._start_keys(KEYS_AHEAD)
+            self._start_keys(0)
 
-    def _start_keys(self, end: int) -> None:
-        """Have all keys of the layers before `end` on their way, of those that are chosen by them;
-        where that was begun. Again is too late for a layer that has been retrieved."""
+    def _start_keys(self, first: int) -> None:
+        """Have all keys of the layers from `first` on their way that are chosen by them, if that
+        was begun."""
         if self._next_keys is None:
             return
-        end = min(end, self._r.geometry.n_layers)
-        for layer in range(self._next_keys, end):
+        end = min(first + KEYS_AHEAD, self._r.geometry.n_layers)
+        for layer in range(max(self._next_keys, first), end):
             if self._chooses_by_keys(layer):
                 self._keys_ahead[layer] = self._load_keys(layer)
         self._next_keys = max(end, self._next_keys)
@@ -154,7 +154,7 @@ class SparseSession(Session):
             rows = Load(
                 self._r, self._sources, layer, self._r.copies.chunks, planes, positions, ahead=ahead
             )
-            self._start_keys(layer + 1 + KEYS_AHEAD)  # behind them
+            self._start_keys(layer + 1)  # behind them
             self._foresight.plan(layer + 1, positions, planes)  # while this layer is read
             used.append(self._read(rows))
             self._foresight.start()
