@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import Row, Unable
-from impress.report import commit
+from impress.report import commit, host
 
 
 def state_file(report: Path) -> Path:
@@ -22,7 +22,8 @@ class Cells:
     """Finished cells by their parameters: in memory, and in a file where a report is asked for.
 
     A line that a stopped run left half written is dropped, and its cell is measured again. Raises
-    Unable on any other line that is no finished cell.
+    Unable on any other line that is no finished cell, and on a cell of another machine: figures of
+    two do not stand beside each other.
     """
 
     def __init__(self, report: Path | None, *, resume: bool) -> None:
@@ -33,6 +34,11 @@ class Cells:
             return
         kept = _lines(self._path) if resume and self._path.exists() else []
         for cell in kept:
+            if cell.get("host", host()) != host():
+                raise Unable(
+                    f"{self._path} holds cells of another machine ({cell['host']}): name another "
+                    "--json FILE, or begin anew without --resume"
+                )
             self._done[_key(cell["params"])] = cell
         draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         draft.write_text("".join(json.dumps(cell) + "\n" for cell in kept))
@@ -49,7 +55,8 @@ class Cells:
         """A cell is finished: durable on return where there is a file."""
         cell = {
             "params": dict(params), "rows": list(rows), "took_s": round(took_s, 3),
-            "commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit(), "host": host(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
         text = json.dumps(cell, default=_plain)
         # What is reported is what would be read back: the same run or a resumed one.

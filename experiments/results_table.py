@@ -52,11 +52,12 @@ class Reports:
         for name, report in self.by_name.items():
             meta = report["meta"]
             error = report["figures"].get("emulator_error")
-            off = "" if error is None else f"{error:.1%}"
-            if meta.get("emulator checked") is False:
-                off = "not checked"
+            off = "not checked" if "emulated" in meta else ""
+            if error is not None:
+                off = f"{error:.1%}"
             size = "quick" if meta.get("quick") else "full"
-            lines.append(f"| {name} | {meta['date'][:10]} | `{meta['commit']}` | {size} | {off} |")
+            commits = ", ".join(f"`{one}`" for one in meta["cells"]["commits"])
+            lines.append(f"| {name} | {meta['date'][:10]} | {commits} | {size} | {off} |")
         return "\n".join(lines) + "\n"
 
 

@@ -57,6 +57,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
             for alpha in (ALPHAS[0], ALPHAS[-1])
         )
         said[f"{group}.rows_times_fewer"] = most["rows"] / least["rows"]
+        said[f"{group}.n"] = most["n"]
         said[f"{group}.points_lost"] = 100 * (most["right"] - least["right"])
     print_rows(f"The gate at {KEEP:.0%} kept", lines)
     return said, lines

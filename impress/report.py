@@ -49,12 +49,17 @@ def conditions() -> dict[str, Any]:
     return {
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": f"{platform.system()} {platform.release()} {platform.machine()}, {_cpu_name()}",
+        "host": host(),
         "cpus": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "argv": [Path(sys.argv[0]).name, *(a for a in sys.argv[1:] if os.sep not in a)],
     }
+
+
+def host() -> str:
+    """The machine's kind: system and processor, no name."""
+    return f"{platform.system()} {platform.release()} {platform.machine()}, {_cpu_name()}"
 
 
 def commit() -> str:

@@ -11,8 +11,10 @@ import pytest
 
 from experiments import figures as plotting
 from experiments import fio
+from experiments.cells import state_file
 from experiments.common import Row
 from experiments.harness import Cell, Experiment, Figures, Options, main
+from impress.report import host
 
 
 class Doubling:
@@ -145,6 +147,16 @@ def test_a_line_that_is_no_cell_is_named(
     state.write_text('{"params": {}}\n')
     assert Doubling([1]).run(tmp_path, "--json", str(report), "--resume") == 2
     assert f"{state} line 1" in capsys.readouterr().err
+
+
+def test_cells_of_another_machine_are_not_resumed(
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Doubling([1]).run(tmp_path, "--json", str(report)) == 0
+    state = state_file(report)
+    state.write_text(state.read_text().replace(json.dumps(host()), '"elsewhere"'))
+    assert Doubling([1, 2]).run(tmp_path, "--json", str(report), "--resume") == 2
+    assert "another machine (elsewhere)" in capsys.readouterr().err
 
 
 def test_the_estimate_counts_only_what_is_left(

@@ -18,7 +18,10 @@ from experiments.systems.rows import Rows, choices, measured_overlap
 from experiments.systems.sweep import BASE
 
 PAGE = "before\n<!-- table: NAME -->\nold\n<!-- end -->\nafter\n"
-META = {"date": "2030-01-02T03:04:05+00:00", "commit": "abc", "quick": True}
+META = {
+    "date": "2030-01-02T03:04:05+00:00", "commit": "abc", "quick": True,
+    "cells": {"commits": ["abc"]},
+}  # fmt: skip
 
 
 def _filled(tmp_path: Path, name: str, reports: dict) -> str:
@@ -46,6 +49,34 @@ def test_a_withdrawn_experiment_gives_no_figure(tmp_path: Path) -> None:
     text = _filled(tmp_path, "paper", {"ttft": {"figures": {"emulator_error": 0.3}}})
     (line,) = [row for row in text.splitlines() if "p50 against AS+H2O+LFU" in row]
     assert "withdrawn" in line
+
+
+def test_what_was_emulated_without_a_check_says_so_and_every_commit_is_named(
+    tmp_path: Path,
+) -> None:
+    """A resumed run stood under its last commit alone, and a run of some cells as checked."""
+    meta = {**META, "emulated": "compute", "cells": {"commits": ["old", "new"]}}
+    text = _filled(tmp_path, "runs", {
+        "ttft": {"figures": {}, "meta": meta},
+        "scale": {"figures": {"emulator_error": 0.05}, "meta": meta},
+        "hits": {"figures": {}},
+    })  # fmt: skip
+    assert "| ttft | 2030-01-02 | `old`, `new` | quick | not checked |" in text
+    assert "| scale | 2030-01-02 | `old`, `new` | quick | 5.0% |" in text
+    assert "| hits | 2030-01-02 | `abc` | quick |  |" in text
+
+
+def test_one_overlap_speaks_for_the_curve() -> None:
+    """Figs 20 and 23 were two different means over the same grid."""
+    units = {f"{when}_unit_{unit}": n for unit in chunks.UNITS
+             for when, n in (("before", 3.0), ("after", 2.0))}  # fmt: skip
+    names = ("amplification", "requests", "io_ms", "io_vs_floor")
+    row = {f"{name}_{when}": 1.0 for name in names for when in ("before", "after")}
+    rows = [{"row_kib": 4, "overlap": 0.6, **row, **dict.fromkeys(units, 1.0)},
+            {"row_kib": 4, "overlap": 0.84, **row, **units}]  # fmt: skip
+    said, _ = chunks.figures(rows, None)
+    assert said["overlap"] == 0.84
+    assert {said[f"chunks_times_fewer.{unit}"] for unit in chunks.UNITS} == {1.5}
 
 
 def test_rows_are_printed_by_the_names_they_have(tmp_path: Path) -> None:

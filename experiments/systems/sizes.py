@@ -114,5 +114,4 @@ def meta(options: Options) -> dict[str, Any]:
         "layers": f"{LAYERS[options.quick]} layers of each model: a slice, not the model",
         "hbm": "emulated in host memory",
         "choices": "computed for real before the clock starts; the clock gets the emulated time",
-        "emulator checked": not options.more.unchecked,
     }
