@@ -285,8 +285,8 @@ class PrefixStore:
         """Erase what is stored of a tenant (None: of all of them) in this store's namespace.
 
         In the shard this process writes. `namespaces`: digests of others instead. Returns (spans,
-        those of them a lease still holds: they go when it ends). Their bytes are gone from the
-        segments on return; what the index has freed is overwritten by
+        those of them a lease still holds: they go when it ends, or with `close`). Their bytes are
+        gone from the segments on return; what the index has freed is overwritten by
         `impress.write.env.compact`, as `impress purge` does.
         """
         digests = {self.namespace} if namespaces is None else set(namespaces)

@@ -54,7 +54,7 @@ class AccessReport:
 class Lease:
     """A pinned prefix. `n_tokens` is 0 on a miss, and `miss_reason` says why.
 
-    Home keeps every byte of it until `release` (the end of the with-block).
+    Home keeps every byte of it until `release` (the end of the with-block), or its store's `close`.
     """
 
     def __init__(

@@ -164,6 +164,11 @@ class Catalog:
                     free.append(self._forget(span))
         return free
 
+    def let_go(self) -> list[SpanRecord]:
+        """At the end: one's own that are out of the index, held or not: they can be reclaimed."""
+        with self.lock:
+            return [self._forget(span) for span in list(self._gone) if span in self.own]
+
     # ---- a repack -------------------------------------------------------------------------
 
     def hold_span(self, span: int) -> tuple[Held, list[View]] | None:

@@ -245,7 +245,7 @@ class Home:
         """Erase everything under these root keys: (spans, those of them still held).
 
         Their bytes are overwritten on the medium before the space is free; what a lease still
-        holds, when it ends.
+        holds, when it ends, or at `close`.
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
@@ -354,16 +354,20 @@ class Home:
             for error in self.committer.take_failures():
                 log.warning("%s: a store failed before close: %s", self._path, error)
         self.others.stop()
-        if self.reclaimer is not None:
-            self.reclaimer.close()
 
     def close(self, *, files: bool) -> None:
-        """Save history, let the index go; the segments too unless a stuck thread may use them."""
+        """Save history, let the index go; the segments too unless a stuck thread may use them.
+
+        No read is begun any more.
+        """
         if self.committer is not None:
             try:
                 self.committer.save_last()
             except StoreFailed as err:
                 log.warning("%s: %s", self._path, err)
+        if self.reclaimer is not None:  # what is held here is not kept beyond this
+            self.reclaimer.add(self.catalog.let_go(), self.index.generation)
+            self.reclaimer.close()
         if files:
             self.ssd.close()
         self.others.close()

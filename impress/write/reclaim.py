@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from time import monotonic
 from typing import Final
 
 from impress.spans.format import SpanRecord
 from impress.stats import Counters
+from impress.write.commit import WRITE_TIMEOUT_S
 from impress.write.directory import Shard
 from impress.write.limbo import Limbo
 from impress.write.readers import present
@@ -31,7 +33,11 @@ YIELD_LOOK_S: Final = 0.01
 
 
 class Reclaim:
-    """Of the shard that this process writes. Thread-safe."""
+    """Of the shard that this process writes. Thread-safe.
+
+    After `close` and in a fork's child it touches nothing: the space is the next open's, or the
+    parent's.
+    """
 
     def __init__(self, shard: Shard, ssd: SsdTier, counters: Counters, limit_s: float) -> None:
         """`limit_s`: longest that a reader is waited for; see Limbo."""
@@ -40,6 +46,10 @@ class Reclaim:
         self._counters = counters
         self._erase: set[int] = set()  # purged, repacked: their bytes go before their space does
         self.limbo = Limbo(limit_s)
+        self._pid = os.getpid()
+        self._state = threading.Condition()
+        self._open = True
+        self._n_busy = 0  # threads that write or free
 
     def spoil(self, spans: Iterable[int]) -> None:
         """Erase these spans' bytes before their space is free."""
@@ -53,9 +63,10 @@ class Reclaim:
 
     def settle(self) -> None:
         """Give back what no other process may be reading any more."""
-        if self.limbo:
-            for record in self.limbo.take(present(self._shard.readers), monotonic()):
-                self.bury(record)
+        with self._ours() as ours:
+            if ours and self.limbo:
+                for record in self.limbo.take(present(self._shard.readers), monotonic()):
+                    self._bury(record)
 
     def wait_for(self, spans: Collection[int]) -> None:
         """Until these spans' space is free, for a while."""
@@ -70,15 +81,40 @@ class Reclaim:
         readers = self._shard.readers
         self._wait(lambda: not any(r.generation < generation or r.held for r in present(readers)))
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Wait for others a last time, then bury what is left: its rows stay until the next open,
-        but for those to be erased."""
+        but for those to be erased. False: a thread is stuck at it and may write yet."""
         self.wait_for([record.span_id for record in self.limbo.records()])
+        with self._state:
+            self._open = False
+            ended = self._state.wait_for(lambda: not self._n_busy, WRITE_TIMEOUT_S)
         for record in self.limbo.take([], monotonic()):
-            self.bury(record)
+            self._bury(record)
+        return ended
 
     def bury(self, record: SpanRecord) -> None:
         """Wipe a span's header, so that no scan finds it again, and give its space back."""
+        with self._ours() as ours:
+            if ours:
+                self._bury(record)
+
+    @contextlib.contextmanager
+    def _ours(self) -> Iterator[bool]:
+        """Whether this process may write there; `close` waits for the end of the block."""
+        if os.getpid() != self._pid:  # before any lock: in a child nobody may ever open it
+            yield False
+            return
+        with self._state:
+            ours = self._open
+            self._n_busy += ours
+        try:
+            yield ours
+        finally:
+            with self._state:
+                self._n_busy -= ours
+                self._state.notify_all()
+
+    def _bury(self, record: SpanRecord) -> None:
         if record.span_id in self._erase:
             self._wipe(record)
         # On a failing disk the header's generation and its rows' sums still give it away.
