@@ -341,9 +341,9 @@ class PrefixStore:
             self._repacker.close(self.config.read_timeout_s)
         self._home.settle()
         # A stuck thread may still use its file: then the files stay open until the process ends.
-        self._home.close(files=self._pool.close(self.config.read_timeout_s))
-        if self._shard is not None:
-            self._shard.unlock()
+        idle = self._pool.close(self.config.read_timeout_s)
+        writers = [w for w in (self._admission, self._repacker) if w is not None]
+        self._home.close(files=idle, writing=not idle and any(w.writing for w in writers))
 
     # ---- answering questions ---------------------------------------------------------------
 

@@ -1,9 +1,11 @@
-"""Whose space it is: after close, after a fork."""
+"""Whose space it is: after close, after a fork, while a write hangs."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,12 +13,49 @@ from conftest import assert_serves, kv_of, prompt, put_prompt
 from test_isolation import everything_in, rows_of
 
 import impress
+import impress.write.commit
+import impress.write.health
 from impress.read.session import Lease
 from impress.upkeep.verify import verify_store
+from impress.write.writer import Writer
+from tiers.base import Bytes, Slot
+from tiers.iopool import Lane
+from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
 #: Nothing goes on by itself, and every read is one of the disk.
 QUIET = {"follow_every_s": 0, "repack_every_s": 0, "dram_bytes": 0, "io_threads": 4}
+
+
+class Hang:
+    """The next write to a segment hangs until `go`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        first, write = threading.Lock(), SsdTier.write
+
+        def hanging(ssd: SsdTier, slot: Slot, off: int, data: Bytes) -> None:
+            if first.acquire(blocking=False):
+                self.begun.set()
+                assert self.go.wait(60)
+            write(ssd, slot, off, data)
+
+        monkeypatch.setattr(SsdTier, "write", hanging)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write is soon given up, and home then soon tries again."""
+    monkeypatch.setattr(impress.write.commit, "WRITE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(impress.write.health, "RETRY_S", 0.0)
+
+
+def written(store: impress.PrefixStore, tokens: np.ndarray) -> Writer:
+    """A writer that was given everything."""
+    writer = store.writer(tokens, wait_s=60)
+    for layer, (k, v) in enumerate(zip(*kv_of(tokens, store.geometry), strict=True)):
+        writer.put(layer, 0, k, v)
+    return writer
 
 
 def assert_all_comes_back(store: impress.PrefixStore) -> None:
@@ -92,3 +131,107 @@ def test_a_forked_child_that_lets_go_of_a_lease_touches_nothing(
             assert np.array_equal(k.numpy(), kv_of(tokens, geometry)[0][0])
     assert rows_of(tokens, geometry) not in everything_in(store.path / "shards/main/segments")
     store.check()
+
+
+# ---- while a write hangs -------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_write_that_hangs_never_lands_on_what_was_stored_since(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    """Its space was free as soon as its store was given up, and another's when it came through."""
+    store, hang = open_store(geometry, **QUIET), Hang(monkeypatch)
+    writer = written(store, prompt(256, 1))
+    writer.close(keep=keep)
+    if keep:
+        with pytest.raises(impress.StoreFailed, match="did not end"):
+            store.flush()
+    else:
+        store.flush()
+    assert writer.stored._end.is_set() and hang.begun.is_set()
+    assert put_prompt(store, prompt(256, 2)).wait(60)
+    store.check()
+    hang.go.set()
+    assert store._pool.idle(60)
+    assert_serves(store, prompt(256, 2), 256)
+    assert_all_comes_back(store)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_shard_stays_locked_while_a_write_to_it_hangs(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The next to open it would store where that write is still to land."""
+    store = open_store(geometry, **{**QUIET, "read_timeout_s": 0.05})
+    hang = Hang(monkeypatch)
+    stored = put_prompt(store, prompt(256, 1))
+    store.close()
+    with pytest.raises(impress.StoreFailed, match="did not end"):
+        stored.wait(60)
+    with pytest.raises(impress.StoreLocked, match="shard main is open for writing"):
+        open_store(geometry, shard=0)
+    assert "shard main stays locked until this process ends" in caplog.text
+    hang.go.set()
+    assert store._pool.close(60)
+    store._shard.unlock()
+
+
+def test_a_hanging_read_does_not_keep_the_shard_locked(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store, go = open_store(geometry, **{**QUIET, "read_timeout_s": 0.05}), threading.Event()
+    assert put_prompt(store, prompt(256, 1)).wait(60)
+    store._pool.submit(Lane.DEMAND, [partial(go.wait, 60)])
+    store.close()
+    assert_serves(open_store(geometry, shard=0), prompt(256, 1), 256)
+    go.set()
+
+
+def test_rows_put_while_their_writer_is_given_up_are_not_written(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers come from several threads: one that waited for a slot wrote when all was over."""
+    store, tokens = open_store(geometry, **QUIET), prompt(256, 1)
+    writer = store.writer(tokens)
+    keys, values = kv_of(tokens, geometry)
+    acquire, waits, go = writer._acquire, threading.Event(), threading.Event()
+
+    def late(n_bytes: int) -> object:
+        buffer = acquire(n_bytes)
+        waits.set()
+        assert go.wait(60)
+        return buffer
+
+    monkeypatch.setattr(writer, "_acquire", late)
+    other = threading.Thread(target=writer.put, args=(0, 0, keys[0], values[0]))
+    other.start()
+    assert waits.wait(60)
+    writer.close(keep=False)
+    store.flush()
+    assert put_prompt(store, prompt(256, 2)).wait(60)
+    go.set()
+    other.join(60)
+    assert store._pool.idle(60)
+    assert_serves(store, prompt(256, 2), 256)
+    assert_all_comes_back(store)
+
+
+def test_a_write_that_fails_for_whatever_reason_is_told(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what a disk may say was: rows for which there was no memory were READY, unwritten."""
+    store, write = open_store(geometry, **QUIET), SsdTier.write
+
+    def failing(ssd: SsdTier, slot: Slot, off: int, data: Bytes) -> None:
+        monkeypatch.setattr(SsdTier, "write", write)
+        raise MemoryError
+
+    monkeypatch.setattr(SsdTier, "write", failing)
+    stored = put_prompt(store, prompt(256, 1))
+    with pytest.raises(impress.StoreFailed, match="MemoryError"):
+        store.flush()
+    assert not stored.ready and store.lookup(prompt(256, 1)) == 0
+    assert_all_comes_back(store)

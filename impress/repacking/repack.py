@@ -155,6 +155,11 @@ class Repacker:
         draft = self._draft
         return [] if draft is None else [draft]
 
+    @property
+    def writing(self) -> bool:
+        """Whether a copy is under way."""
+        return self._draft is not None
+
     def close(self, timeout_s: float) -> None:
         """Stop after the slice under way; what is half copied is given back."""
         self._stop.set()

@@ -83,6 +83,11 @@ class Admission:
         """Records of stores under way: space that no span owns yet."""
         return [draft.record for draft in list(self._drafts.values())]
 
+    @property
+    def writing(self) -> bool:
+        """Whether a write of theirs is under way."""
+        return any(draft.writing for draft in list(self._drafts.values()))
+
     def _done(self, draft: Draft, held: Sequence[Held]) -> None:
         """The committer is through with a draft."""
         del self._drafts[draft.record.span_id]

@@ -123,9 +123,14 @@ class Committer:
             self._wake.notify()
         self._thread.join(timeout_s)
 
+    @property
+    def ended(self) -> bool:
+        """After `close`; False: it is stuck, and the index with it."""
+        return not self._thread.is_alive()
+
     def save_last(self) -> None:
         """After `close`: the history of requests that ended meanwhile. Raises StoreFailed."""
-        if not self._thread.is_alive():  # else it is stuck, and the index with it
+        if self.ended:
             self._save_history()
 
     def _put(self, job: Job) -> None:
@@ -173,8 +178,7 @@ class Committer:
         for job in batch.given_up:
             with contextlib.suppress(StoreFailed):  # a write that failed has ended too
                 job.draft.settle(WRITE_TIMEOUT_S)
-            self._scrap([job.draft.record])
-            job.done()
+            self._give_back(job)
         for swap in batch.swaps:
             swap.done(self._swap(swap))
         for trial in batch.trials:
@@ -326,9 +330,17 @@ class Committer:
         self._counters.add("stored_bytes", record.data_bytes if added > 0 else 0)
         return added > 0
 
+    def _give_back(self, job: StoreJob | GiveUp) -> None:
+        """Its space, once none of its writes can land there any more: one may be stuck."""
+
+        def free() -> None:
+            self._scrap([job.draft.record])
+            job.done()
+
+        job.draft.give_up(free)
+
     def _drop(self, job: StoreJob, error: Exception | None) -> None:
-        self._scrap([job.draft.record])
-        job.done()
+        self._give_back(job)
         job.stored.settle(error=error)
         if error is not None:
             self._counters.add("refused/failed")

@@ -23,7 +23,6 @@ from impress.spans.params import NONE, Layers, Params
 from impress.spans.rows import all_finite, plane_words
 from impress.types import Geometry
 from tiers.base import Bytes, Slot, sums_of
-from tiers.errors import MediumError
 from tiers.iopool import IoPool, Lane
 from tiers.slots import Buffer, BufferPool, aligned
 from tiers.ssd import SsdTier
@@ -163,7 +162,13 @@ class Draft:
         self._media = media
         self._lock = threading.Condition()
         self._writing = 0
+        self._then: Callable[[], None] | None = None  # given up: called when nothing is written
         self._error: Exception | None = None
+
+    @property
+    def writing(self) -> bool:
+        """Whether a write of its is under way."""
+        return self._writing > 0
 
     def order(self) -> RowOrder | None:
         """How its rows lie; None when in every layer in position order. FormatError: a bug."""
@@ -185,13 +190,16 @@ class Draft:
 
     def _submit(self, task: Callable[[], None], buffer: Buffer) -> None:
         with self._lock:
+            if self._then is not None:  # given up while this was on its way: not its place now
+                buffer.release()
+                return
             self._writing += 1
         self._media.pool.submit(Lane.STORE, [partial(self._run, task, buffer)])
 
     def _run(self, task: Callable[[], None], buffer: Buffer) -> None:
         try:
             task()
-        except (StoreFailed, MediumError) as err:
+        except Exception as err:  # whatever it is: it must not pass for written
             with self._lock:
                 self._error = self._error or err
         finally:
@@ -199,6 +207,9 @@ class Draft:
             with self._lock:
                 self._writing -= 1
                 self._lock.notify_all()
+                then = None if self._writing else self._then
+            if then is not None:
+                then()
 
     def _write(self, layer: int, first: int, count: int, slot: Bytes) -> None:
         at = 0
@@ -237,4 +248,13 @@ class Draft:
                 late = TimeoutError(f"ssd: a write did not end within {timeout_s:g} s")
                 raise StoreFailed(f"store: {late}") from late
             if self._error is not None:
-                raise StoreFailed(str(self._error)) from self._error
+                raise StoreFailed(str(self._error) or repr(self._error)) from self._error
+
+    def give_up(self, then: Callable[[], None]) -> None:
+        """`then` is called once nothing can land in its space any more: now, or from the thread of
+        its last write, however long that hangs."""
+        with self._lock:
+            self._then = then
+            if self._writing:
+                return
+        then()

@@ -355,24 +355,30 @@ class Home:
                 log.warning("%s: a store failed before close: %s", self._path, error)
         self.others.stop()
 
-    def close(self, *, files: bool) -> None:
-        """Save history, let the index go; the segments too unless a stuck thread may use them.
+    def close(self, *, files: bool, writing: bool) -> None:
+        """Save history, let index, segments and lock go. No read is begun any more.
 
-        No read is begun any more.
+        `files`: no thread uses segments; `writing`: one is stuck and may write there yet: then
+        all stay this process's.
         """
         if self.committer is not None:
             try:
                 self.committer.save_last()
             except StoreFailed as err:
                 log.warning("%s: %s", self._path, err)
+            writing |= not self.committer.ended
         if self.reclaimer is not None:  # what is held here is not kept beyond this
             self.reclaimer.add(self.catalog.let_go(), self.index.generation)
-            self.reclaimer.close()
-        if files:
+            writing |= not self.reclaimer.close()
+        if files and not writing:
             self.ssd.close()
         self.others.close()
-        if self._shard is not None:
+        if self._shard is not None and writing:
+            said = "%s: a write hangs: shard %s stays locked until this process ends"
+            log.error(said, self._path, self.shard_name)
+        elif self._shard is not None:
             self.index.close()
+            self._shard.unlock()
 
     def check(self, drafts: Iterable[SpanRecord]) -> None:
         """Assert that tree and space agree. `drafts`: stores under way, which own space too."""
