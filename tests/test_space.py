@@ -1,4 +1,4 @@
-"""Whose space it is: after close, after a fork, while a write hangs."""
+"""Whose space it is: after close, after a fork, while a write hangs, in however many parts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from functools import partial
 
 import numpy as np
 import pytest
-from conftest import assert_serves, kv_of, prompt, put_prompt
+from conftest import MIB, assert_serves, kv_of, prompt, put_prompt
 from test_isolation import everything_in, rows_of
 
 import impress
+import impress.write.admission
 import impress.write.commit
 import impress.write.health
+import tiers.space
 from impress.read.session import Lease
 from impress.upkeep.verify import verify_store
 from impress.write.writer import Writer
-from tiers.base import Bytes, Slot
+from tiers.base import PAGE, Bytes, Slot
 from tiers.iopool import Lane
 from tiers.ssd import SsdTier
 
@@ -234,4 +236,49 @@ def test_a_write_that_fails_for_whatever_reason_is_told(
     with pytest.raises(impress.StoreFailed, match="MemoryError"):
         store.flush()
     assert not stored.ready and store.lookup(prompt(256, 1)) == 0
+    assert_all_comes_back(store)
+
+
+# ---- in however many parts -----------------------------------------------------------------------
+
+
+def test_a_store_on_a_fragmented_disk_is_ready_in_hundreds_of_parts(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header was sized for 64: the commit broke off, and whoever waited for it waited on."""
+    monkeypatch.setattr(tiers.space, "LEAST_PART", PAGE)  # else it takes a store of 300 MiB
+    store, tokens = open_store(geometry, **QUIET, disk_bytes=8 * MIB), prompt(640, 1)
+    pages = [store.ssd.reserve(PAGE) for _ in range(8 * MIB // PAGE)]
+    free = [*range(0, 1400, 2), *range(1800, len(pages))]
+    for at in free:
+        store.ssd.free(pages[at])
+    importance = np.random.default_rng(1).random((geometry.n_layers, 640), dtype=np.float32)
+    stored = put_prompt(store, tokens, importance=importance, wait_s=60)
+    store.flush()
+    assert stored.ready
+    (record,) = store.catalog.records()
+    assert len(record.parts) > 600
+    assert_serves(store, tokens, 640)
+    for at in set(range(len(pages))) - set(free):
+        store.ssd.free(pages[at])
+    store.close()
+    again = open_store(geometry, **QUIET)
+    assert_serves(again, tokens, 640)
+    assert_all_comes_back(again)
+
+
+def test_a_header_that_outgrows_its_place_fails_its_own_store_only(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that was committed with it was abandoned: its waiters hung, its space was gone."""
+    store, hang = open_store(geometry, **QUIET), Hang(monkeypatch)
+    first = put_prompt(store, prompt(128, 1))  # the others wait behind it, for one commit
+    with monkeypatch.context() as patch:
+        patch.setattr(impress.write.admission, "meta_bytes", lambda *_: PAGE)
+        bad = put_prompt(store, prompt(128, 2))
+    good = put_prompt(store, prompt(128, 3))
+    hang.go.set()
+    with pytest.raises(impress.StoreFailed, match="header"):
+        store.flush()
+    assert first.ready and good.ready and isinstance(bad.error, impress.StoreFailed)
     assert_all_comes_back(store)

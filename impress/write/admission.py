@@ -126,23 +126,26 @@ class Admission:
     def _reserve_both(self, n_windows: int, layout: SpanLayout) -> tuple[Extent, Slot] | str:
         """Room for a header and for rows, within the day's writes; or why there is none."""
         home, ssd = self._home, self._media.ssd
-        size = meta_bytes(64, n_windows, self._window, self._geometry.n_layers, layout.n_sums)
+        sizes = (n_windows, self._window, self._geometry.n_layers, layout.n_sums)
+        n_bytes = meta_bytes(1, *sizes) + layout.data_bytes
         refused = home.health.refusal()
         if refused:
             return refused
-        if not home.budget.allow(size + layout.data_bytes):
+        if not home.budget.allow(n_bytes):
             return "daily write budget"
+        meta = slot = None
         try:
-            meta = self._reserve(size)
-            if meta is not None and len(meta.parts) == 1:  # a header is one extent, for scans
-                slot = self._reserve(layout.data_bytes)
-                if slot is not None:
-                    return meta.parts[0], slot
-            if meta is not None:
-                ssd.free(meta)
+            slot = self._reserve(layout.data_bytes)
+            if slot is not None:
+                meta = self._reserve(meta_bytes(len(slot.parts), *sizes))
+            if slot is not None and meta is not None and len(meta.parts) == 1:
+                return meta.parts[0], slot  # a header is one extent, for scans
         except MediumError as err:
             home.health.trouble(str(err))
-        home.budget.refund(size + layout.data_bytes)
+        for reserved in (slot, meta):
+            if reserved is not None:
+                ssd.free(reserved)
+        home.budget.refund(n_bytes)
         if ssd.no_room:
             home.health.trouble(ssd.no_room, layout.data_bytes)
         return home.health.refusal() or "disk full"

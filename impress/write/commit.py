@@ -274,7 +274,8 @@ class Committer:
     def _put_header(self, header: SpanHeader) -> SpanRecord:
         """Write a header record; the span's record, what it did not need given back."""
         raw, record, meta = encode_header(header), header.record, header.record.meta
-        assert len(raw) <= meta.length, "header larger than its reservation"
+        if len(raw) > meta.length:
+            raise StoreFailed(f"store: a header of {len(raw)} bytes, reserved were {meta.length}")
         memory = aligned(len(raw))
         memory[:] = np.frombuffer(raw, dtype=np.uint8)
         self._ssd.write(_meta_slot(record), 0, memory)
