@@ -163,7 +163,7 @@ class Scheduler:
         return SimpleNamespace(
             Thread=lambda **options: Thread(self, **options),
             Lock=lambda: Lock(self, module),
-            Condition=lambda: Condition(self, module),
+            Condition=lambda lock=None: Condition(self, lock or Lock(self, module)),
             Event=lambda: Event(self),
             local=real.local,
             get_ident=lambda: id(self.current),
@@ -207,9 +207,13 @@ class Lock:
             limit = None if timeout < 0 else timeout
             if not self._sched.wait_until(lambda: not self._taken, limit):
                 return False
+        self.take()
+        return True
+
+    def take(self) -> None:
+        """It is free."""
         self._taken = True
         self._sched.held[self] = self._sched.current
-        return True
 
     def release(self) -> None:
         self._taken = False
@@ -226,12 +230,21 @@ class Lock:
         self.release()
 
 
-class Condition(Lock):
-    """threading.Condition with a lock of its own (never taken twice by one thread here)."""
+class Condition:
+    """threading.Condition; others may share its lock (never taken twice by one thread here)."""
 
-    def __init__(self, sched: Scheduler, module: str) -> None:
-        super().__init__(sched, module)
+    def __init__(self, sched: Scheduler, lock: Lock) -> None:
+        self.acquire, self.release = lock.acquire, lock.release
+        self._sched = sched
+        self._lock = lock
         self._calls = 0
+
+    def __enter__(self) -> Condition:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         seen = self._calls
@@ -241,15 +254,15 @@ class Condition(Lock):
         return bool(ready()) or self._wait_for(lambda: bool(ready()), timeout)
 
     def _wait_for(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+        lock = self._lock
         self.release()
         try:
-            return self._sched.wait_until(lambda: not self._taken and ready(), timeout)
+            return self._sched.wait_until(lambda: not lock.locked() and ready(), timeout)
         finally:
             if not self._sched.current.killed:
-                if self._taken:
-                    self._sched.wait_until(lambda: not self._taken, None)
-                self._taken = True
-                self._sched.held[self] = self._sched.current
+                if lock.locked():
+                    self._sched.wait_until(lambda: not lock.locked(), None)
+                lock.take()
 
     def notify(self, n: int = 1) -> None:
         self._calls += 1
