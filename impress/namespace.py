@@ -13,19 +13,24 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from impress.config import cache_dir
 from impress.errors import BadInput, Unsupported
+from impress.weights import (
+    StoredTensor,
+    add_tensor,
+    sampled,
+    stored_tensors,
+    weight_files,
+    weights_of,
+)
 
 if TYPE_CHECKING:
     import torch
 
-SAMPLE_BYTES = 64 << 10
-_STRIDE_BYTES = 16 << 20  # between samples of a file whose tensors cannot be told apart
-_MAX_HEADER_BYTES = 100 << 20  # what the safetensors library accepts
 _ENGINE = "transformers"
 _POSITIONS = "after-position absolute"
 
@@ -56,27 +61,19 @@ _TORCH_NAMES = {
 }
 
 
-class _Sample(NamedTuple):
-    """The head of one tensor in a safetensors file."""
-
-    name: str
-    dtype: str  # safetensors code
-    shape: tuple[int, ...]
-    head: bytes  # the first SAMPLE_BYTES of its data, or all of them
-
-
 def namespace_of(
     model_or_dir: Any, *, cross_engine: bool = False, engine: str = _ENGINE, dtype: str = ""
 ) -> bytes:
     """The 32-byte namespace of a Transformers model object, or of a directory with its files.
 
-    A directory (str or path) is read: config.json, the safetensors headers and the first 64 KiB of
-    every tensor; its dtype is the config's, float32 where that names none. A model whose tensors
-    and config still match the directory it was loaded from gets the directory's namespace in the
-    model's own dtype; any other (random weights, a fine-tune or an adapter in memory) gets a digest
-    of samples of its state_dict. `cross_engine` leaves the engine family out, for engines whose KV
-    is close but not equal bit by bit. `engine` names a family other than Transformers, `dtype`
-    what it computes a directory's model in where that is not what its config says.
+    A directory (str or path) is read: config.json, the safetensors headers and samples of every
+    tensor (impress/weights.py); its dtype is the config's, float32 where that names none. A model
+    whose tensors and config still match the directory it was loaded from gets the
+    directory's namespace in the model's own dtype; any other (random weights, a fine-tune, an
+    adapter in memory) gets a digest of samples of its state_dict. `cross_engine` leaves the
+    engine family out, for engines whose KV is close but not equal bit by bit. `engine` names a
+    family other than Transformers, `dtype` what it computes a directory's model in where that is
+    not what its config says.
 
     Effects: the weights digest of a directory is kept in the user's cache directory; a failure
     there is harmless. Raises BadInput for what is no readable model directory and Unsupported for
@@ -157,130 +154,6 @@ def _normalised(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-# --- weights in files -----------------------------------------------------------------------------
-
-
-def weights_of(directory: Path) -> bytes:
-    """The digest of a directory's weights, from the user's cache where the files are unchanged."""
-    files = _weight_files(directory)
-    stamp = []
-    for path in files:
-        stat = path.stat()
-        # ctime tells a copy that kept size and mtime
-        stamp.append([path.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
-    cached = _cache_path(directory)
-    known = _read_cached(cached, stamp)
-    if known is not None:
-        return known
-    digest = hashlib.blake2b(digest_size=32, person=b"impress-wts-v1")
-    for path in files:
-        if path.suffix == ".safetensors":
-            for sample in _samples(path):
-                _add_tensor(digest, sample.name, sample.dtype, sample.shape, sample.head)
-        else:
-            _add_file(digest, path)
-    _write_cached(cached, stamp, digest.digest())
-    return digest.digest()
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights, in a fixed order. Raises BadInput when there are none."""
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        path = directory / index
-        if path.is_file():
-            return _indexed_files(path)
-    single = directory / "model.safetensors"
-    if single.is_file():
-        return [single]
-    for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth"):
-        found = sorted(path for path in directory.glob(pattern) if path.is_file())
-        if found:
-            return found
-    raise BadInput(f"namespace: {directory} holds no weights")
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise BadInput(f"namespace: cannot read {index}: {err!r}") from None
-    files = [index.parent / name for name in names]
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise BadInput(f"namespace: {index.parent} lacks {missing[0]}, which its index names")
-    return files
-
-
-def _samples(path: Path) -> Iterator[_Sample]:
-    """The head of every tensor of a safetensors file, by name. Raises BadInput on a broken file."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            size = path.stat().st_size
-            (n_header,) = struct.unpack("<Q", file.read(8))
-            if n_header > min(size, _MAX_HEADER_BYTES):
-                raise ValueError(f"header of {n_header} bytes")
-            header = json.loads(file.read(n_header))
-            header.pop("__metadata__", None)
-            for name in sorted(header):
-                entry = header[name]
-                first, end = entry["data_offsets"]
-                n_bytes = min(end - first, SAMPLE_BYTES)
-                head = os.pread(file.fileno(), n_bytes, 8 + n_header + first)
-                if len(head) != n_bytes:
-                    raise ValueError(f"{name} ends past the file")
-                yield _Sample(name, entry["dtype"], tuple(entry["shape"]), head)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as err:
-        raise BadInput(f"namespace: {path} is no readable safetensors file: {err}") from None
-
-
-def _add_tensor(
-    digest: hashlib.blake2b, name: str, dtype: str, shape: tuple[int, ...], head: bytes
-) -> None:
-    title = json.dumps([name, dtype, list(shape), len(head)]).encode()
-    digest.update(struct.pack("<Q", len(title)) + title + head)
-
-
-def _add_file(digest: hashlib.blake2b, path: Path) -> None:
-    """Name, size, and samples at fixed distances and at the end, of a file of any format."""
-    size = path.stat().st_size
-    digest.update(json.dumps([path.name, size]).encode())
-    with path.open("rb", buffering=0) as file:
-        for start in [*range(0, size, _STRIDE_BYTES), max(0, size - SAMPLE_BYTES)]:
-            digest.update(os.pread(file.fileno(), SAMPLE_BYTES, start))
-
-
-# --- the cached digest ----------------------------------------------------------------------------
-
-
-def _cache_path(directory: Path) -> Path:
-    name = hashlib.blake2b(str(directory).encode(), digest_size=16).hexdigest()
-    return cache_dir() / "weights" / f"{name}.json"
-
-
-def _read_cached(path: Path, stamp: list[list[Any]]) -> bytes | None:
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if known["files"] != stamp:
-            return None
-        digest = bytes.fromhex(known["digest"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return digest if len(digest) == 32 else None
-
-
-def _write_cached(path: Path, stamp: list[list[Any]], digest: bytes) -> None:
-    """Replace the cached digest in one step. Without a writable cache it is computed each time."""
-    fresh = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with os.fdopen(os.open(fresh, flags, 0o600), "w", encoding="utf-8") as file:
-            json.dump({"files": stamp, "digest": digest.hex()}, file)
-        fresh.replace(path)
-    except OSError:
-        return
-
-
 # --- weights in memory ----------------------------------------------------------------------------
 
 
@@ -291,8 +164,8 @@ def _weights_of_state(model: Any) -> bytes:
         if tensor.device.type == "meta":
             raise Unsupported(f"namespace: the weights of {name} are not in memory (meta device)")
         dtype = str(tensor.dtype).removeprefix("torch.")
-        head = _head(tensor, SAMPLE_BYTES // tensor.element_size())
-        _add_tensor(digest, name, dtype, tuple(tensor.shape), head)
+        read = partial(_bytes, tensor.detach().reshape(-1))
+        add_tensor(digest, name, dtype, tuple(tensor.shape), tensor.nbytes, read)
     digest.update(json.dumps(adapter_settings(model)).encode())
     return digest.digest()
 
@@ -317,7 +190,7 @@ def _setting(module: Any, name: str) -> str:
 def _is_of(model: Any, directory: Path) -> bool:
     """Whether a model's config and every tensor are those of the directory, cast to its dtype."""
     try:
-        files = _weight_files(directory)
+        files = weight_files(directory)
         if not all(path.suffix == ".safetensors" for path in files):
             return False
         loaded = type(model.config).from_pretrained(directory, local_files_only=True)
@@ -332,9 +205,9 @@ def _tensors_match(model: Any, files: list[Path]) -> bool:
     state: dict[str, torch.Tensor] = model.state_dict()
     matched = set()
     try:
-        for sample in (sample for path in files for sample in _samples(path)):
-            tensor = state.pop(sample.name, None)
-            if tensor is None or not _matches(tensor, sample, model.dtype):
+        for stored in (stored for path in files for stored in stored_tensors(path)):
+            tensor = state.pop(stored.name, None)
+            if tensor is None or not _matches(tensor, stored, model.dtype):
                 return False
             matched.add((tensor.data_ptr(), tuple(tensor.shape), tensor.stride()))
     except BadInput:
@@ -343,23 +216,38 @@ def _tensors_match(model: Any, files: list[Path]) -> bool:
     return all((t.data_ptr(), tuple(t.shape), t.stride()) in matched for t in state.values())
 
 
-def _matches(tensor: torch.Tensor, sample: _Sample, model_dtype: torch.dtype) -> bool:
+def _matches(tensor: torch.Tensor, stored: StoredTensor, model_dtype: torch.dtype) -> bool:
     import torch
 
-    stored_dtype = getattr(torch, _TORCH_NAMES.get(sample.dtype, ""), None)
-    if stored_dtype is None or tuple(tensor.shape) != sample.shape or tensor.is_meta:
+    stored_dtype = getattr(torch, _TORCH_NAMES.get(stored.dtype, ""), None)
+    if stored_dtype is None or tuple(tensor.shape) != stored.shape or tensor.is_meta:
         return False
     if tensor.dtype != (model_dtype if stored_dtype.is_floating_point else stored_dtype):
         return False
-    if not sample.head:
-        return True
-    stored = torch.frombuffer(bytearray(sample.head), dtype=stored_dtype).to(tensor.dtype)
-    return _head(tensor, stored.numel()) == _head(stored, stored.numel())
+    size = stored_dtype.itemsize
+    if stored.n_bytes != tensor.numel() * size:
+        return False
+    flat = tensor.detach().reshape(-1)
+    for first, end in sampled(stored.name, stored.n_bytes):
+        piece = torch.frombuffer(bytearray(stored.read(first, end)), dtype=stored_dtype)
+        if not _same_bits(flat[first // size : end // size], piece.to(tensor.dtype)):
+            return False
+    return True
 
 
-def _head(tensor: torch.Tensor, n_elements: int) -> bytes:
-    """The bytes of the first elements in row-major order."""
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     import torch
 
-    flat = tensor.detach().reshape(-1)[:n_elements].cpu().contiguous()
-    return flat.view(torch.uint8).numpy().tobytes()
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    bits = [t.detach().cpu().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*bits)
+
+
+def _bytes(flat: torch.Tensor, first: int, end: int) -> bytes:
+    """Bytes of a tensor [n], from the device it is on."""
+    import torch
+
+    size = flat.element_size()
+    piece = flat[first // size : end // size].cpu()
+    return piece.view(torch.uint8).numpy().tobytes()

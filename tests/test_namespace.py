@@ -15,7 +15,8 @@ import transformers
 
 import impress
 from impress.errors import BadInput, Unsupported
-from impress.namespace import SAMPLE_BYTES, namespace_of
+from impress.namespace import namespace_of
+from impress.weights import SAMPLE_BYTES
 
 SIZES = {
     "vocab_size": 600,  # an embedding of more than one sample
@@ -126,6 +127,40 @@ def test_any_tensor_s_change_is_seen(saved):
     assert namespace_of(saved) != before
 
 
+def one_token(model):
+    """As an adapter that trains single tokens leaves them when it is merged."""
+    model.model.embed_tokens.weight[550] += 1
+
+
+def rows_inside(model):
+    """An attention head's worth of rows in the middle of a large matrix."""
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.nbytes > 2 << 20
+    weight.view(-1)[1 << 18 : 1 << 19] += 1
+
+
+def last_value(model):
+    model.model.layers[0].mlp.up_proj.weight[-1, -1] += 1
+
+
+@pytest.mark.parametrize("change", [one_token, rows_inside, last_value])
+def test_what_differs_far_from_a_tensor_s_head_is_another_model(tmp_path, change):
+    base, other = tmp_path / "base", tmp_path / "other"
+    tiny(intermediate_size=10_000, vocab_size=20_000).save_pretrained(base)
+    model = load(base)
+    assert namespace_of(model) == namespace_of(base)
+    with torch.no_grad():
+        change(model)
+    changed = namespace_of(model)
+    model.save_pretrained(other)
+    assert len({namespace_of(base), namespace_of(other), changed}) == 3
+    assert namespace_of(load(other)) == namespace_of(other)
+    nameless = [load(path) for path in (base, other)]
+    for one in nameless:
+        one.config._name_or_path = ""  # known by its tensors alone
+    assert len({namespace_of(one) for one in nameless}) == 2
+
+
 def test_a_sharded_directory_is_read_through_its_index(tmp_path):
     path = tmp_path / "model"
     tiny().save_pretrained(path, max_shard_size="100KB")
@@ -148,6 +183,17 @@ def test_other_weight_formats_are_sampled_as_files(tmp_path):
     before = namespace_of(path)
     torch.save(tiny(seed=1).state_dict(), path / "pytorch_model.bin")
     assert namespace_of(path) != before
+
+
+def test_one_value_deep_in_a_file_of_torch_save_is_seen_by_the_sums_at_its_end(tmp_path):
+    model = tiny(vocab_size=4_000)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    before = namespace_of(tmp_path)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[2_000, 0] += 1
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert namespace_of(tmp_path) != before
 
 
 def test_a_snapshot_s_revision_is_seen(saved, tmp_path):
@@ -192,6 +238,14 @@ def test_the_weights_digest_is_cached_privately_until_a_file_changes(saved, cach
     entry.write_text(json.dumps({**known, "digest": "00" * 32}))
     assert namespace_of(saved) != true  # taken from the cache
     os.utime(saved / "model.safetensors", ns=(1, 1))
+    assert namespace_of(saved) == true
+
+
+def test_a_digest_cached_under_other_rules_of_sampling_is_made_again(saved, cache_dir):
+    true = namespace_of(saved)
+    (entry,) = cache_dir.iterdir()
+    known = json.loads(entry.read_text())
+    entry.write_text(json.dumps({"files": known["files"][1:], "digest": "00" * 32}))
     assert namespace_of(saved) == true
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from impress.errors import BadInput, Unsupported
-from impress.namespace import weights_of
+from impress.weights import weights_of
 
 #: vLLM's kinds of extra keys. The salt becomes the tenant; of an adapter the files count, not the
 #: path, since a store outlives what lay there.

@@ -1,0 +1,199 @@
+"""What the weight files of a model directory hold: a digest of samples of every tensor.
+
+The digest is kept in the user's cache directory until a file changes. Importing this module imports
+neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import os
+import struct
+from collections.abc import Callable, Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from impress.config import cache_dir
+from impress.errors import BadInput
+
+SAMPLE_BYTES = 64 << 10
+_WHOLE_BYTES = 1 << 20  # a tensor of no more is read whole
+_PAGE_BYTES = 4 << 10
+_PAGE_STRIDE_BYTES = 1 << 20  # an attention head's rows of a large model
+_CHUNK_BYTES = 16 << 20  # read at once of a tensor that is read whole
+_STRIDE_BYTES = 16 << 20  # between samples of a file whose tensors cannot be told apart
+_MAX_HEADER_BYTES = 100 << 20  # what the safetensors library accepts
+_RULES = 2  # of sampling; digests that were cached under others are made again
+# In the names of tables with a row for each token or position: one row may be all that differs.
+_TABLES = ("embed", "wte", "wpe")
+
+
+class StoredTensor(NamedTuple):
+    """One tensor in a safetensors file that is open."""
+
+    name: str
+    dtype: str  # safetensors code
+    shape: tuple[int, ...]
+    n_bytes: int
+    file: FileIO
+    at: int  # of its first byte in the file
+
+    def read(self, first: int, end: int) -> bytes:
+        """Bytes of its data. Raises BadInput where the file has them not."""
+        try:
+            piece = os.pread(self.file.fileno(), end - first, self.at + first)
+        except OSError as err:
+            raise BadInput(f"namespace: cannot read {self.file.name}: {err}") from None
+        if len(piece) != end - first:
+            raise BadInput(f"namespace: {self.file.name}: {self.name} ends past the file")
+        return piece
+
+
+def weights_of(directory: Path) -> bytes:
+    """The digest of a directory's weights, from the user's cache where the files are unchanged."""
+    files = weight_files(directory)
+    stamp: list[list[Any]] = [["rules", _RULES]]
+    for path in files:
+        stat = path.stat()
+        # ctime tells a copy that kept size and mtime
+        stamp.append([path.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
+    cached = _cache_path(directory)
+    known = _read_cached(cached, stamp)
+    if known is not None:
+        return known
+    digest = hashlib.blake2b(digest_size=32, person=b"impress-wts-v1")
+    for path in files:
+        if path.suffix == ".safetensors":
+            for tensor in stored_tensors(path):
+                name, dtype, shape, n_bytes, *_ = tensor
+                add_tensor(digest, name, dtype, shape, n_bytes, tensor.read)
+        else:
+            _add_file(digest, path)
+    _write_cached(cached, stamp, digest.digest())
+    return digest.digest()
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights, in a fixed order. Raises BadInput when there are none."""
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        path = directory / index
+        if path.is_file():
+            return _indexed_files(path)
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth"):
+        found = sorted(path for path in directory.glob(pattern) if path.is_file())
+        if found:
+            return found
+    raise BadInput(f"namespace: {directory} holds no weights")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
+        raise BadInput(f"namespace: cannot read {index}: {err!r}") from None
+    files = [index.parent / name for name in names]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise BadInput(f"namespace: {index.parent} lacks {missing[0]}, which its index names")
+    return files
+
+
+def stored_tensors(path: Path) -> Iterator[StoredTensor]:
+    """Every tensor of a safetensors file, by name; each can be read until the next is asked for.
+
+    Raises BadInput on a broken file.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = path.stat().st_size
+            (n_header,) = struct.unpack("<Q", file.read(8))
+            if n_header > min(size, _MAX_HEADER_BYTES):
+                raise ValueError(f"header of {n_header} bytes")
+            header = json.loads(file.read(n_header))
+            header.pop("__metadata__", None)
+            for name in sorted(header):
+                entry = header[name]
+                first, end = (operator.index(at) for at in entry["data_offsets"])
+                at = 8 + n_header + first
+                if not 0 <= first <= end or at + end - first > size:
+                    raise ValueError(f"{name} ends past the file")
+                shape = tuple(entry["shape"])
+                yield StoredTensor(name, entry["dtype"], shape, end - first, file, at)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as err:
+        raise BadInput(f"namespace: {path} is no readable safetensors file: {err}") from None
+
+
+def sampled(name: str, n_bytes: int) -> Iterator[tuple[int, int]]:
+    """The byte ranges (first, end) that are looked at of a tensor's data in row-major order.
+
+    All of it, in chunks, where it is small or a table; else its head, a page in every MiB and its
+    tail.
+    """
+    if n_bytes <= _WHOLE_BYTES or any(part in name for part in _TABLES):
+        for first in range(0, n_bytes, _CHUNK_BYTES):
+            yield first, min(first + _CHUNK_BYTES, n_bytes)
+        return
+    yield 0, SAMPLE_BYTES
+    for first in range(_PAGE_STRIDE_BYTES, n_bytes - _PAGE_BYTES, _PAGE_STRIDE_BYTES):
+        yield first, first + _PAGE_BYTES
+    yield n_bytes - _PAGE_BYTES, n_bytes
+
+
+def add_tensor(
+    digest: hashlib.blake2b, name: str, dtype: str, shape: tuple[int, ...], n_bytes: int,
+    read: Callable[[int, int], bytes],
+) -> None:  # fmt: skip
+    """A tensor's title and what is sampled of its data, read(first, end), into a digest."""
+    ranges = list(sampled(name, n_bytes))
+    n_sampled = sum(end - first for first, end in ranges)
+    title = json.dumps([name, dtype, list(shape), n_sampled]).encode()
+    digest.update(struct.pack("<Q", len(title)) + title)
+    for first, end in ranges:
+        digest.update(read(first, end))
+
+
+def _add_file(digest: hashlib.blake2b, path: Path) -> None:
+    """Name, size, and samples at fixed distances and at the end, of a file of any format."""
+    size = path.stat().st_size
+    digest.update(json.dumps([path.name, size]).encode())
+    with path.open("rb", buffering=0) as file:
+        for start in [*range(0, size, _STRIDE_BYTES), max(0, size - SAMPLE_BYTES)]:
+            digest.update(os.pread(file.fileno(), SAMPLE_BYTES, start))
+
+
+# --- the cached digest ----------------------------------------------------------------------------
+
+
+def _cache_path(directory: Path) -> Path:
+    name = hashlib.blake2b(str(directory).encode(), digest_size=16).hexdigest()
+    return cache_dir() / "weights" / f"{name}.json"
+
+
+def _read_cached(path: Path, stamp: list[list[Any]]) -> bytes | None:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if known["files"] != stamp:
+            return None
+        digest = bytes.fromhex(known["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return digest if len(digest) == 32 else None
+
+
+def _write_cached(path: Path, stamp: list[list[Any]], digest: bytes) -> None:
+    """Replace the cached digest in one step. Without a writable cache it is computed each time."""
+    fresh = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(fresh, flags, 0o600), "w", encoding="utf-8") as file:
+            json.dump({"files": stamp, "digest": digest.hex()}, file)
+        fresh.replace(path)
+    except OSError:
+        return
