@@ -68,9 +68,10 @@ def namespace_of(
 
     A directory (str or path) is read: config.json, the safetensors headers and samples of every
     tensor (impress/weights.py); its dtype is the config's, float32 where that names none. A model
-    whose tensors and config still match the directory it was loaded from gets the
+    whose tensors, buffers and config still match the directory it was loaded from gets the
     directory's namespace in the model's own dtype; any other (random weights, a fine-tune, an
-    adapter in memory) gets a digest of samples of its state_dict. `cross_engine` leaves the
+    adapter in memory, RoPE's angles rounded by `.to(dtype)`) gets a digest of samples of its
+    state_dict and of the buffers that its config would make otherwise. `cross_engine` leaves the
     engine family out, for engines whose KV is close but not equal bit by bit. `engine` names a
     family other than Transformers, `dtype` what it computes a directory's model in where that is
     not what its config says.
@@ -99,10 +100,11 @@ def _of_model(model: Any, family: str) -> bytes:
     dtype = str(model.dtype).removeprefix("torch.")
     name = getattr(model.config, "_name_or_path", None) or getattr(model, "name_or_path", "")
     directory = Path(name).resolve() if name else None
-    if directory is not None and directory.is_dir() and _is_of(model, directory):
+    odd = _odd_buffers(model)
+    if directory is not None and directory.is_dir() and not odd and _is_of(model, directory):
         return _of_directory(directory, _read_config(directory), dtype, family)
     revision = getattr(model.config, "_commit_hash", None) or ""
-    return _combine(config, revision, _weights_of_state(model), dtype, family)
+    return _combine(config, revision, _weights_of_state(model, odd), dtype, family)
 
 
 def _combine(
@@ -157,10 +159,10 @@ def _normalised(config: Mapping[str, Any]) -> dict[str, Any]:
 # --- weights in memory ----------------------------------------------------------------------------
 
 
-def _weights_of_state(model: Any) -> bytes:
-    """The digest of samples of a model's state_dict, and of its adapters' settings."""
+def _weights_of_state(model: Any, odd: Mapping[str, torch.Tensor]) -> bytes:
+    """The digest of samples of a state_dict and odd buffers, and of the adapters' settings."""
     digest = hashlib.blake2b(digest_size=32, person=b"impress-mem-v1")
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted({**model.state_dict(), **odd}.items()):
         if tensor.device.type == "meta":
             raise Unsupported(f"namespace: the weights of {name} are not in memory (meta device)")
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -168,6 +170,36 @@ def _weights_of_state(model: Any) -> bytes:
         add_tensor(digest, name, dtype, tuple(tensor.shape), tensor.nbytes, read)
     digest.update(json.dumps(adapter_settings(model)).encode())
     return digest.digest()
+
+
+def _odd_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Buffers that no file holds, by name, where they are not what the model's config makes them.
+
+    RoPE's frequencies are such: from_pretrained(…, dtype) keeps them float32, `.to(dtype)` after it
+    rounds them, and the same weights then rotate keys by other angles.
+    """
+    odd = {}
+    for path, module in model.named_modules():
+        unsaved = module._non_persistent_buffers_set
+        mine = {name: b for name, b in module.named_buffers(recurse=False) if name in unsaved}
+        fresh = _made_anew(module, model.config) if mine else {}
+        for name, buffer in mine.items():
+            if name not in fresh or not _same_bits(buffer, fresh[name]):
+                odd[f"{path}.{name}"] = buffer
+    return odd
+
+
+def _made_anew(module: Any, config: Any) -> dict[str, torch.Tensor]:
+    """The buffers of a module that takes nothing but a config, as RoPE's; else none."""
+    import torch
+
+    if next(module.parameters(), None) is not None:  # they would be drawn at random
+        return {}
+    try:
+        with torch.device("cpu"):
+            return dict(type(module)(config).named_buffers(recurse=False))
+    except Exception:  # somebody else's class: what it asks for is not known
+        return {}
 
 
 def adapter_settings(model: Any) -> list[list[str]]:
@@ -238,7 +270,7 @@ def _matches(tensor: torch.Tensor, stored: StoredTensor, model_dtype: torch.dtyp
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     import torch
 
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if one.dtype != other.dtype or one.shape != other.shape or one.is_meta:
         return False
     bits = [t.detach().cpu().reshape(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*bits)

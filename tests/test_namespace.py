@@ -312,6 +312,46 @@ def test_a_change_in_memory_is_seen_by_sample_name_config_or_dtype(saved):
     assert len(digests) == 6
 
 
+ROPE = {"rope_theta": 10000.0, "factor": 4.0}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear"},
+        {"rope_type": "llama3", **LLAMA3},
+        {"rope_type": "yarn", "original_max_position_embeddings": 64},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rounded_angles_are_another_model(tmp_path, rope):
+    """from_pretrained(dtype=…) keeps RoPE's frequencies float32; .to(dtype) rounds them."""
+    path = tmp_path / "model"
+    tiny(dtype=torch.bfloat16, rope_parameters={**ROPE, **rope}).bfloat16().save_pretrained(path)
+    plain = load(path, dtype=torch.bfloat16)
+    assert namespace_of(plain) == namespace_of(path)
+    rounded = load(path, dtype=torch.bfloat16).to(torch.bfloat16)
+    assert namespace_of(rounded) != namespace_of(plain)
+    again = load(path, dtype=torch.bfloat16).to(torch.bfloat16)
+    assert namespace_of(again) == namespace_of(rounded)
+    wide = load(path, dtype=torch.float32)
+    widened = again.to(torch.float32)  # the same weights, and float32 angles that were rounded once
+    assert torch.equal(wide.model.embed_tokens.weight, widened.model.embed_tokens.weight)
+    assert namespace_of(widened) != namespace_of(wide)
+
+
+@pytest.mark.parametrize("source", ["from_pretrained", "in memory"])
+def test_angles_that_the_config_does_not_make_are_another_model(saved, source):
+    def made():
+        return load(saved) if source == "from_pretrained" else tiny()
+
+    model = made()
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    assert namespace_of(model) != namespace_of(made())
+
+
 def test_a_model_without_files_is_known_by_its_tensors(saved):
     assert namespace_of(tiny()) == namespace_of(tiny())
     assert len({namespace_of(m) for m in (tiny(), tiny(seed=1), tiny().bfloat16())}) == 3
