@@ -630,11 +630,90 @@ def test_other_weights_share_a_directory_and_never_a_prefix(tmp_path):
             assert torch.equal(out, model.generate(ids, max_new_tokens=4))
 
 
-def test_weights_changed_after_attach_are_refused(tmp_path):
-    model = tiny()
+def in_place(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+
+
+def through_data(model):
+    """As RL weight sync and EMA swaps write: the version autograd keeps does not move."""
+    for mine, new in zip(model.parameters(), tiny(seed=1).parameters(), strict=True):
+        mine.data.copy_(new)
+
+
+def one_small_tensor_through_data(model):
+    """As an adapter's A and B are written: all other tensors stay."""
+    model.model.layers[1].input_layernorm.weight.data.mul_(1.5)
+
+
+def a_transposed_tensor_through_data(model):
+    model.model.layers[1].self_attn.o_proj.weight.data.mul_(1.5)
+
+
+def rounded_angles(model):
+    model.model.rotary_emb.to(torch.bfloat16)
+
+
+def angles_through_data(model):
+    model.model.rotary_emb.inv_freq.data.mul_(0.5)
+
+
+def one_tensor_more(model):
+    model.model.layers[0].mlp.register_parameter("lora_a", torch.nn.Parameter(torch.zeros(3)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(in_place, through_data, one_small_tensor_through_data, a_transposed_tensor_through_data),
+        *(rounded_angles, angles_through_data, one_tensor_more),
+    ],
+)
+def test_weights_changed_after_attach_are_refused_until_attached_again(tmp_path, change):
+    """The old weights' prefix is not served, nor the new weights' rows stored under their name."""
+    model, ids = tiny(), prompts(200)
+    turned = model.model.layers[1].self_attn.o_proj
+    turned.weight = torch.nn.Parameter(turned.weight.detach().clone().t())
     with attach(model, tmp_path) as engine:
-        with torch.no_grad():
+        engine.generate(ids, max_new_tokens=2)
+        engine.flush()
+        engine.generate(ids, max_new_tokens=2)
+        assert engine.last_request.hit_tokens == 192
+        change(model)
+        with pytest.raises(StoreMismatch, match="changed"):
+            engine.generate(ids, max_new_tokens=2)
+    with attach(model, tmp_path) as engine:
+        out = engine.generate(ids, max_new_tokens=4)
+        assert engine.last_request.hit_tokens == 0
+        assert torch.equal(out, model.generate(ids, max_new_tokens=4))
+
+
+def test_weights_without_a_version_are_seen_to_change(tmp_path):
+    """Tensors made in inference mode count no writes."""
+    with torch.inference_mode():
+        model = tiny()
+    with attach(model, tmp_path) as engine:
+        engine.generate(prompts(10), max_new_tokens=2)
+        with torch.inference_mode():
             model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        with pytest.raises(StoreMismatch, match="changed"):
+            engine.generate(prompts(10))
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["other values", "one other value"])
+def test_a_tensor_that_takes_the_memory_of_another_is_seen(tmp_path, alike):
+    """An adapter deleted and another loaded under its name may get the address of the first."""
+    model = tiny()
+    layer = model.model.layers[0].mlp.up_proj
+    memory = layer.weight.detach().numpy().copy()
+    layer.weight = torch.nn.Parameter(torch.from_numpy(memory))
+    with attach(model, tmp_path) as engine:
+        engine.generate(prompts(10), max_new_tokens=2)
+        del layer.weight
+        memory[0, 1] *= 1.5
+        if not alike:
+            memory *= 1.5
+        layer.weight = torch.nn.Parameter(torch.from_numpy(memory))
         with pytest.raises(StoreMismatch, match="changed"):
             engine.generate(prompts(10))
 

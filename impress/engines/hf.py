@@ -124,7 +124,7 @@ class Engine:
         self._policy = policy
         self._owns_store = owns_store
         self._store_new = store_new and store.writable
-        self._weights = hf_models.weights_state(model)
+        self._weights = hf_models.Weights(model)
         self._storing = StoreQueue(store, limit=_MAX_WAITING, wait_s=_STORE_WAIT_S)
         self._modes = Modes(model, store, policy)
         self._turn = Turn()
@@ -251,7 +251,7 @@ class Engine:
     def _check_usable(self) -> None:
         if self._closed:
             raise ImpressError("the engine is closed")
-        if hf_models.weights_state(self.model) != self._weights:
+        if self._weights.changed():
             raise StoreMismatch("the model's weights changed since attach(): attach it again")
 
     def _run(

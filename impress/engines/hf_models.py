@@ -5,7 +5,8 @@ Pure checks and shapes: nothing here touches a store or runs a model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from impress.types import Geometry
 FAMILIES = ("opt", "llama", "qwen2", "qwen3", "mistral")
 ATTENTION = ("sdpa", "eager")  # the stock kernels whose result was compared bit by bit
 DEFAULT_NEW_TOKENS = 32
+_SAMPLES = 31  # of a tensor, to notice a change; odd: those of a matrix lie in many columns
 
 # Arguments of generate() that would change what the prompt is, where its rows stand, or who owns
 # the cache; a value of None asks for nothing.
@@ -107,13 +109,60 @@ def _check_attention(config: Any) -> None:
         )
 
 
-def weights_state(model: Any) -> list[Any]:
-    """A value that changes when weights are replaced, edited in place or adapted. Process-local."""
-    versions = [
-        (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-        for tensor in model.parameters()
-    ]
-    return [versions, adapter_settings(model)]
+class Weights:
+    """What a model's weights are, to be asked later whether they still are. Process-local.
+
+    Noticed: a parameter or buffer that is another object, lies elsewhere or was written through
+    autograd's version; another adapter; and, whatever way it was written (`.data`, inference mode,
+    memory used again), a change of the sampled elements. A change that moves neither address nor
+    version and that is nowhere sampled is not: a few rows of an embedding through `.data`, say.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        tensors = _tensors(model)
+        # Weak: what was replaced is to be freed; what is gone never passes for what took its place.
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._state = _state(model, tensors)
+
+    def changed(self) -> bool:
+        """Whether they are others now. Every request waits for this: on a GPU one copy from it."""
+        tensors = _tensors(self._model)
+        if len(tensors) != len(self._tensors):
+            return True
+        if any(ref() is not tensor for ref, tensor in zip(self._tensors, tensors, strict=True)):
+            return True
+        return _state(self._model, tensors) != self._state
+
+
+def _tensors(model: Any) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _state(model: Any, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    versions = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+    return [versions, _samples(tensors), adapter_settings(model)]
+
+
+@torch.inference_mode()
+def _samples(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """Some elements of every tensor, of all tensors on one device in one copy."""
+    alike: dict[Any, dict[Any, list[torch.Tensor]]] = {}
+    for tensor in tensors:
+        alike.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(_sample(tensor))
+    samples = []
+    for by_dtype in alike.values():
+        parts = [torch.cat(group).view(torch.uint8) for group in by_dtype.values()]
+        samples.append(torch.cat(parts).cpu().numpy().tobytes())
+    return samples
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """At most _SAMPLES elements of a tensor, spread over it: a view [n] where it is contiguous."""
+    if tensor.is_contiguous():
+        step = max(1, -(-tensor.numel() // _SAMPLES))
+        return tensor.as_strided((-(-tensor.numel() // step),), (step,))
+    return tensor[tuple(slice(None, None, -(-n // 5) or 1) for n in tensor.shape)].reshape(-1)
 
 
 def check_request(
