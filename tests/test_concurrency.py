@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import assert_serves, kv_of, prompt, put_prompt
 
 import impress
@@ -174,12 +175,26 @@ def filled(open_store: Open, geometry: impress.Geometry, **config: Any) -> impre
     return store
 
 
-def test_what_is_on_its_way_is_read_once(open_store: Open, small: impress.Geometry) -> None:
+def page_aligned_outs(geometry: impress.Geometry, n_tokens: int) -> list[tuple[Any, Any]]:
+    """Memory of the caller's that a prefix is read into directly."""
+    shape = n_tokens, geometry.n_kv_heads, geometry.head_dim
+    planes = [
+        torch.from_numpy(aligned(n_tokens * geometry.k_row_bytes)).view(torch.float32).view(shape)
+        for _ in range(2 * geometry.n_layers)
+    ]
+    rows = [plane.transpose(0, 1) for plane in planes]
+    return list(zip(rows[::2], rows[1::2], strict=True))
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_is_on_its_way_is_read_once(
+    open_store: Open, small: impress.Geometry, direct: bool
+) -> None:
     store = filled(open_store, small)
     with cold_sessions(store, prompt(256), 3) as sessions:
         gate = Gate(store)
         for session in sessions:
-            session.prefetch()
+            session.prefetch(page_aligned_outs(small, 256) if direct else None)
         gate.opened.set()
         for session in sessions:
             assert_right(session, prompt(256), small)
@@ -208,6 +223,49 @@ def test_who_follows_one_that_gave_up_reads_for_itself(
         gate.opened.set()
         closing.join(60)
         assert_right(second, prompt(256), small)
+    assert_nothing_is_left(store)
+
+
+def test_memory_that_was_taken_back_is_not_looked_at_by_who_follows(
+    open_store: Open, small: impress.Geometry
+) -> None:
+    """A caller that was told nothing touches its memory may unmap it: looking is a fault then."""
+    store = filled(open_store, small)
+    with cold_sessions(store, prompt(256), 2) as (first, second):
+        gate = Gate(store)
+        first.prefetch(page_aligned_outs(small, 256))
+        second.prefetch()
+        busy = threading.Event()  # who follows gets no thread yet
+        hogs = store._pool.submit(Lane.DEMAND, [lambda: busy.wait(60) and None] * 2)
+        gate.opened.set()
+        assert_right(first, prompt(256), small)
+        assert first.close()
+        busy.set()
+        hogs.wait(60)
+        assert_right(second, prompt(256), small)
+        assert store.stats()["shared_bytes"] == 0
+        assert gate.n_bytes == 2 * 256 * small.token_bytes
+    assert_nothing_is_left(store)
+
+
+def test_close_waits_for_who_copies_out_of_the_callers_memory(
+    open_store: Open, small: impress.Geometry
+) -> None:
+    store = filled(open_store, small)
+    order: list[object] = []
+    with cold_sessions(store, prompt(256), 1) as (session,):
+        session.prefetch(page_aligned_outs(small, 256))
+        assert_right(session, prompt(256), small)
+        flight = session._flights[0]
+        closing = threading.Thread(target=lambda: order.append(session.close()))
+        with flight.looked_at() as there:
+            assert there
+            closing.start()
+            while not flight._is_over:
+                pass
+            order.append("copied")
+        closing.join(60)
+    assert order == ["copied", True]
     assert_nothing_is_left(store)
 
 

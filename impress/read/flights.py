@@ -2,26 +2,58 @@
 
 The follower gets bytes of its own: copied when the first one's reads have ended, and verified as
 any read is. What does not match (the first one gave up, failed, or its owner wrote to its memory)
-is read from home after all. So nobody shares memory with a stranger, and nothing is believed.
+is read from home after all, and so is what its owner has taken back. So nobody shares memory with a
+stranger, and nothing is believed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 from tiers.base import Bytes, Home, Read, verify
 from tiers.errors import ReadFailed
 from tiers.iopool import Ticket
 
 
-@dataclass(frozen=True, slots=True)
 class Flight:
-    """Planes being read whole into `dests`, until `ended`."""
+    """Planes being read whole into `dests`, until `ended`; others may copy them until `over`."""
 
-    dests: Sequence[Bytes]
-    ended: Ticket
+    def __init__(self, dests: Sequence[Bytes], ended: Ticket) -> None:
+        self.dests = dests
+        self.ended = ended
+        self._lock = threading.Lock()
+        self._n_users = 1  # its owner, and who copies right now
+        self._is_over = False
+        self._left = Ticket(1)
+
+    @contextmanager
+    def looked_at(self) -> Iterator[bool]:
+        """Whether its bytes may be looked at; they may then until the block ends."""
+        with self._lock:
+            may = not self._is_over
+            self._n_users += may
+        try:
+            yield may
+        finally:
+            if may:
+                self._leave()
+
+    def over(self) -> Ticket:
+        """Its owner takes the memory back: nobody begins to look at it any more. Done when those
+        who do have ended; they copy, and wait for no medium. Once."""
+        with self._lock:
+            self._is_over = True
+        self._leave()
+        return self._left
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._n_users -= 1
+            is_last = not self._n_users
+        if is_last:
+            self._left.run(lambda: None)
 
 
 class Flights:
@@ -52,19 +84,21 @@ def take(home: Home, reads: Sequence[Read], whole: Sequence[Bytes], flight: Flig
 
     What it cannot give is read from home. Raises ReadFailed, MediumError as home does.
     """
-    left: list[Read] = []
-    n_bytes = 0
-    for read in reads:
-        assert read.sums is not None, "what carries no sums is not shared"
-        read.dest[:] = _same_place(read.dest, whole, flight.dests)
-        try:
-            verify(read, "a read under way")
-            n_bytes += len(read.dest)
-        except ReadFailed:
-            left.append(read)
+    with flight.looked_at() as there:
+        left = [read for read in reads if not (there and _copied(read, whole, flight))]
     if left:
         home.read(left)
-    return n_bytes
+    return sum(len(read.dest) for read in reads) - sum(len(read.dest) for read in left)
+
+
+def _copied(read: Read, whole: Sequence[Bytes], flight: Flight) -> bool:
+    assert read.sums is not None, "what carries no sums is not shared"
+    read.dest[:] = _same_place(read.dest, whole, flight.dests)
+    try:
+        verify(read, "a read under way")
+    except ReadFailed:
+        return False
+    return True
 
 
 def _same_place(part: Bytes, whole: Sequence[Bytes], others: Sequence[Bytes]) -> Bytes:

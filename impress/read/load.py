@@ -104,6 +104,7 @@ class Load:
         self._dests = [self._dest(i) for i in range(len(planes))]
         plan = self._plan([g.read for g in gathers])
         self._followed = self._follow()
+        self.flight: Flight | None = None  # others may copy what it brings
         self.tickets: dict[str, Ticket] = {}
         if plan.home:  # first: it takes longest
             self.tickets["ssd"] = self._submit_home(plan.home)
@@ -202,7 +203,8 @@ class Load:
         ticket = self.reading.pool.submit(self._lane, tasks)
         alone = self._lane is not Lane.DEMAND or self._ahead is not None  # not for others
         if self.positions is None and not alone:
-            self.reading.flights.begin(self._key(), Flight(self._dests, ticket))
+            self.flight = Flight(self._dests, ticket)
+            self.reading.flights.begin(self._key(), self.flight)
         return ticket
 
     def _submit(self, cache: ChunkCache, by_part: list[tuple[Part, Pieces]]) -> Ticket:

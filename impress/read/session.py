@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.policy import Exact, Policy
+from impress.read.flights import Flight
 from impress.read.load import Load
 from impress.read.parts import Source, behind
 from impress.read.promote import Looked, after, climb
@@ -156,6 +157,7 @@ class Session:
         self._loads: dict[int, Load] = {}  # under way
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
         self._touching: list[Ticket] = []  # what may read into `outs`, or from there
+        self._flights: list[Flight] = []  # others may copy from `outs`
         self._climbs: list[Ticket] = []
         self._gate = Ticket(1)  # they begin when it is done
         self._held_bytes = 0  # of buffers that wait for it
@@ -281,7 +283,8 @@ class Session:
         self._given.clear()
         self._open_gate()
         self._hand_over()
-        return ended(self._touching, self._r.config.read_timeout_s)
+        copied = [flight.over() for flight in self._flights]
+        return ended([*self._touching, *copied], self._r.config.read_timeout_s)
 
     def __enter__(self) -> Session:
         return self
@@ -299,6 +302,8 @@ class Session:
         load = Load(self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs)
         if outs is not None:
             self._touching += load.tickets.values()  # past the time limit, too
+            if load.flight is not None:
+                self._flights.append(load.flight)
         return load
 
     def _climb(self, load: Load) -> Ticket | None:
