@@ -14,8 +14,10 @@ from conftest import wait_for_promotions
 import impress
 from impress.engines import hf, hf_models
 from impress.engines.hf_cache import RowsCache
+from impress.engines.hf_prefix import end_reads
 from impress.engines.hf_storing import Job, StoreQueue
 from impress.errors import BadInput, StoreMismatch, Unsupported
+from tiers.base import PAGE
 from tiers.slots import BufferPool
 
 WINDOW = 64
@@ -376,6 +378,28 @@ def test_rows_beyond_the_room_move_to_more_room():
     assert cache.get_seq_length() == cache.length == 20
     cache.release()
     assert pool.used_bytes == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_memory_a_prefix_was_read_into_is_not_rented_again_before_its_reads_end(device):
+    """Copies of a prefix are made from there, behind the request, when its rows have long moved:
+    to more room, or to another device. Rented meanwhile, others wrote over what was copied."""
+    pool = BufferPool(None)
+    cache = RowsCache(impress.Geometry(1, 1, 1, 8, dtype="float32"), 1, 64, pool, n_prefix=64)
+    views = cache.layers[0].prefix_views(0)
+    for view in views:
+        view.fill_(1)
+    new = torch.zeros(1, 1, 1, 8, device=device)
+    cache.update(new, new, 0)
+    others = [pool.acquire(PAGE) for _ in views]  # as large as what the rows have left
+    for other in others:
+        other.array[:] = 255
+    assert all(bool((view == 1).all()) for view in views)
+    used_bytes = pool.used_bytes
+    end_reads(None, cache)
+    assert pool.used_bytes == used_bytes - 2 * PAGE
+    cache.release()
+    assert pool.used_bytes == 2 * PAGE
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

@@ -127,6 +127,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         self._index = index
         # K and V; nothing before the first update of a miss.
         self._planes: Sequence[_Plane | _Lent] = ()
+        self._left: list[_Plane | _Lent] = []  # by the rows; the prefix may still be copied from it
         if n_prefix:
             self._planes = self._new_planes(torch.device("cpu"))
 
@@ -190,12 +191,19 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
 
     def release(self) -> None:
         """Give the memory back. Idempotent."""
+        self.release_left()
         for plane in self._planes:
             plane.release()
         self._planes = ()
 
+    def release_left(self) -> None:
+        """Give back what rows moved out of: no read of the prefix touches it any more."""
+        for plane in self._left:
+            plane.release()
+        self._left.clear()
+
     def forsake(self) -> None:
-        for plane in self._planes:
+        for plane in (*self._planes, *self._left):
             plane.forsake()
 
     def _check(self, key_states: torch.Tensor) -> None:
@@ -225,7 +233,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
     def _move(self, planes: Sequence[_Plane | _Lent], n_rows: int) -> None:
         for old, new in zip(self._planes, planes, strict=True):
             new.rows[:, :n_rows].copy_(old.rows[:, :n_rows])
-            old.release()
+        self._left += self._planes  # copies of the prefix are made from there until it is closed
         self._planes = planes
 
 
@@ -292,6 +300,11 @@ class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
             layer.forsake()
         if self._rental is not None:
             self._rental.forsake()
+
+    def release_left(self) -> None:
+        """The prefix has been closed: give back memory that rows moved out of."""
+        for layer in self.layers:
+            layer.release_left()
 
     def release(self) -> None:
         """Give all memory back. Nobody may look at the rows afterwards. Idempotent."""

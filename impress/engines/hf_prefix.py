@@ -100,6 +100,7 @@ def end_reads(prefix: StoredPrefix | None, cache: RowsCache) -> None:
     """Close a prefix; memory that a stuck read may still write into is never rented again."""
     if prefix is not None and not prefix.close():
         cache.forsake()
+    cache.release_left()
 
 
 def find_prefix(store: PrefixStore, rows: Sequence[npt.NDArray[np.int32]]) -> StoredPrefix | None:
