@@ -10,6 +10,7 @@ import transformers
 from test_engine_hf import MODELS, assert_same_bits, attach, continued, prompts, tiny
 
 from impress.engines.hf_observed import ATTENTION_NAME, OBSERVED_ROWS
+from impress.errors import Unsupported
 from impress.policy import Exact, Quality, SnapWindow, StaticH2O
 from impress.spans.tables import read_header
 
@@ -124,3 +125,21 @@ def test_the_models_attention_is_back_after_an_error(tmp_path):
         with pytest.raises(RuntimeError, match="of the caller"):
             engine.generate(ids, max_new_tokens=4, stopping_criteria=stop)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("policy", [Quality(0.1), Exact()], ids=lambda policy: policy.name)
+def test_guidance_is_refused_before_its_second_prompt_is_taken_for_the_prompt(tmp_path, policy):
+    """Its pass over another prompt once ran in the attention of this one: that prompt's rows told
+    what was important in this one, and what its mask hid was seen."""
+    model, ids = tiny("llama"), prompts(100)
+    model.generation_config.guidance_scale = 1.5  # what a checkpoint may bring
+    with attach(model, tmp_path, policy=policy) as engine:
+        with pytest.raises(Unsupported, match=r"guidance_scale=1.5 is not supported"):
+            engine.generate(ids, max_new_tokens=2)
+        assert engine.last_request is None
+        engine.generate(ids, max_new_tokens=2, guidance_scale=1)
+        engine.flush()
+        (found,) = stored_importance(engine)
+    if policy.name != "exact":
+        want = attention_of_last_rows(model, ids)[0, :, :64]
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-7)

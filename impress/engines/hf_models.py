@@ -41,15 +41,21 @@ _REFUSED = {
     "dola_layers": "only greedy decoding and sampling are served",
     "constraints": "constrained search needs beams",
     "force_words_ids": "constrained search needs beams",
+    "negative_prompt_ids": "guidance runs the model on a second prompt in the midst of a request",
+    "negative_prompt_attention_mask": "guidance runs the model on a second prompt",
 }
 # What generate() takes beside the settings of a GenerationConfig. All else would reach the model's
 # forward, where it may change keys that the token ids do not tell apart.
 _ARGUMENTS = {
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
-    *("synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask", "tokenizer"),
-    *("trust_remote_code", "logits_to_keep"),
+    *("synced_gpus", "tokenizer", "trust_remote_code", "logits_to_keep"),
 }
-_ONE = {"num_beams": "beam search reorders the cache", "num_return_sequences": "one per row"}
+_ONE = {
+    "num_beams": "beam search reorders the cache",
+    "num_return_sequences": "one per row",
+    # Under an attention of ours it would lose its mask, or be taken for the prompt's own.
+    "guidance_scale": "guidance runs the model on a second prompt in the midst of a request",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +246,9 @@ def _check_options(model: Any, kwargs: Mapping[str, Any]) -> None:
         if value is not None and value is not False:
             raise Unsupported(f"{name} is not supported: {why}")
     for name, why in _ONE.items():
-        if (setting(model, kwargs, name) or 1) != 1:
-            raise Unsupported(f"{name} above 1 is not supported: {why}")
+        value = setting(model, kwargs, name)
+        if value not in (None, 1):
+            raise Unsupported(f"{name}={value} is not supported, only 1: {why}")
     if setting(model, kwargs, "use_cache") is False:
         raise Unsupported("use_cache=False is not supported: there would be nothing to reuse")
     settings = vars(GenerationConfig())
