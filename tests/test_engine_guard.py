@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from masked_reference import HIT, LOGITS, Watched, model_of, request_ids
-from test_engine_hf import CONFIG, assert_same_bits, damage, last_layer_keys, prompts
+from test_engine_hf import CONFIG, assert_same_bits, attach, damage, last_layer_keys, prompts
 
 from impress.cli.explain import explain
 from impress.demo.lookup import tasks
@@ -260,6 +262,49 @@ def test_an_audit_never_begins_beside_a_request():
     assert not entered
     with turn.audit():
         turn.check()
+
+
+def test_a_request_that_waits_is_not_forgotten_when_another_ends():
+    """An audit that came between the two went on for a whole forward, and the request waited."""
+    turn = Turn()
+
+    def request():
+        with turn.request():
+            pass
+
+    waiting = threading.Thread(target=request)
+    with turn.audit():
+        waiting.start()
+        while not turn._n_wanted:
+            pass
+        request()  # this thread's own: it may
+        with pytest.raises(Interrupted):
+            turn.check()
+    waiting.join(60)
+    turn.check()
+
+
+def test_an_audit_makes_way_for_another_engine_on_its_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "RERUN_EVERY", 1)
+    model, ids, check = model_of("llama"), prompts(100), Turn.check
+    engine = filled(model, tmp_path / "guarded", Liar(), guard_shadows=1)
+    with engine, attach(model, tmp_path / "other") as other, ThreadPoolExecutor(1) as threads:
+        ask(engine)
+        seen, asked = [], []
+
+        def come(turn):
+            seen.append(1)
+            if len(seen) == 3:  # at the model's second layer
+                asked.append(threads.submit(other.generate, ids, max_new_tokens=4))
+                while not turn._n_wanted and not asked[0].done():
+                    pass
+            check(turn)
+
+        monkeypatch.setattr(Turn, "check", come)
+        assert ask(engine)[1].mode == "sparse"
+        assert (ledger_of(engine)["reruns"], len(seen)) == (0, 3)
+        found = asked[0].result(60)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=4))
 
 
 def test_watches_that_find_no_room_or_no_rows_are_dropped_and_leave_nothing(tmp_path, monkeypatch):

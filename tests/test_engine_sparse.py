@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -319,3 +321,40 @@ def test_another_thread_on_the_model_gets_an_error_not_an_answer(tmp_path):
             model(ids)
         with pytest.raises(Unsupported, match=ATTENTION_NAME):
             engine.generate(ids)
+
+
+class Halting(tuple):
+    """Rows by layer; who asks for the second layer's waits."""
+
+    def __init__(self, _rows):
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __getitem__(self, layer):
+        if layer == 1:
+            self.reached.set()
+            assert self.go.wait(60)
+        return super().__getitem__(layer)
+
+
+def test_two_engines_on_one_model_take_turns(tmp_path):
+    """While rows are chosen the model attends in another way, to whoever runs it: a second engine
+    refused its request, and one that had begun a moment before was answered without a mask."""
+    model, ids, chosen = model_of("llama"), request_ids(), SIZES["different in each layer"]
+    one, other = filled(model, tmp_path / "one"), filled(model, tmp_path / "other")
+    halting = Halting(chosen)
+    with one, other, ThreadPoolExecutor(3) as threads:
+        options = {"max_new_tokens": 16, "do_sample": False, **LOGITS}
+        sparse = threads.submit(one.generate, ids, policy=Given(halting), **options)
+        assert halting.reached.wait(60)
+        asked = [
+            threads.submit(other.generate, ids, **options),
+            threads.submit(attach, model, tmp_path / "third"),
+        ]
+        while one._turn._n_wanted < 3 and not any(each.done() for each in asked):
+            pass
+        halting.go.set()
+        exact, third = (each.result(60) for each in asked)
+        third.close()
+        sparse = sparse.result(60)
+    assert_same_bits(exact, continued(model, prompts(200), ids, HIT, n_new=16, do_sample=False))
+    assert_matches(sparse, reference(model, ids, chosen))

@@ -28,7 +28,7 @@ from impress.config import Config
 from impress.engines import hf_models
 from impress.engines.buffers import Virtual, VirtualBuffers, buffers_of
 from impress.engines.choice import Choice
-from impress.engines.hf_audit import Auditor, Shared, Turn, Watch, watch_of
+from impress.engines.hf_audit import Auditor, Shared, Watch, turn_of, watch_of
 from impress.engines.hf_cache import RowsCache, rent
 from impress.engines.hf_chosen import (
     ChosenCache,
@@ -74,7 +74,8 @@ def attach(
     stored with them: the attention of the prompt's last rows (hf_observed). `virtual` keeps rows in
     contiguous virtual buffers (buffers.py), where the machine gives them; answers are the same.
     """
-    hf_models.check_model(model)
+    with turn_of(model).request():  # while another engine's runs, its attention is not its own
+        hf_models.check_model(model)
     geometry = hf_models.geometry_of(model.config, model.dtype)
     settings = config or Config()
     given = path_or_store if isinstance(path_or_store, PrefixStore) else settings
@@ -102,7 +103,7 @@ def attach(
 
 
 class Engine:
-    """A model and its store. One request at a time; storing goes on in a thread of its own.
+    """A model and its store. Engines on a model take turns; storing goes on in its own thread.
 
     Made by `attach`. A context manager: leaving closes it.
     """
@@ -126,8 +127,9 @@ class Engine:
         self._store_new = store_new and store.writable
         self._weights = hf_models.Weights(model)
         self._storing = StoreQueue(store, limit=_MAX_WAITING, wait_s=_STORE_WAIT_S)
-        self._modes = Modes(model, store, policy)
-        self._turn = Turn()
+        self._turn = turn_of(model)
+        with self._turn.request():
+            self._modes = Modes(model, store, policy)
         self._auditor = Auditor(model, store, self._turn)
         self._last: tuple[Request, Outcome] | None = None
         self._closed = False
@@ -165,13 +167,13 @@ class Engine:
         the argument, before anything is read.
         """
         started = perf_counter()
-        self._check_usable()
-        asked, policy = policy, self._modes.policy_of(policy)
-        prompt = hf_models.check_request(self.model, input_ids, max_new_tokens, options)
-        if chooses(policy):
-            check_choosing(self.model, prompt, policy)
         once = PromptOnce(streamer) if streamer is not None else None
         with self._turn.request():
+            self._check_usable()
+            asked, policy = policy, self._modes.policy_of(policy)
+            prompt = hf_models.check_request(self.model, input_ids, max_new_tokens, options)
+            if chooses(policy):
+                check_choosing(self.model, prompt, policy)
             return self._answer(prompt, asked, once, FirstLogits(started))
 
     def _answer(

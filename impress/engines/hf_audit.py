@@ -4,7 +4,7 @@ generate() ── offer ──> | watch | watch | ──> thread: each layer's m
               full: dropped                           model again, whole ─> first token's KL, flips
 
 One thread, which makes way: it waits a little for a request under way before each layer, and a
-forward of its own ends at the next layer once a request has come.
+forward of its own ends at the next layer once a request has come, to whichever engine on its model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -40,22 +41,33 @@ _PATIENCE_S: Final = 0.5  # for a request under way, before each layer; then it 
 
 
 class Turn:
-    """Whose turn it is at the model. Requests wait for nothing but the rest of a layer."""
+    """Whose turn it is at the model. Requests wait for each other, and for the rest of a layer of
+    an audit."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: object = None) -> None:
+        self._config = config  # held: while there is a turn, no other object has its id
         self._lock = threading.RLock()
-        self._idle = threading.Event()
+        self._counting = threading.Lock()
+        self._n_wanted = 0  # requests under way, or waiting
+        self._idle = threading.Event()  # between two requests
         self._idle.set()
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        self._idle.clear()
-        with self._lock:
-            self._idle.clear()
-            try:
-                yield
-            finally:
-                self._idle.set()
+        self._count(1)
+        try:
+            with self._lock:
+                self._idle.clear()
+                try:
+                    yield
+                finally:
+                    self._idle.set()
+        finally:
+            self._count(-1)
+
+    def _count(self, n: int) -> None:
+        with self._counting:
+            self._n_wanted += n
 
     @contextmanager
     def audit(self) -> Iterator[None]:
@@ -70,12 +82,25 @@ class Turn:
 
     def check(self) -> None:
         """Raises Interrupted when a request has come."""
-        if not self._idle.is_set():
+        if self._n_wanted:
             raise Interrupted
 
     def wait(self) -> None:
         """Let a request under way end, within reason."""
         self._idle.wait(_PATIENCE_S)
+
+
+_turns: WeakValueDictionary[int, Turn] = WeakValueDictionary()  # by the id of the config
+_turns_lock = threading.Lock()
+
+
+def turn_of(model: Any) -> Turn:
+    """The turn of all engines on a model: its config says how it attends, to every one of them."""
+    with _turns_lock:
+        turn = _turns.get(id(model.config))
+        if turn is None:
+            turn = _turns[id(model.config)] = Turn(model.config)
+        return turn
 
 
 class Interrupted(Exception):
