@@ -273,7 +273,7 @@ class PrefixStore:
     def evict(self, n_bytes: int) -> int:
         """Drop what is worth least (`Config.eviction`), leaves first, never leased; bytes freed.
 
-        Segments left empty go back to the file system. Waits for the commit.
+        Segments left empty go back to the file system. Waits for the commit; 0 where it failed.
         """
         freed = self._home.evict(n_bytes)
         self._home.ssd.trim()
@@ -287,11 +287,12 @@ class PrefixStore:
         In the shard this process writes. `namespaces`: digests of others instead. Returns (spans,
         those of them a lease still holds: they go when it ends, or with `close`). Their bytes are
         gone from the segments on return; what the index has freed is overwritten by
-        `impress.write.env.compact`, as `impress purge` does.
+        `impress.write.env.compact`, as `impress purge` does. Raises StoreFailed where the disk does
+        not take that: purge again, or all comes back with the next open.
         """
         digests = {self.namespace} if namespaces is None else set(namespaces)
         if tenant is None:
-            roots = {r.root for r in self.catalog.own_records() if r.namespace in digests}
+            roots = {r.root for r in self.catalog.all_records() if r.namespace in digests}
             self._reading.params.forget(digests)
         else:
             shape = (self.geometry, self.window, tenant, self._secret)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import impress
 from impress.cli.main import app
+from impress.write.index import Index
 from tiers.base import Read
 from tiers.errors import MediumError
 from tiers.iopool import Lane
@@ -168,6 +169,88 @@ def test_an_erasure_that_fails_is_said(
         store.purge()
     assert store.counters["unerased_spans"] == 2
     store.check()
+
+
+def no_room(*args: object, **named: object) -> None:
+    raise impress.StoreFailed("index: No space left on device")
+
+
+@pytest.mark.parametrize("then", ["purge", "flush", "close"])
+def test_a_purge_that_the_index_did_not_take_is_not_done_yet(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """It was said to be done, as if a lease held the span, and a reopened store served it."""
+    store, tokens = open_store(geometry, dram_bytes=0), prompt(256, 3)
+    put_prompt(store, tokens).wait(60)
+    mark = rows_of(tokens, geometry)
+    with monkeypatch.context() as faulty:
+        faulty.setattr(store.index, "commit", no_room)
+        for _ in range(2):
+            with pytest.raises(impress.StoreFailed, match=r"not purged: index: No space.*again"):
+                store.purge()
+        assert store.lookup(tokens) == 0
+        store.check()
+    if then == "purge":
+        assert store.purge() == (1, 0) and store.counters["purged_spans"] == 1
+    elif then == "flush":
+        with pytest.raises(impress.StoreFailed, match="No space"):  # what failed since the last
+            store.flush()
+    if then != "close":
+        assert store.ssd.usage().used == 0
+        store.check()
+    store.close()
+    assert mark not in everything_in(store.path / "shards/main/segments")
+    with open_store(geometry) as again:
+        assert again.lookup(tokens) == 0
+
+
+def test_a_purge_by_command_that_the_index_did_not_take_is_one_line(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(geometry) as store:
+        put_prompt(store, prompt(256)).wait(60)
+        path = store.path
+    purge = ["purge", "--store", str(path), "--namespace", "test"]
+    with monkeypatch.context() as faulty:
+        faulty.setattr(Index, "commit", no_room)
+        done = CliRunner().invoke(app, purge)
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1, done.output
+    assert "not purged: index: No space left on device" in done.stderr and not done.stdout
+    again = CliRunner().invoke(app, purge)
+    assert again.exit_code == 0 and "1 spans erased" in again.stdout
+
+
+def test_a_purge_does_not_fail_with_a_store_that_waited_with_it(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One transaction was to hold both; the store's sync fails, and the purge went with it."""
+    store, hers = open_store(geometry, dram_bytes=0), prompt(256, 1)
+    put_for(store, hers, "alice")
+    store.flush()
+    begun, going_on, sync = threading.Event(), threading.Event(), SsdTier.sync
+
+    def fails_once_let_go(self: SsdTier, slots: object) -> None:
+        if going_on.is_set():
+            raise MediumError("ssd: no")
+        begun.set()
+        assert going_on.wait(60)
+        sync(self, slots)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SsdTier, "sync", fails_once_let_go)
+    put_for(store, prompt(128, 2), "bob")
+    assert begun.wait(60)
+    late = store.store(prompt(128, 3), *kv_of(prompt(128, 3), geometry), wait_s=30, tenant="bob")
+    purged: list[tuple[int, int]] = []
+    purging = threading.Thread(target=lambda: purged.append(store.purge("alice")))
+    purging.start()
+    while len(store._home.committer._jobs) < 3:  # type: ignore[union-attr]
+        pass  # the store, the purge and what it waits for; the suite's time limit ends it
+    going_on.set()
+    purging.join(60)
+    assert purged == [(1, 0)]
+    with pytest.raises(impress.StoreFailed, match="ssd: no"):
+        late.wait(60)
+    assert rows_of(hers, geometry) not in everything_in(store.path / "shards/main/segments")
 
 
 def test_everything_is_private(open_store: Open, geometry: impress.Geometry) -> None:

@@ -479,6 +479,30 @@ def test_a_failing_disk_is_read_only_until_it_takes_writes(
     sound(store)
 
 
+def test_what_the_index_does_not_let_go_is_not_followed_by_more(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look for room took live spans out of the tree, and freed nothing before a restart."""
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    for seed in range(4):
+        assert put_prompt(store, prompt(128, seed)).wait(60)
+    used = store.ssd.usage().used
+    with monkeypatch.context() as faulty:
+        faulty.setattr(store.index, "commit", failing(StoreFailed("index: No space left")))
+        assert [store.evict(1) for _ in range(3)] == [0, 0, 0]
+        assert store.ssd.usage().used == used and store.stats()["retired_spans"] == 1
+    assert sum(store.lookup(prompt(128, seed)) for seed in range(4)) == 3 * 128
+    freed = store.evict(1)
+    assert freed == used - store.ssd.usage().used == used // 4
+    assert sum(store.lookup(prompt(128, seed)) for seed in range(4)) == 3 * 128
+    with pytest.raises(StoreFailed, match="No space left"):  # what failed since the last
+        store.flush()
+    sound(store)
+    store.close()
+    with open_store(geometry, window=WINDOW) as again:
+        assert again.stats()["spans"] == 3
+
+
 def test_what_a_failed_sync_may_have_lost_is_never_ready(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -549,3 +573,23 @@ def test_a_full_file_system_is_read_only_until_there_is_room(
         assert put_prompt(store, prompt(128, seed)).wait(60)  # by eviction
         assert_serves(store, prompt(128, seed), 128)
         sound(store)
+
+
+def test_a_purge_on_a_full_file_system_is_not_done_and_can_be_done_again(
+    small_disk: Path, geometry: impress.Geometry
+) -> None:
+    config = impress.Config(window=WINDOW, segment_bytes=MIB, dram_bytes=0)
+    with impress.PrefixStore.open(small_disk / "store", geometry, "test", config) as store:
+        assert put_prompt(store, prompt(128)).wait(60)
+        with store.index._env.begin():  # an old reader: nothing the index freed is used again
+            with (small_disk / "filler").open("wb", buffering=0) as filler:
+                with pytest.raises(OSError, match="No space left"):
+                    while filler.write(bytes(4096)):
+                        pass
+            with pytest.raises(StoreFailed, match=r"not purged: .*No space left on device"):
+                store.purge()
+        (small_disk / "filler").unlink()
+        assert store.purge() == (1, 0)
+        assert store.ssd.usage().used == 0 and store.lookup(prompt(128)) == 0
+    with impress.PrefixStore.open(small_disk / "store", geometry, "test", config) as store:
+        assert store.lookup(prompt(128)) == 0

@@ -203,6 +203,10 @@ class MergedCatalog(Catalog):
         """Take one's own spans under a root key out of the tree, held or not; they."""
         return self.withdraw({r.span_id for r in self.own_records() if r.root == root})
 
+    def retired_bytes(self, spans: Iterable[int]) -> int:
+        """What those of these spans own that are in no node any more, and not reclaimed yet."""
+        return sum(r.data_bytes + r.meta.length for r in self.retired_records(spans))
+
     def own_records(self) -> list[SpanRecord]:
         """Of one's own in the tree."""
         return [record for record in self.records() if record.span_id in self.own]

@@ -62,6 +62,9 @@ class Committer:
         self._open = True
         self._save_asked = False
         self._failures: list[Exception] = []
+        self._undone = Batch()  # deletes that failed
+        self.undone = ""
+        """Why spans that were deleted are still in the index; empty: none are."""
         self._thread = threading.Thread(target=self._work, name="impress-commit", daemon=True)
         self._thread.start()
 
@@ -69,13 +72,28 @@ class Committer:
         self._put(job)
 
     def delete(self, spans: list[int]) -> None:
-        """Retired spans: out of the index, then reclaimed when nobody holds them."""
+        """Retired spans: out of the index, then reclaimed when nobody holds them.
+
+        Where that fails, `undone` says so, and it is tried again with every batch.
+        """
         if spans:
             self._put(spans)
+
+    def delete_now(self, spans: list[int], timeout_s: float) -> str:
+        """As `delete`, and waits: why they, or earlier ones, are `undone`. Raises StoreFailed."""
+        self.delete(spans)
+        if not self.barrier(timeout_s):
+            raise StoreFailed(f"index: no commit within {timeout_s:g} s")
+        return self.undone
 
     def erase(self, spans: list[int]) -> None:
         """As `delete`, and the log of changes forgets all it says."""
         self._put(Erase(spans))
+
+    @property
+    def undeleted(self) -> list[int]:
+        """Spans that are `undone`."""
+        return self._undone.deletes
 
     def give_up(self, draft: Draft, done: Callable[[], None]) -> None:
         """A refused store: its space is free again when its last write has ended."""
@@ -160,6 +178,9 @@ class Committer:
             for event in batch.barriers:
                 event.set()
         try:
+            self._retry()
+            if self.undone:
+                log.warning("%d deleted spans are back at the next open", len(self.undeleted))
             self._index.commit({}, heat=self._catalog.heat())
         except StoreFailed as err:
             self.fail(err)
@@ -174,6 +195,7 @@ class Committer:
                 self._duties.trouble(str(err))
 
     def _deal_with(self, batch: Batch) -> None:
+        self._retry()
         self._commit(batch)
         for job in batch.given_up:
             with contextlib.suppress(StoreFailed):  # a write that failed has ended too
@@ -196,6 +218,11 @@ class Committer:
             trial.error = err
         self._ssd.free(trial.slot)
         trial.ended.set()
+
+    def _retry(self) -> None:
+        """Delete what could not be deleted before, in a transaction of its own."""
+        if self.undone:
+            self._commit(self._undone)
 
     # ---- one batch -------------------------------------------------------------------------
 
@@ -225,14 +252,26 @@ class Committer:
             self._duties.trouble(str(err))
             for job in written:
                 self._drop(job, StoreFailed(str(err)))
-            if batch.deletes:
-                self.fail(StoreFailed(str(err)))
+            if batch.deletes or batch.forget:
+                self._keep(batch, str(err))
+            if written:
+                self._retry()  # alone: it may have been the stores that did not go
             return
+        if batch is self._undone:
+            self._undone, self.undone = Batch(), ""
         self._names.update(names)
         superfluous = [job.draft.record.span_id for job in written if not self._publish(job)]
         if superfluous:
             self._commit(Batch(deletes=superfluous))
         self._reclaim(self._catalog.deleted(batch.deletes))
+
+    def _keep(self, batch: Batch, why: str) -> None:
+        """These deletes are to be tried again: their spans would come back with the next open."""
+        if batch is not self._undone:
+            self.fail(StoreFailed(why))
+            deletes = [*dict.fromkeys(self._undone.deletes + batch.deletes)]
+            self._undone = Batch(deletes=deletes, forget=self._undone.forget or batch.forget)
+        self.undone = why
 
     def _write_header(self, job: StoreJob) -> bool:
         """Wait for the rows, then write the header. False when there is nothing to commit."""

@@ -126,7 +126,7 @@ class Home:
         # Where a shard could not be read, what hangs from its spans only seems to be in vain.
         if self.committer is not None and self._superfluous and self.others.error is None:
             self._spoil(self._superfluous)  # what they hung from may have been purged
-            self._delete(self._superfluous)
+            self.committer.delete_now(self._superfluous, COMMIT_TIMEOUT_S)
             self._superfluous = []
         self.others.start(self._config.follow_every_s, self._settle)
 
@@ -190,23 +190,21 @@ class Home:
         """Which it writes; empty: none."""
         return "" if self._shard is None else self._shard.name
 
-    def _delete(self, spans: list[int]) -> None:
-        assert self.committer is not None
-        self.committer.delete(spans)
-        if not self.committer.barrier(COMMIT_TIMEOUT_S):
-            raise StoreFailed(f"{self._path}: no commit within {COMMIT_TIMEOUT_S:g} s")
-
     def evict(self, n_bytes: int) -> int:
         """Drop what is worth least (Config.eviction), leaves first, never held ones; bytes freed.
 
-        Returns when they are out of the index and their space is free.
+        Returns when they are out of the index and their space is free; 0 where it takes no writes.
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
-        spans, freed = self._take_out(n_bytes)
-        self._delete(spans)
+        spans = self.committer.undeleted
+        freed = self.catalog.retired_bytes(spans)
+        if self.committer.undone and self.committer.delete_now([], COMMIT_TIMEOUT_S):
+            return 0  # nothing more leaves the tree in vain
+        more, n_more = self._take_out(n_bytes - freed)
+        freed += 0 if self.committer.delete_now(more, COMMIT_TIMEOUT_S) else n_more
         if self.reclaimer is not None:
-            self.reclaimer.wait_for(spans)
+            self.reclaimer.wait_for([*spans, *more])
         return freed
 
     def _take_out(self, n_bytes: int, spare: Iterable[int] = ()) -> tuple[list[int], int]:
@@ -214,7 +212,7 @@ class Home:
         self.before_evict()
         spans = self.catalog.evict(n_bytes, self._score(), spare)
         self._counters.add("evicted_spans", len(spans))
-        return spans, sum(r.data_bytes + r.meta.length for r in self.catalog.retired_records(spans))
+        return spans, self.catalog.retired_bytes(spans)
 
     def _score(self) -> Score:
         by_worth = self._config.eviction == "importance"
@@ -245,16 +243,20 @@ class Home:
         """Erase everything under these root keys: (spans, those of them still held).
 
         Their bytes are overwritten on the medium before the space is free; what a lease still
-        holds, when it ends, or at `close`.
+        holds, when it ends, or at `close`. Raises StoreFailed where the index takes no writes.
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
-        spans = [span for root in roots for span in self.catalog.purge(root)]
+        roots = set(roots)
+        late = self.catalog.retired_records(self.committer.undeleted)
+        gone = [span for root in roots for span in self.catalog.purge(root)]
+        spans = [record.span_id for record in late if record.root in roots] + gone
         self._spoil(spans)
-        self._counters.add("purged_spans", len(spans))
         failed = self._counters["unerased_spans"]
-        self.committer.erase(spans)
-        self._delete([])
+        self.committer.erase(gone)
+        if undone := self.committer.delete_now([], COMMIT_TIMEOUT_S):
+            raise StoreFailed(f"{self._path}: not purged: {undone}; purge again, or it comes back")
+        self._counters.add("purged_spans", len(spans))
         if self.reclaimer is not None:
             self.reclaimer.wait_for(spans)
         if self._counters["unerased_spans"] > failed:
