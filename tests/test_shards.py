@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import assert_serves, kv_of, prompt, put_prompt
+from conftest import MIB, assert_serves, kv_of, prompt, put_prompt
 from test_isolation import everything_in, rows_of
 from typer.testing import CliRunner
 
@@ -231,6 +231,40 @@ def test_a_reader_that_hangs_is_waited_for_a_while_and_then_meets_a_miss(pair: P
     look(b, a)
     assert_serves(b, prompt(256, 2), 256)
     check(a, b)
+
+
+@pytest.mark.parametrize("why", ["a reader behind", "a lease here"])
+def test_what_is_on_its_way_out_is_not_made_up_for_by_more(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Above the mark each store evicted again until the others had looked: a burst left nothing."""
+    monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
+    marks = {"disk_bytes": 8 * MIB, "disk_high": 0.75, "disk_low": 0.5}
+    a, seeds = open_store(geometry, **APART, **marks), iter(range(100))
+    if why == "a reader behind":
+        b = open_store(geometry, **APART)
+        while not limbo(a):
+            ready(a, prompt(128, next(seeds)))
+            a.flush()
+    else:
+        ready(a, prompt(640, 99), tenant="alice")  # 2.5 MiB that a purge takes out of the tree
+        lease = a.lease(prompt(640, 99), tenant="alice")
+        assert a.purge("alice") == (1, 1)
+        while a.ssd.usage().used < 6 * MIB:
+            ready(a, prompt(128, next(seeds)))
+            a.flush()
+    for _ in range(2):
+        ready(a, prompt(128, next(seeds)))
+        a.flush()
+    held = sum(r.data_bytes + r.meta.length for r in a.catalog.own_records())
+    assert held > 3.4 * MIB, "below the low mark, by more than one span"
+    assert a.ssd.usage().used > 6 * MIB, "none of it was free yet"
+    if why == "a reader behind":
+        look(b, a)
+    else:
+        lease.release()
+    assert limbo(a) == 0 and a.ssd.usage().used == held
+    check(a)
 
 
 def test_a_file_that_was_deleted_and_made_again_is_read_anew(pair: Pair) -> None:

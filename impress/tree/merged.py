@@ -203,9 +203,12 @@ class MergedCatalog(Catalog):
         """Take one's own spans under a root key out of the tree, held or not; they."""
         return self.withdraw({r.span_id for r in self.own_records() if r.root == root})
 
-    def retired_bytes(self, spans: Iterable[int]) -> int:
-        """What those of these spans own that are in no node any more, and not reclaimed yet."""
-        return sum(r.data_bytes + r.meta.length for r in self.retired_records(spans))
+    def retired_bytes(self, spans: Iterable[int] | None = None) -> int:
+        """What one's own spans (of these) hold that are in no node any more, until reclaimed."""
+        with self.lock:
+            these = self._retired if spans is None else self._retired.intersection(spans)
+            records = [self._record(span) for span in these if span in self.own]
+        return sum(r.data_bytes + r.meta.length for r in records)
 
     def own_records(self) -> list[SpanRecord]:
         """Of one's own in the tree."""

@@ -205,6 +205,8 @@ class Committer:
             swap.done(self._swap(swap))
         for trial in batch.trials:
             self._try(trial)
+        if self.undone:
+            return  # nothing more leaves the tree in vain
         surplus = self._duties.overfull([job.draft.record.span_id for job in batch.stores])
         if surplus:
             self._commit(Batch(deletes=surplus))

@@ -223,7 +223,9 @@ class Home:
         capacity = self.ssd.capacity_bytes
         if capacity is None:
             return []
-        used = self.ssd.usage().used
+        # Out of the tree, and free when nobody reads it any more: no reason for more to go.
+        leaving = sum(r.data_bytes + r.meta.length for r in self.in_limbo)
+        used = self.ssd.usage().used - leaving - self.catalog.retired_bytes()
         if used <= self._config.disk_high * capacity:
             return []
         return self._take_out(used - int(self._config.disk_low * capacity), new)[0]
