@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +20,10 @@ import impress
 import impress.write.index
 import impress.write.reclaim
 from impress.cli.main import app
+from impress.upkeep.rebuild import rebuild_store
+from impress.upkeep.verify import verify_store
 from impress.usage.history import Note
+from impress.write.directory import make_identity
 from tiers.base import Slot
 from tiers.ssd import SsdTier
 
@@ -187,6 +191,37 @@ def test_a_repack_is_followed_without_losing_what_hangs_from_it(pair: Pair) -> N
     for store in pair:
         assert_serves(store, tokens, 512)
     check(a, b)
+
+
+@pytest.mark.parametrize("name", ["make_identity", "secrets.token_bytes"])
+def test_two_that_open_an_empty_directory_at_once_make_one_store(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One comes between the other's looks: it was refused as foreign, or its spans were, later."""
+    where = f"impress.write.directory.{name}"
+    goes_on, first = pkgutil.resolve_name(where), []
+
+    def another_comes(*args: Any) -> Any:
+        monkeypatch.undo()
+        first.append(open_store(geometry, **APART))
+        ready(first[0], prompt(128, 1))
+        return goes_on(*args)
+
+    monkeypatch.setattr(where, another_comes)
+    late = open_store(geometry, **APART)
+    ready(late, prompt(128, 2))
+    assert [p.name for p in late.path.iterdir() if p.name.startswith(".")] == []
+    for store in (*first, late):
+        store.close()
+    assert len(first) == 1 and not verify_store(late.path).problems
+    found = rebuild_store(late.path)
+    assert (found.spans, found.foreign) == (2, 0)
+    make_identity(late.path, geometry, 32)
+    with pytest.raises(impress.StoreMismatch):  # what the first said holds
+        open_store(geometry, window=32)
+    with open_store(geometry) as again:
+        for seed in (1, 2):
+            assert_serves(again, prompt(128, seed), 128)
 
 
 # ---- what they take out --------------------------------------------------------------------------

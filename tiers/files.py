@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 from pathlib import Path
 
 _locked: set[int] = set()  # files this process holds locks on
@@ -18,16 +19,22 @@ def sync_path(path: Path) -> None:
         os.close(fd)
 
 
-def write_whole(path: Path, raw: bytes) -> None:
-    """All of it or nothing, for its owner alone, on stable storage on return. Raises OSError."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+def write_whole(path: Path, raw: bytes, *, replace: bool = True) -> None:
+    """All of it or nothing, for its owner alone, on stable storage on return. Raises OSError.
+
+    Without `replace` one that is there stays, whoever made it and when: FileExistsError.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as out:
             out.write(raw)
             out.flush()
             os.fsync(out.fileno())
-        draft.replace(path)
+        if replace:
+            draft.replace(path)
+        else:
+            path.hardlink_to(draft)
     finally:
         draft.unlink(missing_ok=True)
     sync_path(path.parent)

@@ -85,23 +85,26 @@ def _read_raw(path: Path) -> tuple[int, dict[str, Any]]:
         raise FormatError(f"{file}: not a store's identity ({err})") from None
 
 
-def make_identity(path: Path, geometry: Geometry, window: int) -> Identity:
-    """Make an empty directory a store. A directory with foreign files is refused, untouched."""
+def make_identity(path: Path, geometry: Geometry, window: int) -> None:
+    """Make an empty directory a store. A directory with foreign files is refused, untouched.
+
+    Where another process makes it one meanwhile, what that wrote stays: read it.
+    """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         foreign = [p.name for p in path.iterdir() if not p.name.startswith(f".{IDENTITY}")]
-        if foreign:
+        if foreign and not (path / IDENTITY).exists():
             raise FormatError(
                 f"{path}: holds {foreign[0]!r} and is no store; name an empty directory"
             )
         identity = Identity(VERSION, secrets.token_bytes(16), geometry, window)
-        restore_identity(path, identity)
+        with suppress(FileExistsError):
+            restore_identity(path, identity, replace=False)
     except OSError as err:
         raise StoreFailed(f"{path}: {err.strerror}") from None
-    return identity
 
 
-def restore_identity(path: Path, identity: Identity) -> None:
+def restore_identity(path: Path, identity: Identity, *, replace: bool = True) -> None:
     """Write the identity file. Raises OSError."""
     names = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dtype", "v_head_dim")
     raw = {
@@ -110,7 +113,8 @@ def restore_identity(path: Path, identity: Identity) -> None:
         "geometry": {name: getattr(identity.geometry, name) for name in names},
         "window": identity.window,
     }
-    write_whole(path / IDENTITY, (json.dumps(raw, indent=1) + "\n").encode())
+    said = (json.dumps(raw, indent=1) + "\n").encode()
+    write_whole(path / IDENTITY, said, replace=replace)
 
 
 def matching_identity(path: Path, geometry: Geometry, window: int, *, create: bool) -> Identity:
@@ -118,7 +122,7 @@ def matching_identity(path: Path, geometry: Geometry, window: int, *, create: bo
     if create and not (path / IDENTITY).exists():
         if path.exists() and not path.is_dir():
             raise FormatError(f"{path}: not a directory")
-        return make_identity(path, geometry, window)
+        make_identity(path, geometry, window)
     if create and (old := _read_raw(path)[0]) < VERSION:
         return _set_aside(path, old, geometry, window)
     identity = read_identity(path)
