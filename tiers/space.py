@@ -103,6 +103,16 @@ class Space:
             end = sum(free[at]) if after else off + length
             free[at - before : at + after] = [(start, end - start)]
 
+    def free_parts(self, extents: Iterable[Extent]) -> list[Extent]:
+        """What of these extents is free; of a segment that is gone, nothing."""
+        found = []
+        for segment, off, length in extents:
+            for start, size in self._free.get(segment, ()):
+                first, end = max(off, start), min(off + length, start + size)
+                if first < end:
+                    found.append(Extent(segment, first, end - first))
+        return found
+
     def drop(self, segment: int) -> None:
         """Forget a segment that is wholly free."""
         assert self._free[segment] == [(0, self.sizes[segment])], "segment in use"

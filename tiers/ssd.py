@@ -108,6 +108,11 @@ class SsdTier:
         with self._lock:
             self._space.claim_all(extents)
 
+    def free_parts(self, extents: Iterable[Extent]) -> list[Extent]:
+        """What of these is nobody's."""
+        with self._lock:
+            return self._space.free_parts(extents)
+
     def reserve(self, n_bytes: int) -> Slot | None:
         n_bytes = round_up(n_bytes)
         with self._lock:
@@ -192,7 +197,8 @@ class SsdTier:
     def erase(self, slot: Slot) -> None:
         """Give the slot's blocks back to the medium and take empty ones in their place.
 
-        What was there is out of reach of whoever reads the files. Raises MediumError.
+        What was there is out of reach of whoever reads the files, and stays so after a power cut
+        once the slot is synced. Raises MediumError.
         """
         for part in slot.parts:
             punched = _punch(self._file(part.segment).fd, part.off, part.length)

@@ -39,7 +39,8 @@ def purge(
     """Erase everything stored of a namespace, or of one tenant.
 
     The bytes are overwritten in the segments, and the index is written anew without what it has
-    freed, so that token ids do not linger there. In every shard, so none may be open for writing
+    freed, so that token ids do not linger there: also where nothing is found any more, so what was
+    cut off is finished by the same command. In every shard, so none may be open for writing
     elsewhere; a process that only reads keeps what it has in memory.
 
     **Examples**
@@ -75,6 +76,10 @@ def purge(
         shard.lock()
         compact(shard.index)
         shard.unlock()
+    if namespace is not None and not digests:
+        raise BadInput(
+            f"purge: --namespace {namespace} is not stored here (impress inspect lists them)"
+        )
     if as_json:
         print_json({"store": str(where), "spans": spans, "freed_bytes": freed})
     else:
@@ -82,7 +87,7 @@ def purge(
 
 
 def _digests(store: PrefixStore, namespace: str | None) -> set[bytes]:
-    """Digests of the namespaces meant. Raises BadInput when the name is none or several."""
+    """Digests of the namespaces meant, if any. Raises BadInput where the name is several's."""
     there = {record.namespace for record in store.catalog.records()}
     if namespace is None:
         return there
@@ -93,7 +98,8 @@ def _digests(store: PrefixStore, namespace: str | None) -> set[bytes]:
         return {named}
     digits = namespace.lower()
     found = {d for d in there if len(digits) >= _LEAST_HEX and d.hex().startswith(digits)}
-    if len(found) != 1:
-        what = "names several namespaces" if found else "is not stored here"
-        raise BadInput(f"purge: --namespace {namespace} {what} (impress inspect lists them)")
+    if len(found) > 1:
+        raise BadInput(
+            f"purge: --namespace {namespace} names several namespaces (impress inspect lists them)"
+        )
     return found

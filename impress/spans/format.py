@@ -7,6 +7,7 @@ decode is FormatError, never a guess.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -266,6 +267,19 @@ def extents_of(kept: bytes) -> list[Extent]:
         return [Extent(segment, off, length), Extent(part_segment, part_off, part_length)]
     parts = [Extent(s, off, n) for s, _, off, n in _PART.iter_unpack(rest)]
     return [Extent(segment, off, length), *parts]
+
+
+def encode_extents(extents: Iterable[Extent]) -> bytes:
+    """What the index notes of a span that is to be erased: its space and nothing else."""
+    raw = b"".join(_PART.pack(each.segment, 0, each.off, each.length) for each in extents)
+    return raw + xxhash.xxh3_64_digest(raw)
+
+
+def decode_extents(raw: bytes) -> list[Extent]:
+    """The inverse. Raises FormatError."""
+    if xxhash.xxh3_64_digest(raw[:-8]) != raw[-8:] or (len(raw) - 8) % _PART.size:
+        raise FormatError("index: a damaged note of what is to be erased")
+    return [Extent(segment, off, n) for segment, _, off, n in _PART.iter_unpack(raw[:-8])]
 
 
 def decode_index(span_id: int, kept: bytes, labels: bytes = b"") -> SpanRecord:

@@ -5,14 +5,18 @@ segments ─scan→ header records ─resolve→ one owner for each byte ─veri
 Every page of every segment is looked at: a header record begins on a page with the magic, a right
 checksum and this store's uuid. Of two that claim the same bytes the higher generation wins; of two
 that hold the same windows too. Rows are judged by their sums. The old index is set aside, not
-deleted, and takes part in nothing.
+deleted, and takes part in nothing, but for the list of what was still to be erased where it can
+be read: that stays away, and on the list.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +28,7 @@ from impress.errors import FormatError, StoreFailed, StoreLocked
 from impress.spans.format import (
     MAGIC,
     SpanHeader,
+    decode_extents,
     decode_header,
     encode_index,
     header_page_length,
@@ -32,6 +37,7 @@ from impress.spans.layout import SpanLayout
 from impress.spans.records import wrong_record
 from impress.write.directory import (
     IDENTITY,
+    OLD,
     Identity,
     Shard,
     read_identity,
@@ -54,6 +60,19 @@ _READ_BYTES: Final = 32 << 20  # of rows, read and summed together
 _THREADS: Final = 8
 _TIMEOUT_S: Final = 600.0
 _BATCH: Final = 1024  # spans a transaction
+#: What an index notes of spans to be erased. For a process of its own: some damage LMDB answers by
+#: ending it.
+_TO_ERASE: Final = """
+import lmdb, sys
+with lmdb.open(sys.argv[1], max_dbs=1, readonly=True, lock=False) as env:
+    try:
+        notes = env.open_db(b"erase", create=False)
+    except lmdb.NotFoundError:  # written before there was a list
+        sys.exit()
+    with env.begin(db=notes) as txn:
+        for span, note in txn.cursor():
+            print(span.hex(), note.hex())
+"""
 _MAGIC_WORD: Final = np.frombuffer(MAGIC, dtype=np.uint64)[0]
 
 Progress = Callable[[str, int, int], None]  # what, bytes done, of so many
@@ -67,6 +86,7 @@ class Rebuilt:
     windows: int = 0
     n_bytes: int = 0  # of the spans kept, rows and headers
     superseded: int = 0  # older copies, or space that is another span's now
+    purged: int = 0  # still to be erased when a purge or a repack was cut off
     torn: int = 0  # headers that do not read back whole: a store the crash cut off
     damaged: int = 0  # sound headers whose rows do not match their sums
     foreign: int = 0  # headers of another store
@@ -108,14 +128,15 @@ def rebuild_store(
 def _rebuild(path: Path, shard: Shard, found: Rebuilt, say: Progress, *, dry_run: bool) -> None:
     """One shard, locked; adds what it holds to `found`. Raises MediumError, StoreFailed."""
     headers = list(_scan(shard.segments, found, say))
+    notes = _to_erase(shard, found)
     identity = _identity(path, headers, found, dry_run=dry_run)
-    kept = _resolved(headers, identity, shard, found)
+    kept = _resolved(_spared(headers, notes, found), identity, shard, found)
     sound = _verified(kept, identity, shard, found, say)
     found.spans += len(sound)
     found.windows += sum(h.record.n_windows for h in sound)
     found.n_bytes += sum(h.record.data_bytes + h.record.meta.length for h in sound)
     if not dry_run:
-        _install(shard, sound)
+        _install(shard, sound, notes)
 
 
 # ---- scan ------------------------------------------------------------------------------------
@@ -168,6 +189,35 @@ def _identity(
     if not dry_run:
         restore_identity(path, identity)
     return identity
+
+
+def _to_erase(shard: Shard, found: Rebuilt) -> dict[int, bytes]:
+    """What the old index notes of spans that are to be erased. Says so where it cannot be read."""
+    if not shard.index.exists():
+        return {}
+    command = [sys.executable, "-c", _TO_ERASE, str(shard.index)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        found.notes.append(
+            f"the index of shard {shard.name} could not be asked what was still to be erased; "
+            "where a purge was cut off, purge again"
+        )
+        return {}
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {int(span, 16): bytes.fromhex(note) for span, note in lines}
+
+
+def _spared(
+    headers: Sequence[SpanHeader], notes: Mapping[int, bytes], found: Rebuilt
+) -> list[SpanHeader]:
+    """Those that are not to be erased."""
+    places = set()
+    for span, note in notes.items():
+        with suppress(FormatError):  # said at the next open
+            places.add((span, decode_extents(note)[0]))
+    spared = [h for h in headers if (h.record.span_id, h.record.meta) not in places]
+    found.purged += len(headers) - len(spared)
+    return spared
 
 
 # ---- resolve ---------------------------------------------------------------------------------
@@ -272,9 +322,9 @@ def _rows_match(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferP
 # ---- install ---------------------------------------------------------------------------------
 
 
-def _install(shard: Shard, headers: Sequence[SpanHeader]) -> None:
+def _install(shard: Shard, headers: Sequence[SpanHeader], notes: Mapping[int, bytes]) -> None:
     """A new index beside the old one, then in its place. A crash leaves one of the two."""
-    draft, aside = shard.path / "index.new", shard.path / "index.old"
+    draft, aside = shard.path / "index.new", shard.path / OLD
     try:
         shutil.rmtree(draft, ignore_errors=True)
         index = Index(draft, create=True)
@@ -285,6 +335,7 @@ def _install(shard: Shard, headers: Sequence[SpanHeader]) -> None:
                 names = {h.record.root: h.name for h in part if h.name}
                 puts = {h.record.span_id: encode_index(h.record) for h in part}
                 index.commit(puts, names=names)
+            index.carry(notes)
         finally:
             index.close()
         if shard.index.exists():

@@ -248,8 +248,9 @@ class Committer:
                     *(Change(0, span) for span in batch.deletes),
                 ]
                 self._index.commit(
-                    puts, batch.deletes, born, names, wear, changes, forget=batch.forget
-                )
+                    puts, batch.deletes, born, names, wear, changes, forget=batch.forget,
+                    erase=self._duties.spoilt,
+                )  # fmt: skip
         except (StoreFailed, MediumError) as err:
             self._duties.trouble(str(err))
             for job in written:
@@ -343,7 +344,7 @@ class Committer:
             prefix = self._catalog.labels_to(job.old, record.first_window) + record.labels
             change = Change(record.span_id, job.old, prefix)
             warm = {record.span_id: heat}
-            self._index.commit(put, [job.old], heat=warm, wear=wear, changes=[change])
+            self._index.commit(put, [job.old], warm, wear=wear, changes=[change], erase=(job.old,))
         except (StoreFailed, MediumError) as err:
             self._duties.trouble(str(err))
             log.warning("span %d was not repacked: %s", job.old, err)

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ SPANS: Final = 1 << 40
 MOST_SHARDS: Final = 1 << 12
 #: Where an index lies for the moment in which a purge puts another in its place.
 GONE: Final = "index.gone"
+#: The index that a rebuild has set aside.
+OLD: Final = "index.old"
 _NUMBER: Final = re.compile("[1-9][0-9]{0,3}")
 
 
@@ -203,8 +206,12 @@ class Shard:
                 )
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
-            if not self.index.is_dir() and self.index.with_name(GONE).is_dir():
-                self.index.with_name(GONE).rename(self.index)  # a purge was cut off
+            gone = self.index.with_name(GONE)
+            if gone.is_dir():  # a purge was cut off
+                if self.index.is_dir():
+                    shutil.rmtree(gone)  # what it holds was to be erased
+                else:
+                    gone.rename(self.index)
         except OSError as err:
             raise StoreFailed(f"{self.path}: {err.strerror}") from None
 

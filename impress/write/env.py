@@ -16,7 +16,7 @@ from typing import Any, Final
 import lmdb
 
 from impress.errors import FormatError, ImpressError, StoreFailed
-from impress.write.directory import GONE
+from impress.write.directory import GONE, OLD
 from tiers.files import sync_path
 
 #: Address space, not disk: the file grows as it fills. Fixed, because growing a map under a live
@@ -30,8 +30,8 @@ _DAMAGE: Final = (
 )  # fmt: skip
 
 #: Databases of an index.
-NAMES: Final = ("spans", "heat", "names", "history", "guard", "log")
-LATER: Final = ("history", "guard", "log")  # stores written before these existed lack them
+NAMES: Final = ("spans", "heat", "names", "history", "guard", "log", "erase")
+LATER: Final = ("history", "guard", "log", "erase")  # stores written before these existed lack them
 Key = tuple[Path, int]  # and the inode: another file in its place is another index
 
 
@@ -98,13 +98,14 @@ def inode_of(folder: Path) -> int:
 def compact(folder: Path) -> None:
     """Write the index anew without what it has freed, and put it in the old one's place.
 
-    For whoever holds the writer's lock, with no `Index` of this process open on it. Another
-    process that reads the old one goes on with that. Raises StoreFailed.
+    One that a rebuild set aside goes: token ids stand in it too. For whoever holds the writer's
+    lock, with no `Index` of this process open on it. Another process that reads the old one goes
+    on with that. Raises StoreFailed.
     """
     folder = folder.resolve()
     draft, gone = folder.with_name("index.new"), folder.with_name(GONE)
     try:
-        for stale in (draft, gone):
+        for stale in (draft, gone, folder.with_name(OLD)):
             shutil.rmtree(stale, ignore_errors=True)
         draft.mkdir(mode=0o700)
         shared, key = open_env(folder, create=False)

@@ -97,13 +97,15 @@ class Home:
         self.span_ids = itertools.count(last_span + 1)  # next() of it is atomic
         if self._shard is not None:
             limit_s = config.lease_timeout_s + config.read_timeout_s
-            self.reclaimer = Reclaim(self._shard, self.ssd, self._counters, limit_s)
+            self.reclaimer = Reclaim(self._shard, self.ssd, self.index, self._counters, limit_s)
             self.reclaimer.wait_for_readers(self.index.generation)
+            self.reclaimer.finish()
             self.committer = Committer(
                 self.index, self.ssd, self.catalog, self._counters, identity.geometry,
                 identity.uuid,
                 Duties(
-                    self.reclaim, self.scrap, self._overfull, self.health.trouble, self.budget.dump
+                    self.reclaim, self.scrap, self._overfull, self.health.trouble, self.budget.dump,
+                    self.reclaimer.spoilt,
                 ),
                 self.history, self.ledgers, durable=config.durable,
             )  # fmt: skip
@@ -245,7 +247,8 @@ class Home:
         """Erase everything under these root keys: (spans, those of them still held).
 
         Their bytes are overwritten on the medium before the space is free; what a lease still
-        holds, when it ends, or at `close`. Raises StoreFailed where the index takes no writes.
+        holds, when it ends, or at `close`; what a crash leaves, at the next open. Raises
+        StoreFailed where the index takes no writes.
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import time
@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import lmdb
 
 from impress.errors import FormatError, StoreFailed
+from impress.spans.format import encode_extents, extents_of, split_index
 from impress.write.changes import Change, decode, encode
 from impress.write.env import check_whole, close_env, error_of, inode_of, open_dbs, open_env
 
@@ -38,13 +39,14 @@ class News(NamedTuple):
 
 
 class Index:
-    """Spans, heat and history by span id, names of roots.
+    """Spans, heat and history by span id, names of roots; space that is still to be erased.
 
     Raises FormatError where LMDB finds its file damaged, StoreFailed on its other errors.
     """
 
     def __init__(self, folder: Path, *, create: bool) -> None:
         self._folder = folder.resolve()
+        self._erased: set[int] = set()  # and still noted
         try:
             if create:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -155,12 +157,14 @@ class Index:
         changes: Sequence[Change] = (),
         *,
         forget: bool = False,
+        erase: Container[int] = (),
     ) -> None:
         """One durable transaction: on return it survives a power cut. Only the committer calls.
 
         `changes`: what of it followers are told; `forget`: and nothing any more of those before.
+        `erase`: where those of `delete` lie that are in it is noted, until they are `erased`.
         """
-        before, log = self.generation, self._log.copy()
+        before, log, erased = self.generation, self._log.copy(), self._erased.copy()
         try:
             with self._env.begin(write=True) as txn:
                 if changes or forget:
@@ -174,12 +178,45 @@ class Index:
                 if wear:
                     txn.put(_WEAR, wear, db=self._dbs["history"])
                 for span in delete:
+                    if span in erase:
+                        self._note_erasure(txn, span)
                     txn.delete(_id(span), db=self._dbs["spans"])
                     txn.delete(_id(span), db=self._dbs["heat"])
                     txn.delete(_id(span), db=self._dbs["history"])
+                for span in erased:
+                    txn.delete(_id(span), db=self._dbs["erase"])
         except (lmdb.Error, OSError) as err:
             raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
         self._log = log
+        self._erased -= erased
+
+    def _note_erasure(self, txn: Any, span: int) -> None:
+        """A span about to be deleted: its space, without the labels."""
+        value = txn.get(_id(span), db=self._dbs["spans"])
+        with suppress(FormatError):  # damaged: it never had space of its own
+            if value is not None:
+                note = encode_extents(extents_of(split_index(bytes(value))[0]))
+                txn.put(_id(span), note, db=self._dbs["erase"])
+
+    def to_erase(self) -> dict[int, bytes]:
+        """Spans that were deleted and are not erased yet -> what is noted of them."""
+        if "erase" not in self._dbs:
+            return {}
+        with self._read() as txn, txn.cursor(self._dbs["erase"]) as cursor:
+            return {int.from_bytes(key, "big"): bytes(note) for key, note in cursor}
+
+    def carry(self, notes: Mapping[int, bytes]) -> None:
+        """What the index before this one noted as still to be erased. Raises StoreFailed."""
+        try:
+            with self._env.begin(write=True) as txn:
+                for span, note in notes.items():
+                    txn.put(_id(span), note, db=self._dbs["erase"])
+        except (lmdb.Error, OSError) as err:
+            raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
+
+    def erased(self, spans: Iterable[int]) -> None:
+        """Nothing is left of these: the next commit deletes what is noted. Any thread may call."""
+        self._erased.update(spans)
 
     # ---- following -------------------------------------------------------------------------
 

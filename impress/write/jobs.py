@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -76,7 +76,8 @@ class Duties:
 
     `reclaim`: space nobody here holds; `scrap`: of spans that never were visible. `overfull`: takes
     spans out of a tree whose home is too full, but for those just stored, and names them.
-    `trouble`: a write failed, and why. `wear`: the write budget, to be kept.
+    `trouble`: a write failed, and why. `wear`: the write budget, to be kept. `spoilt`: spans whose
+    bytes are to be erased when they are deleted.
     """
 
     reclaim: Callable[[Iterable[SpanRecord]], None]
@@ -84,6 +85,7 @@ class Duties:
     overfull: Callable[[Iterable[int]], list[int]]
     trouble: Callable[[str], None]
     wear: Callable[[], bytes]
+    spoilt: Container[int]
 
 
 Job = StoreJob | GiveUp | Erase | SwapJob | Trial | list[int] | threading.Event

@@ -1,6 +1,9 @@
 """Space of spans that are out of the index: given to others once no process may be reading it.
 
 nobody here holds it ─add→ limbo ─settle→ no other process does → erased where asked, buried, free
+
+What is to be erased the index notes when it deletes a span, until a commit after it is erased: a
+crash on the way is made good at the next open, before space is given out.
 """
 
 from __future__ import annotations
@@ -9,14 +12,16 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Final
 
-from impress.spans.format import SpanRecord
+from impress.errors import FormatError
+from impress.spans.format import SpanRecord, decode_extents
 from impress.stats import Counters
 from impress.write.commit import WRITE_TIMEOUT_S
 from impress.write.directory import Shard
+from impress.write.index import Index
 from impress.write.limbo import Limbo
 from impress.write.readers import present
 from tiers.base import PAGE, Slot
@@ -39,12 +44,15 @@ class Reclaim:
     parent's.
     """
 
-    def __init__(self, shard: Shard, ssd: SsdTier, counters: Counters, limit_s: float) -> None:
+    def __init__(
+        self, shard: Shard, ssd: SsdTier, index: Index, counters: Counters, limit_s: float
+    ) -> None:
         """`limit_s`: longest that a reader is waited for; see Limbo."""
         self._shard = shard
         self._ssd = ssd
+        self._index = index
         self._counters = counters
-        self._erase: set[int] = set()  # purged, repacked: their bytes go before their space does
+        self.spoilt: set[int] = set()  # purged, repacked: their bytes go before their space does
         self.limbo = Limbo(limit_s)
         self._pid = os.getpid()
         self._state = threading.Condition()
@@ -53,7 +61,7 @@ class Reclaim:
 
     def spoil(self, spans: Iterable[int]) -> None:
         """Erase these spans' bytes before their space is free."""
-        self._erase.update(spans)
+        self.spoilt.update(spans)
 
     def add(self, records: Iterable[SpanRecord], generation: int) -> None:
         """Out of the index by the transaction of this generation, or one before."""
@@ -65,8 +73,7 @@ class Reclaim:
         """Give back what no other process may be reading any more."""
         with self._ours() as ours:
             if ours and self.limbo:
-                for record in self.limbo.take(present(self._shard.readers), monotonic()):
-                    self._bury(record)
+                self._bury(self.limbo.take(present(self._shard.readers), monotonic()))
 
     def wait_for(self, spans: Collection[int]) -> None:
         """Until these spans' space is free, for a while."""
@@ -88,15 +95,14 @@ class Reclaim:
         with self._state:
             self._open = False
             ended = self._state.wait_for(lambda: not self._n_busy, WRITE_TIMEOUT_S)
-        for record in self.limbo.take([], monotonic()):
-            self._bury(record)
+        self._bury(self.limbo.take([], monotonic()))
         return ended
 
     def bury(self, record: SpanRecord) -> None:
         """Wipe a span's header, so that no scan finds it again, and give its space back."""
         with self._ours() as ours:
             if ours:
-                self._bury(record)
+                self._bury([record])
 
     @contextlib.contextmanager
     def _ours(self) -> Iterator[bool]:
@@ -114,25 +120,54 @@ class Reclaim:
                 self._n_busy -= ours
                 self._state.notify_all()
 
-    def _bury(self, record: SpanRecord) -> None:
-        if record.span_id in self._erase:
-            self._wipe(record)
-        # On a failing disk the header's generation and its rows' sums still give it away.
-        with contextlib.suppress(MediumError):
-            self._ssd.write(Slot((record.meta,)), 0, aligned(PAGE))
-        self._ssd.free(Slot((record.meta,)))
-        self._ssd.free(Slot(record.parts))
-        self.limbo.left(record.span_id)
+    def _bury(self, records: Sequence[SpanRecord]) -> None:
+        self._wipe(records)
+        for record in records:
+            # On a failing disk the header's generation and its rows' sums still give it away.
+            with contextlib.suppress(MediumError):
+                self._ssd.write(Slot((record.meta,)), 0, aligned(PAGE))
+            self._ssd.free(Slot((record.meta,)))
+            self._ssd.free(Slot(record.parts))
+            self.limbo.left(record.span_id)
 
-    def _wipe(self, record: SpanRecord) -> None:
-        """Overwrite a purged span. On the committer's thread: nothing may be raised there."""
-        self._erase.discard(record.span_id)
+    def finish(self) -> None:
+        """At opening: erase what was left to be, where nothing else lies by now."""
+        slots = {}
+        for span, note in self._index.to_erase().items():
+            try:
+                slots[span] = Slot(tuple(self._ssd.free_parts(decode_extents(note))))
+            except FormatError as err:
+                self._unerased([span], err)
+        self._erase(slots)
+
+    def _wipe(self, records: Sequence[SpanRecord]) -> None:
+        """Overwrite those of them that are spoilt, for good."""
+        mine = {r.span_id: Slot((r.meta, *r.parts)) for r in records if r.span_id in self.spoilt}
+        self.spoilt.difference_update(mine)
+        self._erase(mine)
+
+    def _erase(self, slots: Mapping[int, Slot]) -> None:
+        """By span. On the committer's thread: nothing may be raised there."""
+        done = []
+        for span, slot in slots.items():
+            try:
+                self._ssd.erase(slot)
+                done.append(span)
+            except MediumError as err:
+                self._unerased([span], err)
+        if not done:
+            return
         try:
-            self._ssd.erase(Slot((record.meta, *record.parts)))
+            self._ssd.sync([slots[span] for span in done])
         except MediumError as err:
-            where = self._shard.path
-            log.error("%s: span %d could not be erased: %s", where, record.span_id, err)
-            self._counters.add("unerased_spans")
+            self._unerased(done, err)
+            return
+        self._index.erased(done)
+
+    def _unerased(self, spans: Collection[int], err: Exception) -> None:
+        for span in spans:
+            log.error("%s: span %d could not be erased: %s", self._shard.path, span, err)
+        self._counters.add("unerased_spans", len(spans))
 
     def _wait(self, done: Callable[[], bool]) -> None:
         until_s = monotonic() + YIELD_TIMEOUT_S

@@ -1,0 +1,187 @@
+"""What was purged stays gone: across kills, power cuts and rebuilds, in segments and index."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import SMALL, assert_serves, kv_of, prompt, put_prompt
+from typer.testing import CliRunner
+
+import impress
+from impress.cli.main import app
+from impress.upkeep.rebuild import rebuild_store
+from impress.write.env import compact
+from tiers.errors import MediumError
+from tiers.ssd import SsdTier
+
+ROOT = Path(__file__).parent
+GEOMETRY = impress.Geometry(2, 4, 2, 128, "float32")
+Open = Callable[..., impress.PrefixStore]
+
+_CUT_OFF = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+from conftest import SMALL, prompt, put_prompt
+from test_repack import look
+import impress
+store = impress.PrefixStore.open(sys.argv[1], impress.Geometry(2, 4, 2, 128, "float32"), "test",
+                                 impress.Config(**SMALL, repack_every_s=0))
+for seed in (1, 2):
+    put_prompt(store, prompt(256, seed), wait_s=60)
+store.flush()
+lease = store.lease(prompt(256, 1))
+if sys.argv[3] == "purge":
+    assert store.purge(namespaces=[store.namespace]) == (2, 1)
+else:
+    look(store, prompt(256, 1))
+    assert store.repack().moved == 1
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def cut_off(folder: Path, what: str) -> Path:
+    """A store whose writer was killed while a lease held a span that was purged, or repacked."""
+    path = folder / "store"
+    done = subprocess.run(
+        [sys.executable, "-c", _CUT_OFF, str(path), str(ROOT), what],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == -9, done.stderr
+    return path
+
+
+def bytes_of(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def row_of(tokens: np.ndarray) -> bytes:
+    """A row of its keys, as it lies on the medium, whatever the order of rows."""
+    return kv_of(tokens, GEOMETRY)[0][0].transpose(1, 0, 2)[7].tobytes()
+
+
+def segments(path: Path) -> Path:
+    return path / "shards/main/segments"
+
+
+def test_a_purge_that_was_killed_is_finished_by_the_next_open(tmp_path: Path) -> None:
+    """What was to be erased was known to the dead process alone: its rows stayed for good."""
+    path = cut_off(tmp_path, "purge")
+    assert row_of(prompt(256, 1)) in bytes_of(segments(path))
+    with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:
+        held = bytes_of(segments(path))
+        assert row_of(prompt(256, 1)) not in held and prompt(256, 1).tobytes()[:256] not in held
+        assert store.counters["unerased_spans"] == 0
+        put_prompt(store, prompt(256, 3)).wait(60)
+        assert not store.index.to_erase()
+        store.check()
+    assert rebuild_store(path).spans == 1
+
+
+def test_a_rebuild_does_not_bring_back_what_a_killed_purge_took_out(tmp_path: Path) -> None:
+    """Its header lay in free space, whole: it was served again."""
+    path = cut_off(tmp_path, "purge")
+    found = rebuild_store(path)
+    assert found.spans == 0 and (found.purged, found.notes) == (1, [])
+    with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:
+        assert store.lookup(prompt(256, 1)) == 0
+        assert row_of(prompt(256, 1)) not in bytes_of(segments(path))
+
+
+def test_a_purge_reaches_the_copy_that_a_killed_repack_left_behind(tmp_path: Path) -> None:
+    path = cut_off(tmp_path, "repack")
+    with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:
+        assert_serves(store, prompt(256, 1), 256)
+        assert bytes_of(segments(path)).count(row_of(prompt(256, 1))) == 1
+        assert store.purge() == (2, 0)
+    assert row_of(prompt(256, 1)) not in bytes_of(segments(path))
+    assert rebuild_store(path).spans == 0
+
+
+def test_what_is_noted_to_be_erased_is_left_alone_where_another_span_lies_by_now(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Space whose erasure fails is given out all the same; the next open erases the rest of it."""
+    with open_store(geometry) as store:
+        put_prompt(store, prompt(512, 1)).wait(60)
+
+        def failing(self: SsdTier, slot: object) -> None:
+            raise MediumError("no")
+
+        with monkeypatch.context() as faulty:
+            faulty.setattr(SsdTier, "erase", failing)
+            with pytest.raises(impress.StoreFailed, match="not all could be overwritten"):
+                store.purge()
+        put_prompt(store, prompt(128, 2)).wait(60)
+        path = store.path
+    last = kv_of(prompt(512, 1), geometry)[1][1].transpose(1, 0, 2)[-1].tobytes()
+    assert last in bytes_of(segments(path))
+    with open_store(geometry) as store:
+        assert last not in bytes_of(segments(path))
+        assert_serves(store, prompt(128, 2), 128)
+        store.check()
+
+
+def test_what_a_purge_erased_is_synced_before_it_returns(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Holes that only the page cache knows of are filled again by a power cut."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(256, 1)).wait(60)
+    mark, fdatasync, gone = row_of(prompt(256, 1)), os.fdatasync, []
+
+    def watched(fd: int) -> None:
+        fdatasync(fd)
+        gone.append(mark not in bytes_of(segments(store.path)))
+
+    monkeypatch.setattr(os, "fdatasync", watched)
+    assert store.purge() == (1, 0)
+    assert any(gone)
+
+
+def test_the_same_purge_again_finishes_one_that_was_cut_off_before_the_index_was_compacted(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It said that the namespace is not stored here, and left token ids in freed pages."""
+    with open_store(geometry, namespace="one") as store:
+        put_prompt(store, prompt(256, 1)).wait(60)
+        path = store.path
+        assert store.purge() == (1, 0)
+    index, mark = path / "shards/main/index", prompt(256, 1).tobytes()[:256]
+    assert mark in bytes_of(index)
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--namespace", "one"])
+    assert done.exit_code == 2 and "is not stored here" in done.stderr
+    assert mark not in bytes_of(index)
+
+
+def test_an_index_that_was_replaced_goes_though_a_purge_was_killed_before_it_could(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    with open_store(geometry) as store:
+        put_prompt(store, prompt(256, 1)).wait(60)
+        path = store.path
+        before = shutil.copytree(path / "shards/main/index", path.parent / "before")
+        store.purge()
+    compact(path / "shards/main/index")
+    shutil.move(before, path / "shards/main/index.gone")
+    with open_store(geometry) as store:
+        assert store.lookup(prompt(256, 1)) == 0
+        assert prompt(256, 1).tobytes()[:256] not in bytes_of(path)
+
+
+def test_an_index_that_was_set_aside_goes_with_a_purge(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    with open_store(geometry) as store:
+        put_prompt(store, prompt(256, 1)).wait(60)
+        path = store.path
+    rebuild_store(path)
+    assert (path / "shards/main/index.old").is_dir()
+    assert CliRunner().invoke(app, ["purge", "--store", str(path), "--tenant", ""]).exit_code == 0
+    assert prompt(256, 1).tobytes()[:256] not in bytes_of(path)
