@@ -23,8 +23,8 @@ def rebuild(
 ) -> None:
     """Make a lost or damaged index again from the segments alone.
 
-    Looks at every page of every segment for span headers, keeps the newest owner of each byte,
-    reads every row and drops spans that do not match their checksums. The old index is set aside
+    Looks at every page of every segment for span headers, reads every row, drops spans that do not
+    match their checksums and keeps the newest owner of each byte. The old index is set aside
     as index.old. The store must not be open for writing elsewhere.
 
     **Exit status**
@@ -71,7 +71,7 @@ def _print(where: Path, found: Rebuilt, dry_run: bool) -> None:
         markup=False, soft_wrap=True,
     )  # fmt: skip
     for n, what in (
-        (found.superseded, "older copies, or headers whose space is another span's now"),
+        (found.superseded, "older copies, or headers whose space or id is another span's now"),
         (found.purged, "spans that were still to be erased: left out"),
         (found.torn, "headers that do not read back whole: stores that were cut off"),
         (found.damaged, "spans whose rows do not match their checksums: dropped"),

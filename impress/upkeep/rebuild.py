@@ -1,12 +1,12 @@
 """The index made again from the segments alone: what `impress rebuild` does.
 
-segments ─scan→ header records ─resolve→ one owner for each byte ─verify→ spans ─> a new index
+segments ─scan→ header records ─resolve→ one owner for each byte, verified ─> a new index
 
 Every page of every segment is looked at: a header record begins on a page with the magic, a right
-checksum and this store's uuid. Of two that claim the same bytes the higher generation wins; of two
-that hold the same windows too. Rows are judged by their sums. The old index is set aside, not
-deleted, and takes part in nothing, but for the list of what was still to be erased where it can
-be read: that stays away, and on the list.
+checksum and this store's uuid. Rows are judged by their sums. Of sound spans that claim the same
+bytes the higher generation wins; of those that hold the same windows too. The old index is set
+aside, not deleted, and takes part in nothing but this: what it notes as still to be erased, where
+it can be read, stays away and is noted in the new one.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ with lmdb.open(sys.argv[1], max_dbs=1, readonly=True, lock=False) as env:
 _MAGIC_WORD: Final = np.frombuffer(MAGIC, dtype=np.uint64)[0]
 
 Progress = Callable[[str, int, int], None]  # what, bytes done, of so many
+_Name = int | tuple[bytes, bytes]  # what only one span may have: an id; keys before and after
 
 
 @dataclass(slots=True)
@@ -85,10 +86,10 @@ class Rebuilt:
     spans: int = 0
     windows: int = 0
     n_bytes: int = 0  # of the spans kept, rows and headers
-    superseded: int = 0  # older copies, or space that is another span's now
+    superseded: int = 0  # older copies, or space or an id that is another span's now
     purged: int = 0  # still to be erased when a purge or a repack was cut off
     torn: int = 0  # headers that do not read back whole: a store the crash cut off
-    damaged: int = 0  # sound headers whose rows do not match their sums
+    damaged: int = 0  # sound headers whose rows do not match: cut off, or gone bad
     foreign: int = 0  # headers of another store
     notes: list[str] = field(default_factory=list)
 
@@ -130,13 +131,14 @@ def _rebuild(path: Path, shard: Shard, found: Rebuilt, say: Progress, *, dry_run
     headers = list(_scan(shard.segments, found, say))
     notes = _to_erase(shard, found)
     identity = _identity(path, headers, found, dry_run=dry_run)
-    kept = _resolved(_spared(headers, notes, found), identity, shard, found)
-    sound = _verified(kept, identity, shard, found, say)
+    ours = _ours(headers, identity, shard, found)
+    sound = _resolved(_spared(ours, notes, found), shard, found, say)
     found.spans += len(sound)
     found.windows += sum(h.record.n_windows for h in sound)
     found.n_bytes += sum(h.record.data_bytes + h.record.meta.length for h in sound)
     if not dry_run:
-        _install(shard, sound, notes)
+        last = max((header.record.span_id for header in ours), default=0)
+        _install(shard, sound, notes, max([last, *notes]))
 
 
 # ---- scan ------------------------------------------------------------------------------------
@@ -214,8 +216,8 @@ def _spared(
     places = set()
     for span, note in notes.items():
         with suppress(FormatError):  # said at the next open
-            places.add((span, decode_extents(note)[0]))
-    spared = [h for h in headers if (h.record.span_id, h.record.meta) not in places]
+            places.add((span, decode_extents(note)[0][:2]))
+    spared = [h for h in headers if (h.record.span_id, h.record.meta[:2]) not in places]
     found.purged += len(headers) - len(spared)
     return spared
 
@@ -223,16 +225,12 @@ def _spared(
 # ---- resolve ---------------------------------------------------------------------------------
 
 
-def _resolved(
+def _ours(
     headers: Sequence[SpanHeader], identity: Identity, shard: Shard, found: Rebuilt
 ) -> list[SpanHeader]:
-    """One owner for each byte, one span for each run of windows: the highest generation."""
-    space = Space()
-    for path in shard.segments.glob("[0-9]*.seg"):
-        space.add(int(path.stem), path.stat().st_size // PAGE * PAGE)
-    kept: list[SpanHeader] = []
-    places: set[tuple[bytes, bytes]] = set()
-    for header in sorted(headers, key=lambda h: h.record.span_id, reverse=True):
+    """Those of this store and shard that make sense."""
+    ours = []
+    for header in headers:
         record = header.record
         if header.store_uuid != identity.uuid:
             found.foreign += 1
@@ -242,13 +240,47 @@ def _resolved(
         wrong = wrong or record.span_id not in shard.spans
         if wrong or wrong_record(record, identity.geometry, identity.window):
             found.torn += 1
-            continue
-        if (record.key_before, record.key_after) in places or not _claimed(space, header):
-            found.superseded += 1
-            continue
-        places.add((record.key_before, record.key_after))
-        kept.append(header)
-    return kept
+        else:
+            ours.append(header)
+    return ours
+
+
+def _resolved(
+    headers: Sequence[SpanHeader], shard: Shard, found: Rebuilt, say: Progress
+) -> list[SpanHeader]:
+    """One owner for each byte, one span for each id and each run of windows, its rows sound.
+
+    The highest generation whose every piece matches its sum: a header may have outlived the rows
+    that a crash cut off. Of two of one generation the one with more windows.
+    """
+    space = Space()
+    for path in shard.segments.glob("[0-9]*.seg"):
+        space.add(int(path.stem), path.stat().st_size // PAGE * PAGE)
+    sound: list[SpanHeader] = []
+    taken: set[_Name] = set()
+    ssd = SsdTier(shard.segments, PAGE, None, read_only=True, number=shard.number)
+    pool, buffers = IoPool(_THREADS, "impress-rebuild"), BufferPool(None)
+    total, done = sum(h.record.data_bytes for h in headers), 0
+    newest = sorted(headers, key=lambda h: (h.record.span_id, h.record.n_windows), reverse=True)
+    try:
+        for header in newest:
+            say("verifying", done, total)
+            record = header.record
+            done += record.data_bytes
+            names: set[_Name] = {record.span_id, (record.key_before, record.key_after)}
+            if names & taken or not _claimed(space, header):
+                found.superseded += 1
+            elif _rows_match(header, ssd, pool, buffers):
+                taken |= names
+                sound.append(header)
+            else:
+                space.give((record.meta, *record.parts))
+                found.damaged += 1
+        say("verifying", total, total)
+    finally:
+        pool.close(0.1)
+        ssd.close()
+    return sound
 
 
 def _claimed(space: Space, header: SpanHeader) -> bool:
@@ -268,31 +300,6 @@ def _layout(header: SpanHeader) -> SpanLayout:
     record = header.record
     probe_bytes = [probe.window_bytes(record.window) for probe in header.probes]
     return SpanLayout.of(header.geometry, record.window, record.n_windows, probe_bytes)
-
-
-# ---- verify ----------------------------------------------------------------------------------
-
-
-def _verified(
-    headers: Sequence[SpanHeader], identity: Identity, shard: Shard, found: Rebuilt, say: Progress
-) -> list[SpanHeader]:
-    """Those whose every piece matches its sum."""
-    ssd = SsdTier(shard.segments, PAGE, None, read_only=True, number=shard.number)
-    pool, buffers = IoPool(_THREADS, "impress-rebuild"), BufferPool(None)
-    total, done, sound = sum(h.record.data_bytes for h in headers), 0, []
-    try:
-        for header in headers:
-            say("verifying", done, total)
-            if _rows_match(header, ssd, pool, buffers):
-                sound.append(header)
-            else:
-                found.damaged += 1
-            done += header.record.data_bytes
-        say("verifying", total, total)
-    finally:
-        pool.close(0.1)
-        ssd.close()
-    return sound
 
 
 def _rows_match(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferPool) -> bool:
@@ -322,8 +329,13 @@ def _rows_match(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferP
 # ---- install ---------------------------------------------------------------------------------
 
 
-def _install(shard: Shard, headers: Sequence[SpanHeader], notes: Mapping[int, bytes]) -> None:
-    """A new index beside the old one, then in its place. A crash leaves one of the two."""
+def _install(
+    shard: Shard, headers: Sequence[SpanHeader], notes: Mapping[int, bytes], last: int
+) -> None:
+    """A new index beside the old one, then in its place. A crash leaves one of the two.
+
+    `last`: the highest id found, of whatever became of it.
+    """
     draft, aside = shard.path / "index.new", shard.path / OLD
     try:
         shutil.rmtree(draft, ignore_errors=True)
@@ -335,7 +347,7 @@ def _install(shard: Shard, headers: Sequence[SpanHeader], notes: Mapping[int, by
                 names = {h.record.root: h.name for h in part if h.name}
                 puts = {h.record.span_id: encode_index(h.record) for h in part}
                 index.commit(puts, names=names)
-            index.carry(notes)
+            index.carry(notes, last)
         finally:
             index.close()
         if shard.index.exists():

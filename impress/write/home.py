@@ -162,7 +162,7 @@ class Home:
         ids = self.catalog.own
         self.catalog.n_strays = sum(span not in ids for span in superfluous)
         mine = [span for span in superfluous + damaged if span in ids] + strange
-        known = [span for span in mine if span in ids]
+        known = [span for span in [*mine, self.index.last_id] if span in ids]
         return mine, max([last, ids.start, self.index.last_span, *known])
 
     def _own_values(self, strange: list[int]) -> Iterator[tuple[int, bytes]]:

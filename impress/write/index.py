@@ -24,9 +24,11 @@ _HEAT = struct.Struct("<QQ")
 #: What the log keeps: who follows and is further behind reads the whole index again.
 LOG_ENTRIES: Final = 1024
 LOG_BYTES: Final = 8 << 20
-#: In `history`, where every other key is a span id: requests noted, and what budget.py dumps.
+#: In `history`, where every other key is a span id: requests noted, what budget.py dumps, and the
+#: highest id that a header may bear.
 _TICK: Final = b"tick"
 _WEAR: Final = b"wear"
+_LAST: Final = b"last"
 
 
 class News(NamedTuple):
@@ -59,6 +61,7 @@ class Index:
             open_dbs(self._shared, create=create)
             self._dbs = self._shared.dbs
             self._log = self._read_log()
+            self.last_id = self._read_last()
         except (lmdb.Error, OSError) as err:
             close_env(self._key)
             raise error_of(self._folder, err) from err
@@ -205,10 +208,14 @@ class Index:
         with self._read() as txn, txn.cursor(self._dbs["erase"]) as cursor:
             return {int.from_bytes(key, "big"): bytes(note) for key, note in cursor}
 
-    def carry(self, notes: Mapping[int, bytes]) -> None:
-        """What the index before this one noted as still to be erased. Raises StoreFailed."""
+    def carry(self, notes: Mapping[int, bytes], last: int) -> None:
+        """From the index before this one: what is still to be erased, the highest id of a header.
+
+        Raises StoreFailed.
+        """
         try:
             with self._env.begin(write=True) as txn:
+                txn.put(_LAST, last.to_bytes(8, "little"), db=self._dbs["history"])
                 for span, note in notes.items():
                     txn.put(_id(span), note, db=self._dbs["erase"])
         except (lmdb.Error, OSError) as err:
@@ -273,6 +280,12 @@ class Index:
     def _n_spans(self) -> int:
         with self._read() as txn:
             return int(txn.stat(self._dbs["spans"])["entries"])
+
+    def _read_last(self) -> int:
+        if "history" not in self._dbs:
+            return 0
+        with self._read() as txn:
+            return int.from_bytes(txn.get(_LAST, b"", db=self._dbs["history"]), "little")
 
     def _read_log(self) -> deque[tuple[int, int]]:
         """(generation, bytes) of what the log holds."""
