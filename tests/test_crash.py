@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, assert_serves, prompt
+from conftest import SMALL, assert_serves, prompt, put_prompt
 
 import impress
+from impress.upkeep.rebuild import rebuild_store
 
 GEOMETRY = impress.Geometry(2, 4, 2, 128, "float32")
 
@@ -28,6 +29,20 @@ for seed in range(first, first + 1000):
     if seed % 3 == 0:
         store.flush()
         print(seed, flush=True)
+"""
+
+
+BEFORE_THE_COMMIT = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+from conftest import SMALL, prompt, put_prompt
+import impress
+store = impress.PrefixStore.open(sys.argv[1], impress.Geometry(2, 4, 2, 128, "float32"), "test",
+                                 impress.Config(**SMALL))
+put_prompt(store, prompt(128, 1)).wait(60)
+assert store.ssd.reserve(1 << 18) and store.ssd.reserve(1 << 19)  # free after the kill
+store.index.commit = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL)
+put_prompt(store, prompt(128, 2)).wait(60)
 """
 
 
@@ -61,6 +76,21 @@ def test_what_was_flushed_survives_kill_minus_9(tmp_path: Path) -> None:
                 assert n in (0, 256)
                 assert_serves(store, prompt(256, seed), n)
         first = last + 10
+
+
+def test_an_id_in_a_header_that_no_commit_named_is_not_given_out_again(tmp_path: Path) -> None:
+    """A rebuild found two sound spans with one id, and kept whichever it came to first."""
+    folder = tmp_path / "store"
+    command = [sys.executable, "-c", BEFORE_THE_COMMIT, str(folder), str(Path(__file__).parent)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    with impress.PrefixStore.open(folder, GEOMETRY, "test", impress.Config(**SMALL)) as store:
+        assert store.lookup(prompt(128, 1)) == 128 and store.lookup(prompt(128, 2)) == 0
+        put_prompt(store, prompt(128, 3)).wait(60)  # in the room that lies before the cut off one
+    assert rebuild_store(folder).spans == 3
+    with impress.PrefixStore.open(folder, GEOMETRY, "test", impress.Config(**SMALL)) as store:
+        store.check()
+        for seed in (1, 2, 3):
+            assert_serves(store, prompt(128, seed), 128)
 
 
 def test_a_second_writer_of_a_shard_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ class Committer:
             self._retry()
             if self.undone:
                 log.warning("%d deleted spans are back at the next open", len(self.undeleted))
-            self._index.commit({}, heat=self._catalog.heat())
+            self._index.commit({}, heat=self._catalog.heat(), last=True)
         except StoreFailed as err:
             self.fail(err)
 
@@ -315,6 +315,11 @@ class Committer:
 
     def _put_header(self, header: SpanHeader) -> SpanRecord:
         """Write a header record; the span's record, what it did not need given back."""
+        try:
+            self._index.keep_id(header.record.span_id)
+        except StoreFailed as err:
+            self._duties.trouble(str(err))
+            raise
         raw, record, meta = encode_header(header), header.record, header.record.meta
         if len(raw) > meta.length:
             raise StoreFailed(f"store: a header of {len(raw)} bytes, reserved were {meta.length}")

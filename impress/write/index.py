@@ -20,6 +20,8 @@ from impress.spans.format import encode_extents, extents_of, split_index
 from impress.write.changes import Change, decode, encode
 from impress.write.env import check_whole, close_env, error_of, inode_of, open_dbs, open_env
 
+#: Ids noted as given out at a time.
+IDS: Final = 1024
 _HEAT = struct.Struct("<QQ")
 #: What the log keeps: who follows and is further behind reads the whole index again.
 LOG_ENTRIES: Final = 1024
@@ -61,7 +63,7 @@ class Index:
             open_dbs(self._shared, create=create)
             self._dbs = self._shared.dbs
             self._log = self._read_log()
-            self.last_id = self._read_last()
+            self.last_id = self._last_noted = self._read_last()
         except (lmdb.Error, OSError) as err:
             close_env(self._key)
             raise error_of(self._folder, err) from err
@@ -161,11 +163,13 @@ class Index:
         *,
         forget: bool = False,
         erase: Container[int] = (),
+        last: bool = False,
     ) -> None:
         """One durable transaction: on return it survives a power cut. Only the committer calls.
 
         `changes`: what of it followers are told; `forget`: and nothing any more of those before.
         `erase`: where those of `delete` lie that are in it is noted, until they are `erased`.
+        `last`: no header is written after it; ids go on where they ended.
         """
         before, log, erased = self.generation, self._log.copy(), self._erased.copy()
         try:
@@ -178,6 +182,8 @@ class Index:
                     txn.put(root, name.encode(), db=self._dbs["names"])
                 for span, counts in (heat or {}).items():
                     txn.put(_id(span), _HEAT.pack(*counts), db=self._dbs["heat"])
+                if last and self._last_noted > self.last_id:
+                    txn.put(_LAST, self.last_id.to_bytes(8, "little"), db=self._dbs["history"])
                 if wear:
                     txn.put(_WEAR, wear, db=self._dbs["history"])
                 for span in delete:
@@ -192,6 +198,21 @@ class Index:
             raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
         self._log = log
         self._erased -= erased
+
+    def keep_id(self, span: int) -> None:
+        """Before a header with this id is written: it is no other span's, whatever a crash leaves.
+
+        Only the committer calls, mostly for nothing: ids are noted ahead. Raises StoreFailed.
+        """
+        noted = self._last_noted
+        if span > noted:
+            noted = span + IDS
+            try:
+                with self._env.begin(write=True) as txn:
+                    txn.put(_LAST, noted.to_bytes(8, "little"), db=self._dbs["history"])
+            except (lmdb.Error, OSError) as err:
+                raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
+        self.last_id, self._last_noted = max(self.last_id, span), noted
 
     def _note_erasure(self, txn: Any, span: int) -> None:
         """A span about to be deleted: its space, without the labels."""
