@@ -35,7 +35,8 @@ from impress.write.admission import Admission
 from impress.write.directory import Identity, locked_shard, matching_identity
 from impress.write.draft import Media, Stored
 from impress.write.fitting import Fitter
-from impress.write.home import COMMIT_TIMEOUT_S, Home
+from impress.write.home import Home
+from impress.write.leaving import COMMIT_TIMEOUT_S
 from impress.write.writer import Writer, importance_of
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
@@ -107,7 +108,7 @@ class PrefixStore:
         self._home = home = Home(
             self.path, self._identity, config, self.counters, self._forget, self._shard
         )
-        home.before_evict = self._leases.reap
+        home.leaving.before_evict = self._leases.reap
         self._pool = IoPool(config.io_threads)
         codecs = [codec_of(name) for name in config.probes]
         self._copies = Copies(config, geometry, self.window, codecs)
@@ -122,7 +123,7 @@ class PrefixStore:
         """Page-aligned buffers for whoever reads: sessions and engines."""
         self._reading = Reading(
             geometry, config, home.ssd, self._copies, self._pool, self.buffers, self.counters,
-            home.quarantine, home.history, home.save_history, params,
+            home.leaving.quarantine, home.history, home.save_history, params,
         )  # fmt: skip
         self._admission: Admission | None = None
         if home.committer is not None:
@@ -181,7 +182,7 @@ class PrefixStore:
             if isinstance(table, ReadFailed):
                 self.counters.add(f"lost/{table.reason}")
                 if table.reason != "late":
-                    self._home.quarantine(h.record.span_id)
+                    self._home.leaving.quarantine(h.record.span_id)
                 break
             sources.append(source_of(h, table, self.geometry, at))
             at += h.count
@@ -275,7 +276,7 @@ class PrefixStore:
 
         Segments left empty go back to the file system. Waits for the commit; 0 where it failed.
         """
-        freed = self._home.evict(n_bytes)
+        freed = self._home.leaving.evict(n_bytes)
         self._home.ssd.trim()
         return freed
 
@@ -297,7 +298,7 @@ class PrefixStore:
         else:
             shape = (self.geometry, self.window, tenant, self._secret)
             roots = {root_key(digest, *shape) for digest in digests}
-        spans = self._home.purge(roots)
+        spans = self._home.leaving.purge(roots)
         self._home.ssd.trim()
         return spans
 

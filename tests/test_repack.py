@@ -441,7 +441,7 @@ def test_what_happens_while_a_span_is_copied(
     def write(*args: Any) -> None:
         monkeypatch.setattr(store.ssd, "write", real)
         if what == "quarantine":
-            store._home.quarantine(record.span_id)
+            store._home.leaving.quarantine(record.span_id)
         elif what == "purge":
             assert store.purge() == (1, 1)  # held: by the repacker
         elif what == "lease":

@@ -81,7 +81,7 @@ def test_a_lease_that_ends_after_close_touches_nothing(
     if how == "purge":
         assert before.purge() == (1, 1)
     else:
-        before._home.quarantine(lease.held[0].record.span_id)
+        before._home.leaving.quarantine(lease.held[0].record.span_id)
     before.close()
     after = open_store(geometry, **QUIET)
     assert put_prompt(after, new).wait(60)

@@ -28,8 +28,9 @@ from impress.stats import Counters
 from impress.tree.catalog import Held
 from impress.types import Geometry
 from impress.write.budget import Clock, Pace
-from impress.write.home import COMMIT_TIMEOUT_S, Home
+from impress.write.home import Home
 from impress.write.jobs import SwapJob, Swapped
+from impress.write.leaving import COMMIT_TIMEOUT_S
 from tiers.base import Slot
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
@@ -208,7 +209,7 @@ class Repacker:
         try:
             self._copier.do(lambda: found.append(read_header(self._home.ssd, held.record)))
         except ReadFailed:
-            self._home.quarantine(held.record.span_id)
+            self._home.leaving.quarantine(held.record.span_id)
             return None
         (header,) = found
         if rewrite:
@@ -283,7 +284,7 @@ class Repacker:
         return None
 
     def _give_back(self, draft: SpanRecord) -> None:
-        self._home.spoil(draft.span_id)
+        self._home.leaving.spoil([draft.span_id])
         self._home.scrap([draft])
         self._draft = None
 
@@ -298,7 +299,7 @@ class Repacker:
             header = move.part.header_of(draft, sums)
         except MediumError as err:
             if isinstance(err, ReadFailed):
-                self._home.quarantine(move.held.record.span_id)
+                self._home.leaving.quarantine(move.held.record.span_id)
             else:
                 self._home.health.trouble(str(err))
             log.warning("span %d was not repacked: %s", move.held.record.span_id, err)
@@ -323,7 +324,7 @@ class Repacker:
             ended.set()
 
         old, skip = move.held.record.span_id, move.part.first
-        job = SwapJob(old, header, self._home.spoil, done, skip, self._sync_failures)
+        job = SwapJob(old, header, self._home.leaving.spoil, done, skip, self._sync_failures)
         try:
             self._home.committer.swap(job)
         except StoreFailed:  # closed

@@ -153,7 +153,7 @@ class Admission:
     def _reserve(self, n_bytes: int) -> Slot | None:
         """Room at home; when there is none, after making some. Raises MediumError."""
         slot = self._media.ssd.reserve(n_bytes)
-        if slot is None and self._home.make_room(round_up(n_bytes)):
+        if slot is None and self._home.leaving.make_room(round_up(n_bytes)):
             slot = self._media.ssd.reserve(n_bytes)
         return slot
 

@@ -11,22 +11,20 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
-
-import numpy as np
 
 from impress.errors import ImpressError, StoreFailed
 from impress.quality.ledgers import Ledgers
-from impress.spans.format import ORDER_PACKED, SpanHeader, SpanRecord, encode_header, encode_index
+from impress.spans.format import encode_index
 from impress.stats import Counters
 from impress.tree.merged import MergedCatalog
 from impress.types import Geometry
 from impress.usage.history import History
 from impress.write.changes import Change
 from impress.write.draft import Draft
+from impress.write.headers import Headers
 from impress.write.index import Index
 from impress.write.jobs import Batch, Duties, Erase, GiveUp, Job, StoreJob, SwapJob, Swapped, Trial
-from tiers.base import PAGE, Extent, Slot
+from tiers.base import PAGE, Slot
 from tiers.errors import MediumError
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
@@ -49,13 +47,11 @@ class Committer:
         self._ssd = ssd
         self._catalog = catalog
         self._counters = counters
-        self._geometry = geometry
-        self._uuid = uuid
+        self._headers = Headers(index, ssd, uuid, geometry, duties.trouble, durable=durable)
         self._duties = duties
         self._reclaim, self._scrap = duties.reclaim, duties.scrap
         self._history = history
         self._ledgers = ledgers
-        self._durable = durable
         self._names: dict[bytes, str] = index.names()
         self._jobs: deque[Job] = deque()
         self._wake = threading.Condition()
@@ -237,9 +233,7 @@ class Committer:
             if job.name and self._names.get(job.draft.record.root) != job.name
         }
         try:
-            if self._durable and written:
-                self._ssd.sync([_meta_slot(job.draft.record) for job in written])
-                self._ssd.sync([job.draft.slot for job in written])
+            self._headers.sync(job.draft.record for job in written)
             if puts or batch.deletes or batch.forget:
                 born = dict.fromkeys(puts, (0, self._catalog.tick))
                 wear = self._duties.wear()
@@ -284,21 +278,7 @@ class Committer:
             if self._catalog.lookup(draft.record.root, draft.prefix) == draft.record.end_window:
                 self._drop(job, None)  # another store of the same tokens was first
                 return False
-            order = draft.order()
-            if order is not None:
-                draft.record = replace(draft.record, order=ORDER_PACKED)
-            header = SpanHeader(
-                self._uuid,
-                self._geometry,
-                draft.record,
-                draft.sums,
-                draft.importance,
-                job.name,
-                draft.probes,
-                order,
-            )
-            draft.record = self._put_header(header)
-            self._check_synced(draft.sync_failures)
+            self._headers.write(draft, job.name)
             return True
         except (ImpressError, MediumError) as err:
             if isinstance(err, MediumError) or isinstance(
@@ -308,42 +288,18 @@ class Committer:
             self._drop(job, StoreFailed(str(err)))
             return False
 
-    def _check_synced(self, failures_before: int) -> None:
-        """Raises StoreFailed where a sync failed since: whose pages it lost nobody can tell."""
-        if self._ssd.sync_failures != failures_before:
-            raise StoreFailed("store: the disk lost writes while this one was under way")
-
-    def _put_header(self, header: SpanHeader) -> SpanRecord:
-        """Write a header record; the span's record, what it did not need given back."""
-        try:
-            self._index.keep_id(header.record.span_id)
-        except StoreFailed as err:
-            self._duties.trouble(str(err))
-            raise
-        raw, record, meta = encode_header(header), header.record, header.record.meta
-        if len(raw) > meta.length:
-            raise StoreFailed(f"store: a header of {len(raw)} bytes, reserved were {meta.length}")
-        memory = aligned(len(raw))
-        memory[:] = np.frombuffer(raw, dtype=np.uint8)
-        self._ssd.write(_meta_slot(record), 0, memory)
-        rest = Extent(meta.segment, meta.off + len(raw), meta.length - len(raw))
-        if rest.length:
-            self._ssd.free(Slot((rest,)))
-        return replace(record, meta=meta._replace(length=len(raw)))
-
     def _swap(self, job: SwapJob) -> Swapped:
         """Old or new is in the index at any moment, never both and never neither."""
         record = job.header.record
         heat = self._catalog.heat_of(job.old)
         if heat is None:
-            job.spoil(record.span_id)
+            job.spoil([record.span_id])
             self._scrap([record])
             return Swapped.GONE
         try:
-            record = self._put_header(job.header)
-            self._check_synced(job.sync_failures)
-            if self._durable:
-                self._ssd.sync([_meta_slot(record), Slot(record.parts)])
+            record = self._headers.put(job.header)
+            self._headers.check_synced(job.sync_failures)
+            self._headers.sync([record])
             put = {record.span_id: encode_index(record)}
             wear = self._duties.wear()
             prefix = self._catalog.labels_to(job.old, record.first_window) + record.labels
@@ -353,15 +309,15 @@ class Committer:
         except (StoreFailed, MediumError) as err:
             self._duties.trouble(str(err))
             log.warning("span %d was not repacked: %s", job.old, err)
-            job.spoil(record.span_id)
+            job.spoil([record.span_id])
             self._scrap([record])
             return Swapped.FAILED
         self._history.carry(job.old, record.span_id, job.skip, record.n_windows)
         if not self._catalog.replace(job.old, record):  # it left the tree since heat_of looked
-            job.spoil(record.span_id)
+            job.spoil([record.span_id])
             self._commit(Batch(deletes=[record.span_id]))
             return Swapped.GONE
-        job.spoil(job.old)
+        job.spoil([job.old])
         self._reclaim(self._catalog.deleted([job.old]))
         return Swapped.YES
 
@@ -393,7 +349,3 @@ class Committer:
         if error is not None:
             self._counters.add("refused/failed")
             self.fail(error)
-
-
-def _meta_slot(record: SpanRecord) -> Slot:
-    return Slot((record.meta,))

@@ -11,19 +11,17 @@ import gc
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from time import monotonic
 from time import time as wall_clock
 
 from impress.config import Config
-from impress.errors import FormatError, ImpressError, StoreFailed
+from impress.errors import FormatError, StoreFailed
 from impress.quality.ledgers import Ledgers
 from impress.spans.format import SpanRecord
 from impress.stats import Counters
 from impress.tree.catalog import Held
-from impress.tree.eviction import Score, score_of
 from impress.tree.merged import MergedCatalog
 from impress.usage.history import History, budget_of
 from impress.write.budget import WriteBudget
@@ -33,6 +31,7 @@ from impress.write.follow import Follower
 from impress.write.health import Health
 from impress.write.index import Index
 from impress.write.jobs import Duties
+from impress.write.leaving import COMMIT_TIMEOUT_S, Leaving
 from impress.write.reclaim import Reclaim
 from tiers.base import PAGE
 from tiers.errors import MediumError
@@ -40,8 +39,6 @@ from tiers.ssd import SsdTier
 
 log = logging.getLogger("impress")
 
-#: Longest wait for the committer: a disk that takes longer is stuck.
-COMMIT_TIMEOUT_S = 150.0
 #: Longest wait for the write that shows whether a medium in trouble takes writes again.
 TRIAL_TIMEOUT_S = 10.0
 
@@ -59,7 +56,6 @@ class Home:
         self._config = config
         self._counters = counters
         self._forget = forget
-        self.before_evict: Callable[[], None] = lambda: None  # makes more of it evictable
         if shard is not None and not shard.index.is_dir() and any(shard.segments.glob("*.seg")):
             raise FormatError(
                 f"{path}: the index of shard {shard.name} is missing; impress rebuild makes it "
@@ -72,8 +68,9 @@ class Home:
         )  # fmt: skip
         self.catalog = MergedCatalog(identity.window, range(0) if shard is None else shard.spans)
         self.others = Follower(
-            path, shard, self.catalog, self.ssd, config.read_timeout_s, self.reclaim, self._orphaned
-        )
+            path, shard, self.catalog, self.ssd, config.read_timeout_s, self.reclaim,
+            self._orphaned,
+        )  # fmt: skip
         self.committer: Committer | None = None
         self.reclaimer: Reclaim | None = None
         try:
@@ -100,12 +97,17 @@ class Home:
             self.reclaimer = Reclaim(self._shard, self.ssd, self.index, self._counters, limit_s)
             self.reclaimer.wait_for_readers(self.index.generation)
             self.reclaimer.finish()
-            self.committer = Committer(
+        self.leaving = Leaving(
+            self._path, config, self.catalog, self.ssd, self.history, self._counters,
+            self.reclaimer,
+        )  # fmt: skip
+        if self.reclaimer is not None:
+            self.committer = self.leaving.committer = Committer(
                 self.index, self.ssd, self.catalog, self._counters, identity.geometry,
                 identity.uuid,
                 Duties(
-                    self.reclaim, self.scrap, self._overfull, self.health.trouble, self.budget.dump,
-                    self.reclaimer.spoilt,
+                    self.reclaim, self.scrap, self.leaving.overfull, self.health.trouble,
+                    self.budget.dump, self.reclaimer.spoilt,
                 ),
                 self.history, self.ledgers, durable=config.durable,
             )  # fmt: skip
@@ -127,7 +129,7 @@ class Home:
         """
         # Where a shard could not be read, what hangs from its spans only seems to be in vain.
         if self.committer is not None and self._superfluous and self.others.error is None:
-            self._spoil(self._superfluous)  # what they hung from may have been purged
+            self.leaving.spoil(self._superfluous)  # what they hung from may have been purged
             self.committer.delete_now(self._superfluous, COMMIT_TIMEOUT_S)
             self._superfluous = []
         self.others.start(self._config.follow_every_s, self._settle)
@@ -192,114 +194,19 @@ class Home:
         """Which it writes; empty: none."""
         return "" if self._shard is None else self._shard.name
 
-    def evict(self, n_bytes: int) -> int:
-        """Drop what is worth least (Config.eviction), leaves first, never held ones; bytes freed.
-
-        Returns when they are out of the index and their space is free; 0 where it takes no writes.
-        """
-        if self.committer is None:
-            raise ImpressError('store: opened with mode="r"')
-        spans = self.committer.undeleted
-        freed = self.catalog.retired_bytes(spans)
-        if self.committer.undone and self.committer.delete_now([], COMMIT_TIMEOUT_S):
-            return 0  # nothing more leaves the tree in vain
-        more, n_more = self._take_out(n_bytes - freed)
-        freed += 0 if self.committer.delete_now(more, COMMIT_TIMEOUT_S) else n_more
-        if self.reclaimer is not None:
-            self.reclaimer.wait_for([*spans, *more])
-        return freed
-
-    def _take_out(self, n_bytes: int, spare: Iterable[int] = ()) -> tuple[list[int], int]:
-        """Spans of about n_bytes leave the tree: (they, for the committer to delete; bytes)."""
-        self.before_evict()
-        spans = self.catalog.evict(n_bytes, self._score(), spare)
-        self._counters.add("evicted_spans", len(spans))
-        return spans, self.catalog.retired_bytes(spans)
-
-    def _score(self) -> Score:
-        by_worth = self._config.eviction == "importance"
-        return score_of(self._config.eviction, self.history.known_shares() if by_worth else {})
-
-    def _overfull(self, new: Iterable[int]) -> list[int]:
-        """What leaves because home is filled above its high watermark, but for what is new."""
-        capacity = self.ssd.capacity_bytes
-        if capacity is None:
-            return []
-        # Out of the tree, and free when nobody reads it any more: no reason for more to go.
-        leaving = sum(r.data_bytes + r.meta.length for r in self.in_limbo)
-        used = self.ssd.usage().used - leaving - self.catalog.retired_bytes()
-        if used <= self._config.disk_high * capacity:
-            return []
-        return self._take_out(used - int(self._config.disk_low * capacity), new)[0]
-
     def _try_writing(self, n_bytes: int) -> None:
         """Does the medium take writes again, n_bytes of them? Raises MediumError, StoreFailed."""
         assert self.committer is not None
         n_bytes = max(n_bytes, PAGE)
         slot = self.ssd.reserve(n_bytes)
-        if slot is None and self.make_room(n_bytes):
+        if slot is None and self.leaving.make_room(n_bytes):
             slot = self.ssd.reserve(n_bytes)
         if slot is None:
             raise MediumError(self.ssd.no_room or "ssd: no room")
         self.committer.try_writing(slot, TRIAL_TIMEOUT_S)
 
-    def purge(self, roots: Iterable[bytes]) -> tuple[int, int]:
-        """Erase everything under these root keys: (spans, those of them still held).
-
-        Their bytes are overwritten on the medium before the space is free; what a lease still
-        holds, when it ends, or at `close`; what a crash leaves, at the next open. Raises
-        StoreFailed where the index takes no writes.
-        """
-        if self.committer is None:
-            raise ImpressError('store: opened with mode="r"')
-        roots = set(roots)
-        late = self.catalog.retired_records(self.committer.undeleted)
-        gone = [span for root in roots for span in self.catalog.purge(root)]
-        spans = [record.span_id for record in late if record.root in roots] + gone
-        self._spoil(spans)
-        failed = self._counters["unerased_spans"]
-        self.committer.erase(gone)
-        if undone := self.committer.delete_now([], COMMIT_TIMEOUT_S):
-            raise StoreFailed(f"{self._path}: not purged: {undone}; purge again, or it comes back")
-        self._counters.add("purged_spans", len(spans))
-        if self.reclaimer is not None:
-            self.reclaimer.wait_for(spans)
-        if self._counters["unerased_spans"] > failed:
-            raise StoreFailed(
-                f"{self._path}: purged, but not all could be overwritten; see the log"
-            )
-        left = {record.span_id for record in self.in_limbo}
-        return len(spans), len(self.catalog.retired_records(spans)) + len(left & set(spans))
-
-    def make_room(self, n_bytes: int) -> bool:
-        """Evict until n_bytes more are free; False when nothing can go."""
-        return self.evict(n_bytes) > 0
-
-    def quarantine(self, span: int) -> None:
-        """A span went bad: never again a hit, nor what hangs from it."""
-        retired = self.catalog.quarantine(span)
-        if retired:
-            log.warning(
-                "%s: span %d does not read back; dropped, with what follows it", self._path, span
-            )
-            self._counters.add("quarantined_spans", len(retired))
-            self._delete_soon(retired)
-
     def _orphaned(self, spans: Iterable[int]) -> None:
-        """What hung from spans that are gone: one's own of these leave the index too.
-
-        And are erased: what they hung from may have been purged.
-        """
-        mine = [span for span in spans if span in self.catalog.own]
-        self._spoil(mine)
-        self._delete_soon(mine)
-
-    def _delete_soon(self, spans: Iterable[int]) -> None:
-        """Those of one's own leave the index."""
-        mine = [span for span in spans if span in self.catalog.own]
-        if mine and self.committer is not None:
-            with suppress(StoreFailed):  # closed: nobody finds them again, and the next open does
-                self.committer.delete(mine)
+        self.leaving.orphaned(spans)
 
     def release(self, held: Sequence[Held]) -> None:
         """A lease or a writer lets go."""
@@ -321,22 +228,9 @@ class Home:
             if self.reclaimer is not None:
                 self.reclaimer.bury(record)
 
-    def spoil(self, span: int) -> None:
-        """Erase this span's bytes before its space is free: they are a copy of what lives on."""
-        self._spoil([span])
-
-    def _spoil(self, spans: Iterable[int]) -> None:
-        if self.reclaimer is not None:
-            self.reclaimer.spoil(spans)
-
     def _settle(self) -> None:
         if self.reclaimer is not None:
             self.reclaimer.settle()
-
-    @property
-    def in_limbo(self) -> list[SpanRecord]:
-        """Spans out of the index whose space other processes may still read."""
-        return [] if self.reclaimer is None else self.reclaimer.limbo.records()
 
     def flush(self, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
         """Wait until all that was stored is READY. Raises StoreFailed for what failed since."""
@@ -392,7 +286,7 @@ class Home:
         self.catalog.check()
         self.ssd.check()
         if self.committer is not None:
-            records = [*self.catalog.all_records(), *self.in_limbo, *drafts]
+            records = [*self.catalog.all_records(), *self.leaving.in_limbo, *drafts]
             owned = sum(r.data_bytes + r.meta.length for r in records)
             used = self.ssd.usage().used
             assert used == owned, f"ssd: {used} bytes used, spans own {owned}"

@@ -47,7 +47,7 @@ class SwapJob:
 
     old: int
     header: SpanHeader
-    spoil: Callable[[int], None]
+    spoil: Callable[[Iterable[int]], None]
     done: Callable[[Swapped], None]
     skip: int  # windows of `old` before the copy's first; they are in no node any more
     sync_failures: int  # the tier's, as of the copy's first byte

@@ -1,0 +1,155 @@
+"""What leaves home: what is evicted, purged or goes bad, and everything that hung from it.
+
+tree ─→ committer: out of the index ─→ Home.reclaim: space, once nobody reads it
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from impress.config import Config
+from impress.errors import ImpressError, StoreFailed
+from impress.spans.format import SpanRecord
+from impress.stats import Counters
+from impress.tree.eviction import Score, score_of
+from impress.tree.merged import MergedCatalog
+from impress.usage.history import History
+from impress.write.commit import Committer
+from impress.write.reclaim import Reclaim
+from tiers.ssd import SsdTier
+
+log = logging.getLogger("impress")
+
+#: Longest wait for the committer: a disk that takes longer is stuck.
+COMMIT_TIMEOUT_S = 150.0
+
+
+class Leaving:
+    """Thread-safe. A process that only reads quarantines for itself alone; the rest it refuses."""
+
+    def __init__(
+        self, path: Path, config: Config, catalog: MergedCatalog, ssd: SsdTier, history: History,
+        counters: Counters, reclaimer: Reclaim | None,
+    ) -> None:  # fmt: skip
+        """`reclaimer`: of the shard that is written; None: all are only read."""
+        self._path = path
+        self._config = config
+        self._catalog = catalog
+        self._ssd = ssd
+        self._history = history
+        self._counters = counters
+        self._reclaimer = reclaimer
+        self.committer: Committer | None = None
+        """Of that shard; set once, before anything leaves."""
+        self.before_evict: Callable[[], None] = lambda: None  # makes more of it evictable
+
+    @property
+    def in_limbo(self) -> list[SpanRecord]:
+        """Spans out of the index whose space other processes may still read."""
+        return [] if self._reclaimer is None else self._reclaimer.limbo.records()
+
+    def evict(self, n_bytes: int) -> int:
+        """Drop what is worth least (Config.eviction), leaves first, never held ones; bytes freed.
+
+        Returns when they are out of the index and their space is free; 0 where it takes no writes.
+        """
+        if self.committer is None:
+            raise ImpressError('store: opened with mode="r"')
+        spans = self.committer.undeleted
+        freed = self._catalog.retired_bytes(spans)
+        if self.committer.undone and self.committer.delete_now([], COMMIT_TIMEOUT_S):
+            return 0  # nothing more leaves the tree in vain
+        more, n_more = self._take_out(n_bytes - freed)
+        freed += 0 if self.committer.delete_now(more, COMMIT_TIMEOUT_S) else n_more
+        if self._reclaimer is not None:
+            self._reclaimer.wait_for([*spans, *more])
+        return freed
+
+    def _take_out(self, n_bytes: int, spare: Iterable[int] = ()) -> tuple[list[int], int]:
+        """Spans of about n_bytes leave the tree: (they, for the committer to delete; bytes)."""
+        self.before_evict()
+        spans = self._catalog.evict(n_bytes, self._score(), spare)
+        self._counters.add("evicted_spans", len(spans))
+        return spans, self._catalog.retired_bytes(spans)
+
+    def _score(self) -> Score:
+        by_worth = self._config.eviction == "importance"
+        return score_of(self._config.eviction, self._history.known_shares() if by_worth else {})
+
+    def overfull(self, new: Iterable[int]) -> list[int]:
+        """What leaves because home is filled above its high watermark, but for what is new."""
+        capacity = self._ssd.capacity_bytes
+        if capacity is None:
+            return []
+        # Out of the tree, and free when nobody reads it any more: no reason for more to go.
+        leaving = sum(r.data_bytes + r.meta.length for r in self.in_limbo)
+        used = self._ssd.usage().used - leaving - self._catalog.retired_bytes()
+        if used <= self._config.disk_high * capacity:
+            return []
+        return self._take_out(used - int(self._config.disk_low * capacity), new)[0]
+
+    def purge(self, roots: Iterable[bytes]) -> tuple[int, int]:
+        """Erase everything under these root keys: (spans, those of them still held).
+
+        Their bytes are overwritten on the medium before the space is free; what a lease still
+        holds, when it ends, or at `close`; what a crash leaves, at the next open. Raises
+        StoreFailed where the index takes no writes.
+        """
+        if self.committer is None:
+            raise ImpressError('store: opened with mode="r"')
+        roots = set(roots)
+        late = self._catalog.retired_records(self.committer.undeleted)
+        gone = [span for root in roots for span in self._catalog.purge(root)]
+        spans = [record.span_id for record in late if record.root in roots] + gone
+        self.spoil(spans)
+        failed = self._counters["unerased_spans"]
+        self.committer.erase(gone)
+        if undone := self.committer.delete_now([], COMMIT_TIMEOUT_S):
+            raise StoreFailed(f"{self._path}: not purged: {undone}; purge again, or it comes back")
+        self._counters.add("purged_spans", len(spans))
+        if self._reclaimer is not None:
+            self._reclaimer.wait_for(spans)
+        if self._counters["unerased_spans"] > failed:
+            raise StoreFailed(
+                f"{self._path}: purged, but not all could be overwritten; see the log"
+            )
+        left = {record.span_id for record in self.in_limbo}
+        return len(spans), len(self._catalog.retired_records(spans)) + len(left & set(spans))
+
+    def make_room(self, n_bytes: int) -> bool:
+        """Evict until n_bytes more are free; False when nothing can go."""
+        return self.evict(n_bytes) > 0
+
+    def quarantine(self, span: int) -> None:
+        """A span went bad: never again a hit, nor what hangs from it."""
+        retired = self._catalog.quarantine(span)
+        if retired:
+            log.warning(
+                "%s: span %d does not read back; dropped, with what follows it", self._path, span
+            )
+            self._counters.add("quarantined_spans", len(retired))
+            self._delete_soon(retired)
+
+    def orphaned(self, spans: Iterable[int]) -> None:
+        """What hung from spans that are gone: one's own of these leave the index too.
+
+        And are erased: what they hung from may have been purged.
+        """
+        mine = [span for span in spans if span in self._catalog.own]
+        self.spoil(mine)
+        self._delete_soon(mine)
+
+    def _delete_soon(self, spans: Iterable[int]) -> None:
+        """Those of one's own leave the index."""
+        mine = [span for span in spans if span in self._catalog.own]
+        if mine and self.committer is not None:
+            with suppress(StoreFailed):  # closed: nobody finds them again, and the next open does
+                self.committer.delete(mine)
+
+    def spoil(self, spans: Iterable[int]) -> None:
+        """Erase these spans' bytes before their space is free."""
+        if self._reclaimer is not None:
+            self._reclaimer.spoil(spans)
