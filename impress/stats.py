@@ -91,11 +91,13 @@ class Counters:
             return {"count": total, "sum_ms": self._latency_sum_ms, "le_ms": cumulative}
 
 
-def serve_metrics(stats: Callable[[], dict[str, Any]], port: int) -> tuple[Any, int]:
+def serve_metrics(stats: Callable[[], dict[str, Any]], port: int | None) -> tuple[Any, int | None]:
     """Serve Prometheus text on 127.0.0.1; (something with .shutdown(), the port bound).
 
-    Raises StoreFailed where the port is not to be had.
+    None: no port, no server. Raises StoreFailed where the port is not to be had.
     """
+    if port is None:
+        return None, None
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from impress.blockhash import as_tokens, chain, labels_of, namespace_digest, root_key
 from impress.cache.copies import Copies, check_budgets
@@ -41,9 +41,6 @@ from impress.write.writer import Writer, importance_of
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
 from tiers.slots import BufferPool
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 class PrefixStore:
@@ -110,6 +107,15 @@ class PrefixStore:
         )
         home.leaving.before_evict = self._leases.reap
         self._pool = IoPool(config.io_threads)
+        try:
+            self._furnish(home)
+        except BaseException:  # else its threads would go on in a shard that is another's
+            home.settle()
+            home.close(files=self._pool.close(config.read_timeout_s), writing=False)
+            raise
+
+    def _furnish(self, home: Home) -> None:
+        config, geometry = self.config, self.geometry
         codecs = [codec_of(name) for name in config.probes]
         self._copies = Copies(config, geometry, self.window, codecs)
         self._tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
@@ -128,18 +134,14 @@ class PrefixStore:
         self._admission: Admission | None = None
         if home.committer is not None:
             slots = BufferPool(config.write_buffer_bytes)
-            ours = self.namespace
-            media = Media(home.ssd, self._pool, slots, geometry, codecs, ours, params)
-            fitter = Fitter(codecs, geometry, ours, home.ssd, home.catalog, params)
+            media = Media(home.ssd, self._pool, slots, geometry, codecs, self.namespace, params)
+            fitter = Fitter(codecs, geometry, self.namespace, home.ssd, home.catalog, params)
             self._admission = Admission(
-                geometry, self.window, ours, self.name, home, home.committer, media,
+                geometry, self.window, self.namespace, self.name, home, home.committer, media,
                 self.counters, self._tables, fitter,
             )  # fmt: skip
         home.tidy()
-        self._metrics: Any = None
-        self.metrics_port: int | None = None
-        if config.metrics_port is not None:
-            self._metrics, self.metrics_port = serve_metrics(self.stats, config.metrics_port)
+        self._metrics, self.metrics_port = serve_metrics(self.stats, config.metrics_port)
         self._repacker: Repacker | None = None
         if self.writable:  # last: it starts to work
             busy = partial(bool, self._leases)  # a request is between its lease and its first token
@@ -197,7 +199,7 @@ class PrefixStore:
         return lease
 
     def _miss(self, *, off: bool, lost: bool, short: bool) -> str:
-        # tier off: every I/O thread is stuck in a read, so computing is faster
+        # off: every I/O thread is stuck in a read, so computing is faster
         return "tier off" if off else "lost" if lost else "too short" if short else "not stored"
 
     def _release(self, lease: Lease) -> None:
@@ -393,7 +395,5 @@ class PrefixStore:
     def __enter__(self) -> PrefixStore:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()

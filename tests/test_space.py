@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MIB, assert_serves, kv_of, prompt, put_prompt
+from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt
 from test_isolation import everything_in, rows_of
 
 import impress
@@ -282,3 +284,15 @@ def test_a_header_that_outgrows_its_place_fails_its_own_store_only(
         store.flush()
     assert first.ready and good.ready and isinstance(bad.error, impress.StoreFailed)
     assert_all_comes_back(store)
+
+
+def test_an_open_that_fails_leaves_no_thread_in_the_shard(tmp_path: Path) -> None:
+    """Its lock was gone, its committer and follower were not: two writers in one shard."""
+    geometry = impress.Geometry(2, 4, 4, 64, "float32")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = impress.Config(**SMALL, metrics_port=taken.getsockname()[1])
+        with pytest.raises(impress.StoreFailed, match="port"):
+            impress.PrefixStore.open(tmp_path / "s", geometry, "test", config)
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("impress")]
+    with impress.PrefixStore.open(tmp_path / "s", geometry, "test", impress.Config(**SMALL)):
+        pass
