@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from impress.errors import ConfigError
 
 MIB = 1 << 20
+#: Longest time limit: threads cannot wait for ever, and thirty years will do.
+LONGEST_S = 1e9
 
 
 class Config(BaseModel):
@@ -38,8 +40,8 @@ class Config(BaseModel):
     last use, or by uses, or by last use and of one request's the longest prefix (vLLM's order). Of
     copies in HBM and DRAM none goes for a newcomer that is worth less."""
     disk_bytes: int | None = Field(default=None, gt=0)
-    """Most bytes of segments on disk, of this process's shard; None: as much as the file system
-    gives."""
+    """Most bytes of segments on disk, of this process's shard, one at least; None: as much as the
+    file system gives."""
     disk_high: float = Field(default=0.95, gt=0, le=1)
     """Share of disk_bytes above which spans are evicted in the background."""
     disk_low: float = Field(default=0.90, gt=0, le=1)
@@ -50,14 +52,14 @@ class Config(BaseModel):
     """Pooled slots that hold packed rows on their way to the disk."""
     probes: tuple[str, ...] = Field(default=(), strict=False)  # TOML has lists
     """Probe codecs whose records go with every span stored, for policies that choose rows."""
-    read_timeout_s: float = Field(default=10.0, gt=0)
+    read_timeout_s: float = Field(default=10.0, gt=0, le=LONGEST_S)
     """A layer's read that takes longer is late: PrefixLost."""
     read_gap_bytes: int = Field(default=16 << 10, ge=0)
     """Chosen rows closer than this are read through: a request costs as much as these bytes."""
     prefetch_bytes: int = Field(default=0, ge=0)
     """Most bytes of the next layer's rows read ahead, on a guess, while a layer that chose its rows
     is computed. 0: none."""
-    lease_timeout_s: float = Field(default=600.0, gt=0)
+    lease_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """A lease older than this expires: its next read raises."""
     io_threads: int = Field(default=8, ge=1, le=64)
     """Threads that read and write the SSD."""
@@ -69,12 +71,12 @@ class Config(BaseModel):
     shard: int | None = Field(default=None, ge=0, lt=4096)
     """The part of the directory this process writes: it has one writer, and every process reads all
     (docs/FORMAT.md). 0 is called main. None: the first that nobody writes to."""
-    follow_every_s: float = Field(default=0.05, ge=0)
+    follow_every_s: float = Field(default=0.05, ge=0, le=LONGEST_S)
     """How often the other shards are looked at for what their writers stored or took out. 0: only
     when `PrefixStore.follow` is called."""
     durable: bool = True
     """False skips fdatasync: for measurements only, a power cut may lose what was flushed."""
-    repack_every_s: float = Field(default=600.0, ge=0)
+    repack_every_s: float = Field(default=600.0, ge=0, le=LONGEST_S)
     """How often rows that are chosen often are moved together, in the background. 0: never."""
     repack_bytes_per_s: int = Field(default=64 * MIB, ge=MIB)
     """Most bytes a second that repacking reads and writes."""
@@ -119,6 +121,11 @@ class Config(BaseModel):
             raise ConfigError(f"config: disk_low {self.disk_low} is above disk_high")
         if self.segment_bytes % MIB:
             raise ConfigError("config: segment_bytes must be a multiple of 1 MiB (1048576)")
+        if self.disk_bytes is not None and self.disk_bytes < self.segment_bytes:
+            raise ConfigError(
+                f"config: disk_bytes {self.disk_bytes} cannot hold one segment: raise it, or lower "
+                f"segment_bytes {self.segment_bytes}"
+            )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Config:

@@ -184,6 +184,10 @@ def test_unknown_and_wrong_settings_name_the_nearest_known(tmp_path: Path) -> No
         ({"dram_bytes": "1"}, "dram_bytes"),
         ({"segment_bytes": MIB + 1}, "multiple"),
         ({"metrics_port": 70000}, "metrics_port"),
+        ({"read_timeout_s": float("inf")}, "read_timeout_s"),
+        ({"lease_timeout_s": float("nan")}, "lease_timeout_s"),
+        ({"repack_every_s": 1e12}, "repack_every_s"),
+        ({"follow_every_s": float("inf")}, "follow_every_s"),
     ):
         with pytest.raises(impress.ConfigError, match=said) as refused:
             impress.Config(**wrong)
@@ -203,6 +207,14 @@ def test_unknown_and_wrong_settings_name_the_nearest_known(tmp_path: Path) -> No
         impress.Config.load(tmp_path / "none.toml")
     with pytest.raises(Exception, match="frozen"):
         impress.Config().window = 16
+
+
+def test_a_disk_budget_below_one_segment_is_refused_with_both_settings() -> None:
+    """200 MB hold no segment of the default size: every store was refused, unexplained."""
+    with pytest.raises(impress.ConfigError, match=r"disk_bytes 200000000 .* segment_bytes 268435"):
+        impress.Config(disk_bytes=200_000_000)
+    impress.Config(disk_bytes=200_000_000, segment_bytes=64 * MIB)
+    impress.Config(disk_bytes=256 * MIB)
 
 
 def test_a_write_buffer_smaller_than_a_chunk_is_refused(tmp_path: Path) -> None:
