@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from impress.blockhash import as_tokens, chain, labels_of, namespace_digest, root_key
-from impress.cache.copies import Copies, check_budgets
+from impress.cache.copies import Copies
 from impress.config import Config, tenant_secret
 from impress.errors import BadInput, ImpressError, StoreFailed
 from impress.read.parts import Source, source_of
@@ -23,6 +23,7 @@ from impress.read.session import Lease
 from impress.read.sparse import session_of
 from impress.repacking.repack import Repacker, RepackReport
 from impress.selection.probes import codec_of
+from impress.settings import check_settings
 from impress.spans.params import Params
 from impress.spans.rows import check_layers
 from impress.spans.tables import TableCache
@@ -87,21 +88,20 @@ class PrefixStore:
         Any number of processes may: each writes a shard of its own (`Config.shard`) and reads all.
         Raises StoreMismatch (another geometry, dtype or window), StoreLocked (a second writer of a
         shard), FormatError (no store, a foreign directory, a newer format), StoreFailed (no
-        permission).
+        permission), ConfigError and Unsupported (settings that do not go here).
         """
         if mode not in ("rw", "r"):
             raise BadInput(f'open: mode must be "rw" or "r", got {mode!r}')
-        config = config or Config()
-        where = Path(path)
-        identity = matching_identity(where, geometry, config.window, create=mode == "rw")
+        config, where = config or Config(), Path(path)
         try:
+            check_settings(config, geometry)  # before anything is made of an empty directory
+            identity = matching_identity(where, geometry, config.window, create=mode == "rw")
             return cls(where, identity, namespace, config, write=mode == "rw")
         except MediumError as err:
             raise StoreFailed(str(err)) from None
 
     def _open(self) -> None:
-        config, geometry = self.config, self.geometry
-        check_budgets(config, geometry, self.window)
+        config = self.config
         self._home = home = Home(
             self.path, self._identity, config, self.counters, self._forget, self._shard
         )

@@ -217,6 +217,33 @@ def test_a_disk_budget_below_one_segment_is_refused_with_both_settings() -> None
     impress.Config(disk_bytes=256 * MIB)
 
 
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"probes": ("bogus",)}, impress.ConfigError, "probes: probe codec 'bogus' is not known"),
+        ({"write_buffer_bytes": MIB}, impress.ConfigError, "write_buffer_bytes"),
+        ({"hbm_bytes": 4096, "hbm_device": "cpu"}, impress.ConfigError, "hbm_bytes"),
+        ({"hbm_bytes": MIB}, impress.Unsupported, "hbm_bytes: no CUDA driver"),
+        ({"tenant_secret_file": "/nowhere"}, impress.ConfigError, "tenant_secret_file"),
+        ({"io_engine": "kvikio"}, impress.StoreFailed, "io_engine: kvikio"),
+    ],
+)
+def test_settings_that_do_not_go_leave_a_directory_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict, error: type, said: str
+) -> None:
+    """They were found out once the empty directory had been made a store for good."""
+    lacking = {"kvikio": "no CUDA driver"}
+    monkeypatch.setattr("tiers.engines.why_not", lambda name: lacking.get(name, ""))
+    monkeypatch.setattr("impress.cache.copies.why_not", lambda: "no CUDA driver")
+    wide, config = impress.Geometry(2, 64, 64, 256, "float32"), impress.Config(**settings)
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "none"):
+        with pytest.raises(error, match=said) as refused:
+            impress.PrefixStore.open(tmp_path / name, wide, "t", config)
+        assert "\n" not in str(refused.value)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]
+
+
 def test_a_write_buffer_smaller_than_a_chunk_is_refused(tmp_path: Path) -> None:
     wide = impress.Geometry(2, 64, 64, 256, "float32")
     config = impress.Config(write_buffer_bytes=MIB)

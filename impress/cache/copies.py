@@ -35,7 +35,6 @@ class Copies:
         probe_bytes = config.dram_bytes // PROBES_SHARE if codecs else 0
         budgets = {"dram": config.dram_bytes - apart - probe_bytes}
         if config.hbm_bytes:
-            _check_hbm(config, layout.chunk_bytes)
             budgets = {"hbm": config.hbm_bytes, **budgets}
         on_device = config.hbm_device == "cuda"
         self.emulated = ("hbm",) if config.hbm_bytes and not on_device else ()
@@ -106,13 +105,18 @@ def _with_fallback(codec: ProbeCodec) -> list[ProbeCodec]:
 
 
 def check_budgets(config: Config, geometry: Geometry, window: int) -> None:
-    """Raises ConfigError where what is written with cannot hold one chunk."""
+    """Raises ConfigError where HBM, or what is written with, cannot hold one chunk.
+
+    Unsupported where there is no such device.
+    """
     chunk_bytes = SpanLayout.of(geometry, window, 1).chunk_bytes
     if config.write_buffer_bytes < chunk_bytes:
         raise ConfigError(
             f"config: write_buffer_bytes {config.write_buffer_bytes} cannot hold one chunk "
             f"of {chunk_bytes} bytes"
         )
+    if config.hbm_bytes:
+        _check_hbm(config, chunk_bytes)
 
 
 def _check_hbm(config: Config, chunk_bytes: int) -> None:
