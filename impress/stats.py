@@ -230,6 +230,8 @@ _COUNTERS = (
     ("impress_stored_bytes", "bytes made READY", "stored_bytes", ""),
     ("impress_refused", "stores refused", "refused", "reason"),
     ("impress_evicted_spans", "spans evicted from home", "evicted_spans", ""),
+    ("impress_quarantined_spans", "spans that did not read back", "quarantined_spans", ""),
+    ("impress_damaged_spans", "index values passed over at open", "damaged_spans", ""),
     ("impress_rows", "rows that requests wanted, by where they were", "rows_from", "tier"),
     ("impress_chunks", "chunks those rows were in, by where they were", "chunks_from", "tier"),
     ("impress_promotion_read_bytes", "bytes read to promote", "promotion_read_bytes", "tier"),

@@ -1,0 +1,82 @@
+"""docs/CONFIG.md is written by hand; what it says of names, types and defaults is checked here."""
+
+from __future__ import annotations
+
+import re
+import typing
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import MIB
+
+import impress
+
+PAGE = (Path(__file__).parent.parent / "docs" / "CONFIG.md").read_text()
+FIELDS = impress.Config.model_fields
+TOML = {int: "integer", float: "number", bool: "boolean", str: "text", tuple: "list of text"}
+
+
+def rows(title: str) -> list[list[str]]:
+    """Cells of every table row under a heading of the second level, column titles left out."""
+    (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    tables = re.findall(r"^\|.*\n\|(?:---\|)+\n((?:\|.*\n)+)", section, re.MULTILINE)
+    lines = "".join(tables).splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def type_of(name: str) -> str:
+    """As the page says it."""
+    kind = FIELDS[name].annotation
+    args = [type(arg) if isinstance(arg, str) else arg for arg in typing.get_args(kind)]
+    return next(TOML[k] for k in (kind, typing.get_origin(kind), *args) if k in TOML)
+
+
+def said(name: str, default: object) -> str:
+    """A default as the page says it."""
+    if default is None or default == ():
+        return "none"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, int) and default and name.endswith(("_bytes", "_bytes_per_s")):
+        return f"{default // MIB} MiB" if default >= MIB else f"{default >> 10} KiB"
+    return f"{default:g}" if isinstance(default, int | float) else str(default)
+
+
+def test_every_setting_is_on_the_page_with_its_type_and_default() -> None:
+    table = {row[0].strip("`"): row[1:] for row in rows("Settings")}
+    assert sorted(table) == sorted(FIELDS)
+    for name, (kind, default, meaning) in table.items():
+        assert (kind, default) == (type_of(name), said(name, FIELDS[name].default)), name
+        for choice in typing.get_args(FIELDS[name].annotation):
+            assert not isinstance(choice, str) or f"`{choice}`" in meaning, (name, choice)
+
+
+def test_the_example_file_is_one(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "impress.toml").write_text(example)
+    assert impress.Config.load(tmp_path / "impress.toml") != impress.Config()
+
+
+def test_sizes_of_models_on_the_page_are_right() -> None:
+    table = rows("Sizing")
+    assert len(table) >= 4
+    for _, layers, heads, dim, size, tokens in table:
+        n_bytes = impress.Geometry(int(layers), int(heads), int(heads), int(dim)).token_bytes
+        assert size == f"{n_bytes // 1024} KiB" and n_bytes % 1024 == 0
+        assert tokens.replace(",", "") == str((100 << 30) // n_bytes)
+
+
+def test_every_metric_is_on_the_page_with_its_kind(
+    open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry, metrics_port=0, daily_write_bytes=MIB)
+    with urllib.request.urlopen(f"http://127.0.0.1:{store.metrics_port}") as answer:
+        served = re.findall(r"^# TYPE (\w+) (\w+)$", answer.read().decode(), re.MULTILINE)
+    assert sorted((row[0].strip("`"), row[1]) for row in rows("Metrics")) == sorted(served)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/VLLM.md"])
+def test_the_page_is_linked(page: str) -> None:
+    assert "CONFIG.md)" in (Path(__file__).parent.parent / page).read_text()
