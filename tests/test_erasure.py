@@ -160,6 +160,42 @@ def test_the_same_purge_again_finishes_one_that_was_cut_off_before_the_index_was
     assert mark not in bytes_of(index)
 
 
+def test_the_purge_of_a_tenant_that_was_killed_is_finished_by_the_same_again(tmp_path: Path) -> None:
+    """Nothing matches any more, and it says so; what was cut off is erased all the same."""
+    path = cut_off(tmp_path, "purge")
+    marks = [row_of(prompt(256, 1)), prompt(256, 1).tobytes()[:256]]
+    assert all(mark in bytes_of(path) for mark in marks)
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--tenant", ""])
+    assert done.exit_code == 2 and "nothing of tenant '' is stored here" in done.stderr
+    assert not any(mark in bytes_of(path) for mark in marks)
+
+
+def test_a_tenant_that_has_nothing_is_no_success(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path
+) -> None:
+    """vLLM's salt without its prefix, or a forgotten secret: "0 spans erased", and all was there."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 32)
+    secret.chmod(0o600)
+    with open_store(geometry, tenant_secret_file=str(secret)) as store:
+        put_prompt(store, prompt(128), tenant="salt:acme").wait(60)
+        path = store.path
+    mark = row_of(prompt(128))
+    keyed = ("--tenant-secret-file", str(secret))
+    for args, said in (
+        (("--tenant", "acme", *keyed), "--tenant salt:acme"),
+        (("--tenant", "salt:acme"), "--tenant-secret-file"),
+        (("--tenant", "salt:acme", "--namespace", "test", "--json"), "--tenant-secret-file"),
+    ):
+        missed = CliRunner().invoke(app, ["purge", "--store", str(path), *args])
+        assert missed.exit_code == 2 and missed.stderr.count("\n") == 1, missed.output
+        assert said in missed.stderr and not missed.stdout
+        assert mark in bytes_of(path)
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--tenant", "salt:acme", *keyed])
+    assert done.exit_code == 0 and "1 spans erased" in done.stdout, done.output
+    assert mark not in bytes_of(path)
+
+
 def test_an_index_that_was_replaced_goes_though_a_purge_was_killed_before_it_could(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

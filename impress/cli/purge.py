@@ -28,7 +28,11 @@ def purge(
         ),
     ] = None,
     tenant: Annotated[
-        str | None, typer.Option(metavar="NAME", help="One tenant; without --namespace, of all.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="One tenant, under vLLM salt:CACHE_SALT; without --namespace, of all.",
+        ),
     ] = None,
     tenant_secret_file: Annotated[
         Path | None,
@@ -43,11 +47,17 @@ def purge(
     cut off is finished by the same command. In every shard, so none may be open for writing
     elsewhere; a process that only reads keeps what it has in memory.
 
+    **Exit status**
+
+    0 erased · 2 nothing of that name is stored here, or it could not run
+
     **Examples**
 
     impress purge --namespace 3f9a52c1
 
     impress purge --tenant acme --tenant-secret-file /etc/impress/tenant.key
+
+    impress purge --tenant salt:acme
     """
     if namespace is None and tenant is None:
         raise BadInput("purge: say what: --namespace NAME, --tenant NAME, or both")
@@ -80,10 +90,22 @@ def purge(
         raise BadInput(
             f"purge: --namespace {namespace} is not stored here (impress inspect lists them)"
         )
+    if tenant is not None and not spans:  # keys do not tell whose they are: a wrong name is none
+        raise BadInput(_nothing(tenant, secret))
     if as_json:
         print_json({"store": str(where), "spans": spans, "freed_bytes": freed})
     else:
         out.print(f"{where}: {spans} spans erased, {size(freed)}", markup=False, soft_wrap=True)
+
+
+def _nothing(tenant: str, secret: str | None) -> str:
+    """That a tenant has nothing here, and what may be wrong. Pure."""
+    key = "another secret" if secret else "a secret (--tenant-secret-file)"
+    salt = "" if tenant.startswith("salt:") else f", or is it vLLM's (--tenant salt:{tenant})"
+    return (
+        f"purge: nothing of tenant {tenant!r} is stored here: is it in another store or namespace, "
+        f"are its keys made with {key}{salt}?"
+    )
 
 
 def _digests(store: PrefixStore, namespace: str | None) -> set[bytes]:
