@@ -328,6 +328,8 @@ def test_a_purge_leaves_no_byte_in_any_shard(pair: Pair) -> None:
     purge = ["purge", "--store", str(path), "--tenant", "alice"]
     busy = CliRunner().invoke(app, purge)
     assert busy.exit_code == 2 and "shard main is open for writing by" in busy.stderr
+    assert f"process {os.getpid()}: stop that process, then repeat" in busy.stderr
+    assert "another shard" not in busy.stderr  # no option of the command names one
     a.close()
     busy = CliRunner().invoke(app, purge)
     assert busy.exit_code == 2 and "shard 1 is open for writing by" in busy.stderr
@@ -376,6 +378,7 @@ def test_inspect_shows_the_shards_in_use(pair: Pair) -> None:
     assert "Shards" in run(app, ["inspect", "--store", str(a.path)]).stdout
     repacked = run(app, ["repack", "--store", str(a.path)])
     assert repacked.exit_code == 2 and repacked.stderr.count("is open for writing by") == 2
+    assert repacked.stderr.count("stop that process, then repeat") == 2
 
 
 # ---- at random -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from impress.blockhash import namespace_digest
-from impress.cli.options import Json, Store, print_json, store_dir
+from impress.cli.options import Json, Store, print_json, store_dir, writing
 from impress.config import Config
 from impress.errors import BadInput
 from impress.store import PrefixStore
@@ -45,7 +45,8 @@ def purge(
     The bytes are overwritten in the segments, and the index is written anew without what it has
     freed, so that token ids do not linger there: also where nothing is found any more, so what was
     cut off is finished by the same command. In every shard, so none may be open for writing
-    elsewhere; a process that only reads keeps what it has in memory.
+    elsewhere: stop every process that serves from the directory; one that only reads keeps what it
+    has in memory.
 
     **Exit status**
 
@@ -70,7 +71,8 @@ def purge(
     )  # fmt: skip
     shards = shards_of(where)
     for shard in shards:  # all or nothing
-        shard.lock()
+        with writing(shard):
+            shard.lock()
         shard.unlock()
     digests: set[bytes] = set()
     if shards:
@@ -79,11 +81,12 @@ def purge(
     spans = freed = 0
     for shard in shards:
         of_shard = config.model_copy(update={"shard": shard.number})
-        with PrefixStore.open(where, identity.geometry, b"purge", of_shard) as opened:
-            before = opened.ssd.usage().used
-            spans += opened.purge(tenant, namespaces=digests)[0]
-            freed += before - opened.ssd.usage().used
-        shard.lock()
+        with writing(shard):
+            with PrefixStore.open(where, identity.geometry, b"purge", of_shard) as opened:
+                before = opened.ssd.usage().used
+                spans += opened.purge(tenant, namespaces=digests)[0]
+                freed += before - opened.ssd.usage().used
+            shard.lock()
         compact(shard.index)
         shard.unlock()
     if namespace is not None and not digests:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from impress.cli.options import Store, store_dir
+from impress.cli.options import Store, store_dir, writing
 from impress.config import MIB, Config
 from impress.errors import StoreLocked
 from impress.repacking.repack import RepackReport
@@ -52,7 +52,8 @@ def repack(
     report, busy = RepackReport(dry_run), []
     for shard in shards_of(where):
         try:
-            report.spans += _repacked(where, shard, identity, dry_run).spans
+            with writing(shard):
+                report.spans += _repacked(where, shard, identity, dry_run).spans
         except StoreLocked as taken:
             busy.append(taken)
             err.print(str(taken), markup=False, soft_wrap=True)

@@ -202,7 +202,7 @@ class Shard:
             if self._fd is None:
                 raise StoreLocked(
                     f"{self.path.parent.parent}: shard {self.name} is open for writing by process "
-                    f'{self._holder()}; close it, name another shard, or open with mode="r"'
+                    f'{self.holder()}; close it, name another shard, or open with mode="r"'
                 )
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
@@ -220,7 +220,8 @@ class Shard:
             unlock_file(self._fd)
             self._fd = None
 
-    def _holder(self) -> str:
+    def holder(self) -> str:
+        """The process that has it open for writing, or had it last; "unknown" where none says."""
         try:
             return (self.path / "lock").read_text().strip() or "unknown"
         except (OSError, UnicodeDecodeError):
