@@ -30,7 +30,8 @@ def _printed(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "policy", "floor"),
     [
         ((), Exact(), Exact()),
-        (("--floor", "quality"), Exact(), Quality(0.1)),
+        (("--floor", "quality"), Exact(), Quality()),
+        (("--policy", "quality"), Quality(), Quality()),
         (("--policy", "paper", "--disk-gib", "2"), Paper(0.25), Paper(0.25)),
     ],
 )

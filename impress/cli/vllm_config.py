@@ -10,14 +10,16 @@ import typer
 from impress.cli.options import Store, store_dir
 from impress.engines.vllm import CONNECTOR, CONNECTOR_MODULE
 from impress.errors import BadInput
+from impress.policy import Paper, Quality
 
 MIB = 1 << 20
 
-#: Policies by the name an operator types, as the connector's settings spell them.
+#: Policies by the name an operator types, as the connector's settings spell them: with what a policy
+#: has by default, here as everywhere, and said, so that an operator sees it.
 _FLOORS: dict[str, dict[str, Any]] = {
     "exact": {"name": "exact"},
-    "paper": {"name": "paper", "keep": 0.25},
-    "quality": {"name": "quality", "max_missing_mass": 0.1},
+    "paper": {"name": "paper", "keep": Paper().keep},
+    "quality": {"name": "quality", "max_missing_mass": Quality().max_missing_mass},
 }
 
 

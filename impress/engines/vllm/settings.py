@@ -3,7 +3,7 @@
 "kv_connector_extra_config": {
     "store": DIR,                                        required
     "policy": {"name": "exact"},                         what requests get by default
-    "floor":  {"name": "quality", "max_missing_mass": .1},  the loosest they may ask for
+    "floor":  {"name": "quality", "max_missing_mass": .05},  the loosest they may ask for
     "config": {"dram_bytes": …},                         impress.Config
     "store_new": true, "cross_engine": false}
 """
