@@ -10,9 +10,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from impress.cli.main import app
 from impress.engines.vllm import CONNECTOR, CONNECTOR_MODULE
-from impress.engines.vllm.settings import Settings
+from impress.engines.vllm.settings import Settings, at_least, policy_of
+from impress.errors import ConfigError
 from impress.policy import Exact, Paper, Quality
 from tests.vllm.install import BROKEN, VLLM
 
@@ -49,6 +52,48 @@ def test_the_connector_takes_what_is_printed(
     assert str(settings.store) == "/var/lib/impress"
     assert (settings.policy, settings.floor) == (policy, floor)
     assert settings.config.dram_bytes == 64 << 20
+
+
+@pytest.mark.parametrize("policy", ["exact", "paper", "quality"])
+@pytest.mark.parametrize("floor", ["exact", "paper", "quality"])
+def test_a_pair_is_printed_where_the_connector_takes_it_and_else_refused(
+    policy: str, floor: str
+) -> None:
+    """A policy looser than its floor was printed with status 0, and the server would not start."""
+    printed = CliRunner().invoke(app, ["vllm-config", "--policy", policy, "--floor", floor])
+    wanted = at_least(policy_of({"name": policy}), policy_of({"name": floor}))
+    assert printed.exit_code == (0 if wanted else 2), printed.output
+    if wanted:
+        Settings.of(json.loads(printed.stdout)["kv_connector_extra_config"])
+    else:
+        assert printed.stderr.count("\n") == 1 and f"--floor {floor}" in printed.stderr
+
+
+def test_the_store_is_the_same_wherever_the_server_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    for given, stored in (("./s", tmp_path / "s"), ("~/s", Path("/home/someone/s"))):
+        printed = CliRunner().invoke(app, ["vllm-config", "--store", given])
+        extra = json.loads(printed.stdout)["kv_connector_extra_config"]
+        assert extra["store"] == str(stored)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"cross_engine": "false"}, "'cross_engine' is true or false, got 'false'"),
+        ({"store_new": "false"}, "'store_new' is true or false"),
+        ({"store_new": 0}, "'store_new' is true or false"),
+        ({"config": None}, "'config' is an object"),
+        ({"config": [1]}, "'config' is an object"),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused_by_name(extra: dict[str, object], said: str) -> None:
+    """The word "false" counted as true: a server shared KV, or stored it, against what was set."""
+    with pytest.raises(ConfigError, match=said):
+        Settings.of({"store": "x", **extra})
 
 
 def test_an_unknown_policy_is_one_line() -> None:

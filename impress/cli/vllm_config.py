@@ -45,7 +45,8 @@ def vllm_config(
 
     vllm serve MODEL --kv-transfer-config "$(impress vllm-config --store DIR)"
     """
-    typer.echo(json.dumps(_config(str(store_dir(store)), policy, floor, dram_mib, disk_gib)))
+    where = store_dir(store).expanduser().absolute()  # the server may run in another directory
+    typer.echo(json.dumps(_config(str(where), policy, floor, dram_mib, disk_gib)))
 
 
 def _config(
@@ -57,6 +58,11 @@ def _config(
     extra: dict[str, Any] = {"store": store, "policy": _named(policy), "config": settings}
     if floor is not None:
         extra["floor"] = _named(floor)
+        if policy not in ("exact", floor):  # as the connector has it, whose settings need torch
+            raise BadInput(
+                f"--floor {floor} does not allow --policy {policy} to every request: name {policy} "
+                "as the floor too, or exact as the policy"
+            )
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,

@@ -71,6 +71,13 @@ class Settings:
         given = {**_DEFAULTS, **extra}
         if not given["store"] or not isinstance(given["store"], str):
             raise ConfigError('vllm: kv_connector_extra_config needs "store": a directory')
+        for key in ("store_new", "cross_engine"):
+            if not isinstance(given[key], bool):
+                raise ConfigError(f"vllm: {key!r} is true or false, got {given[key]!r}")
+        if not isinstance(given["config"], Mapping):
+            raise ConfigError(
+                f"vllm: 'config' is an object of impress.Config's settings, got {given['config']!r}"
+            )
         policy = policy_of(given["policy"] or {"name": "exact"})
         floor = policy_of(given["floor"]) if given["floor"] else policy
         if not at_least(policy, floor):
@@ -83,8 +90,8 @@ class Settings:
             policy,
             floor,
             config.model_copy(update={"probes": tuple(wanted)}),
-            bool(given["store_new"]),
-            bool(given["cross_engine"]),
+            given["store_new"],
+            given["cross_engine"],
         )
 
 
