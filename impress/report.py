@@ -27,11 +27,14 @@ def write_report(
 ) -> None:
     """Write {"figures", "rows", "meta"} as JSON; `meta` goes before what `conditions` knows.
 
-    Raises OSError, and leaves no half a file.
+    - is stdout. Raises OSError, and leaves no half a file.
     """
     report = {"figures": dict(figures), "rows": list(rows), "meta": {**conditions(), **meta}}
     target = Path(path)
     text = json.dumps(report, indent=1) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
     if target.exists() and not target.is_file():  # a pipe or a device cannot be replaced
         target.write_text(text)
         return

@@ -197,7 +197,7 @@ def test_wrong_input_is_one_line_and_2(path, tmp_path):
     assert_refused(run("explain", "--store", path), "Missing option '--prefix'; see ")
     assert_refused(run("explain", "--prefix", text, "--store", tmp_path), "no store here")
     text.write_text("[1, 2]")
-    assert_refused(run(*args, "--json", tmp_path / "no" / "file"), "No such file")
+    assert_refused(run(*args, "--json", tmp_path / "no" / "file"), "no such folder")
 
 
 def test_without_a_model_it_imports_neither_torch_nor_transformers(path, tmp_path):

@@ -223,3 +223,8 @@ def test_a_report_can_go_to_a_device(tmp_path):
         3,
     )
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_report_can_go_to_stdout(capsys):
+    write_report("-", {"x": 1.0}, [])
+    assert json.loads(capsys.readouterr().out)["figures"] == {"x": 1.0}

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from impress.cli.options import check_json
+
 
 def demo(
     folder: Annotated[
@@ -24,7 +26,8 @@ def demo(
             "--json",
             metavar="FILE",
             readable=False,
-            help="Write figures, rows and conditions to FILE.",
+            help="Write figures, rows and conditions to FILE; - prints them, and the story goes "
+            "to stderr.",
         ),
     ] = None,
 ) -> None:
@@ -58,5 +61,6 @@ def demo(
     """
     from impress.demo.story import tell
 
+    check_json(json_file, replaced=True)
     if not tell(folder, quick=quick, json_file=json_file):
         raise typer.Exit(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +16,10 @@ from impress.cli.options import (
     MissingMass,
     PolicyName,
     Store,
-    plain,
+    check_json,
     policy_of,
     store_dir,
+    write_json,
 )
 from impress.cli.survey import open_for_reading, read_token_file
 from impress.errors import BadInput
@@ -90,9 +90,10 @@ def explain(
     chosen = policy_of(policy, keep, max_missing_mass)
     if query is not None and model is None:
         raise BadInput("--query needs --model DIR: the model that is to be asked")
+    check_json(json_file)
     found = _explained(store_dir(store), prefix, query, model, chosen)
     if json_file is not None:
-        _write(json_file, found)
+        write_json(json_file, found)
     if json_file is None or str(json_file) != "-":
         print_match(found)
         if "request" in found:
@@ -168,11 +169,3 @@ def _token_ids(file: Path) -> Tokens:
         raise BadInput(
             f"--prefix {err} (text needs --model DIR, whose tokenizer is used)"
         ) from None
-
-
-def _write(file: Path, found: dict[str, Any]) -> None:
-    text = json.dumps(plain(found), indent=1, allow_nan=False) + "\n"
-    if str(file) == "-":
-        sys.stdout.write(text)
-    else:
-        file.write_text(text)

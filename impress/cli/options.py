@@ -120,7 +120,35 @@ def one_line(command: Callable[P, None]) -> Callable[P, None]:
 
 def print_json(value: Any) -> None:
     """One object, with keys in the order given."""
-    sys.stdout.write(json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
+    sys.stdout.write(_text(value))
+
+
+def _text(value: Any) -> str:
+    return json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
+
+
+def check_json(file: Path | None, *, replaced: bool = False) -> None:
+    """Raises BadInput where --json's FILE cannot be written: before the work, not after it.
+
+    `replaced`: a file that is there is not written into, another takes its place.
+    """
+    if file is None or str(file) == "-":
+        return
+    if file.is_dir():
+        raise BadInput(f"--json {file}: a directory; name a file, or - for stdout")
+    if not (folder := file.absolute().parent).is_dir():
+        raise BadInput(f"--json {file}: no such folder")
+    into = file.exists() and not (replaced and file.is_file())
+    if not os.access(file if into else folder, os.W_OK):
+        raise BadInput(f"--json {file}: cannot be written; name another file, or - for stdout")
+
+
+def write_json(file: Path, value: Any) -> None:
+    """One object into --json's FILE; - is stdout. Raises OSError."""
+    if str(file) == "-":
+        print_json(value)
+    else:
+        file.write_text(_text(value))
 
 
 def plain(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from impress.cli.options import Store, store_dir, writing
+from impress.cli.options import Store, check_json, store_dir, write_json, writing
 from impress.config import MIB, Config
 from impress.errors import StoreLocked
 from impress.repacking.repack import RepackReport
@@ -25,9 +24,13 @@ def repack(
         bool, typer.Option("--dry-run", help="Say what would move and what it would save.")
     ] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the report there too.")
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", readable=False,
+            help="Write the report to FILE too; - prints it instead of the table.",
+        ),
     ] = None,
-) -> None:
+) -> None:  # fmt: skip
     """Reorder the rows of stored spans by how often requests chose them.
 
     A span is copied in its new order, and the copy takes its place when it is whole: nothing that
@@ -39,7 +42,8 @@ def repack(
 
     **Exit status**
 
-    0 done · 1 a span could not be moved · 2 it could not run
+    0 done · 1 a span could not be moved, or a shard was open elsewhere · 2 it could not run, or
+    every shard was
 
     **Examples**
 
@@ -49,20 +53,22 @@ def repack(
     """
     where = store_dir(store)
     identity = read_identity(where)
-    report, busy = RepackReport(dry_run), []
-    for shard in shards_of(where):
+    check_json(json_file)
+    report, busy, shards = RepackReport(dry_run), [], shards_of(where)
+    for shard in shards:
         try:
             with writing(shard):
                 report.spans += _repacked(where, shard, identity, dry_run).spans
         except StoreLocked as taken:
-            busy.append(taken)
+            busy.append(shard.name)
             err.print(str(taken), markup=False, soft_wrap=True)
-    if busy and len(busy) == len(shards_of(where)):
-        raise typer.Exit(2)
     if json_file is not None:
-        json_file.write_text(json.dumps(_plain(where, report), indent=1) + "\n")
-    _print(where, report)
-    if any(span.outcome == "failed" for span in report.spans):
+        write_json(json_file, _plain(where, report, busy))
+    if busy and len(busy) == len(shards):
+        raise typer.Exit(2)
+    if str(json_file) != "-":
+        _print(where, report)
+    if busy or any(span.outcome == "failed" for span in report.spans):
         raise typer.Exit(1)
 
 
@@ -77,10 +83,10 @@ def _repacked(where: Path, shard: Shard, identity: Identity, dry_run: bool) -> R
             return opened.repack(dry_run=dry_run)
 
 
-def _plain(where: Path, report: RepackReport) -> dict[str, Any]:
+def _plain(where: Path, report: RepackReport, busy: list[str]) -> dict[str, Any]:
     return {
         "store": str(where), "dry_run": report.dry_run, "moved": report.moved,
-        "moved_bytes": report.moved_bytes, "spans": [asdict(span) for span in report.spans],
+        "moved_bytes": report.moved_bytes, "busy_shards": busy, "spans": [asdict(span) for span in report.spans],
     }  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
+from contextlib import redirect_stdout
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -13,7 +15,6 @@ from impress.demo.figures import Row, figures_of
 from impress.demo.lookup.tasks import questions
 from impress.demo.stage import THREADS, check_installed, lookup_place, prepare, run_step
 from impress.demo.tables import choice_table, reuse_table
-from impress.errors import BadInput
 from impress.report import write_report
 from impress.terminal import out, size
 
@@ -26,16 +27,15 @@ def tell(folder: Path, *, quick: bool, json_file: Path | None) -> bool:
     Raises ImpressError for what is missing or in the way, OSError.
     """
     check_installed()
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise BadInput(f"--json {json_file}: no such folder")
     which = "quick" if quick else "full"
     started = perf_counter()
-    prepare(folder)
-    rows, meta = _reuse(folder, which)
-    rows += _choice(folder, which)
-    rows += _repacked(folder, which, figures_of(rows))
-    figures = figures_of(rows)
-    _say_where(folder)
+    with redirect_stdout(sys.stderr if str(json_file) == "-" else sys.stdout):
+        prepare(folder)
+        rows, meta = _reuse(folder, which)
+        rows += _choice(folder, which)
+        rows += _repacked(folder, which, figures_of(rows))
+        figures = figures_of(rows)
+        _say_where(folder)
     if json_file is not None:
         write_report(
             json_file, figures, rows,

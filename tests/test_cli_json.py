@@ -1,0 +1,65 @@
+"""--json FILE of repack, explain and demo: stdout by -, refused before the work, busy shards told."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from console import CONFIG, GEOMETRY, PROMPT, assert_refused, opened, put, run, two_prompts
+
+import impress
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return two_prompts(tmp_path / "store")
+
+
+def test_repack_prints_its_report_and_nothing_else(path: Path) -> None:
+    """- was the name of a file."""
+    done = run("repack", "--store", path, "--dry-run", "--json", "-", cwd=path.parent)
+    assert done.returncode == 0 and not (path.parent / "-").exists()
+    found = json.loads(done.stdout)
+    assert (found["dry_run"], found["moved"], found["busy_shards"]) == (True, 0, [])
+
+
+def test_a_shard_that_repack_leaves_alone_is_in_its_report_and_status(path: Path) -> None:
+    """Its report had the other shards alone, and status 0."""
+    args = ("repack", "--store", path, "--json", "-")
+    with opened(path):
+        with impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG) as second:
+            put(second, [*PROMPT, *range(64)])
+            done = run(*args)
+            assert done.returncode == 2 and json.loads(done.stdout)["busy_shards"] == ["main", "1"]
+        done = run(*args)
+        assert done.returncode == 1 and json.loads(done.stdout)["busy_shards"] == ["main"]
+        assert f"process {os.getpid()}: stop that process" in done.stderr
+    done = run(*args)
+    assert done.returncode == 0 and json.loads(done.stdout)["busy_shards"] == []
+
+
+@pytest.mark.parametrize("command", ["repack", "explain", "demo"])
+def test_a_file_that_cannot_be_written_is_said_before_the_work(
+    path: Path, tmp_path: Path, command: str
+) -> None:
+    """It was said when the work was done: after minutes of a demo, or with the rows moved."""
+    if command == "demo":
+        pytest.importorskip("torch")
+        pytest.importorskip("transformers")
+    of = {
+        "repack": ["--store", path],
+        "explain": ["--store", path, "--prefix", tmp_path / "none"],  # what it would say next
+        "demo": ["--dir", tmp_path / "out"],
+    }[command]
+    (tmp_path / "closed").mkdir(0o500)
+    cases = [
+        (tmp_path / "no" / "report", "no such folder"),
+        (tmp_path, "a directory"),
+        (tmp_path / "closed" / "report", "cannot be written"),
+    ]
+    for file, said in cases[: 2 if os.geteuid() == 0 else 3]:  # root may write everywhere
+        done = run(command, *of, "--json", file)
+        assert_refused(done, f"--json {file}: {said}")
+        assert not done.stdout and not (tmp_path / "out").exists()
