@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -17,6 +18,7 @@ import impress
 from impress.cli.explain import explain
 from impress.engines import hf
 from impress.errors import BadInput, StoreMismatch
+from impress.namespace import namespace_of
 
 WORDS = [f"w{i}" for i in range(200)]
 TEXT = " ".join(WORDS[i * 7 % 200] for i in range(200))  # 3 windows and 8 tokens
@@ -66,7 +68,8 @@ def test_a_text_is_looked_up_in_the_models_own_namespace(here, capsys):
     row = told(here)["found"][0]
     assert (row["yours"], row["windows"], row["stop"]["reason"]) == (True, 3, "end of prompt")
     assert list(row["held"][0]["probes"]) == ["int4-v1"]
-    assert "(this model's)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "(this model's)" in shown and "no tenant" not in shown
 
 
 def test_another_model_of_the_same_shape_finds_its_own_namespace_empty(here, capsys):
@@ -76,6 +79,28 @@ def test_another_model_of_the_same_shape_finds_its_own_namespace_empty(here, cap
     assert found[0]["stop"]["reason"] == "not stored"
     shown = capsys.readouterr().out
     assert "miss" in shown and "another namespace" in shown
+
+
+@pytest.mark.parametrize("how", ["vllm", "tenant", "secret"])
+def test_a_miss_says_what_was_assumed_where_the_model_stored_it_under_other_keys(
+    here, capsys, how, tmp_path
+):
+    """It said "miss, under this model's", of a prompt that was stored for another engine or tenant."""
+    (tmp_path / "secret").write_bytes(b"s" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    keyed = {"tenant_secret_file": str(tmp_path / "secret")} if how == "secret" else {}
+    geometry, _ = _of(here)
+    name = namespace_of(here / "model", engine="vllm" if how == "vllm" else "transformers")
+    ids = [WORDS.index(word) + 1 for word in TEXT.split()]
+    rows = [np.zeros((geometry.n_kv_heads, len(ids), geometry.head_dim), np.float32)] * 2
+    config = CONFIG.model_copy(update=keyed)
+    with impress.PrefixStore.open(tmp_path / "store", geometry, name, config) as store:
+        store.store(ids, rows, rows, tenant="someone" if how == "tenant" else "").wait(60)
+    found = told(here, store=tmp_path / "store")
+    assert found["assumed"] == {"engine": "transformers", "tenant": "", "tenant_secret": False}
+    assert [(row["yours"], row["windows"]) for row in found["found"]] == [(True, 0), (False, 3)]
+    shown = capsys.readouterr().out
+    assert "as the Transformers engine stores it, for no tenant and without a tenant" in shown
 
 
 def test_a_store_of_another_geometry_is_never_a_hit(here, capsys):

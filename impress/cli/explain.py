@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -25,6 +25,9 @@ from impress.cli.survey import open_for_reading, read_token_file
 from impress.errors import BadInput
 from impress.policy import Policy
 from impress.write.directory import Identity
+
+#: What else than the model names a prompt's keys, and is not asked for here.
+_ASSUMED: Final = {"engine": "transformers", "tenant": "", "tenant_secret": False}
 
 
 def explain(
@@ -50,7 +53,8 @@ def explain(
         typer.Option(
             metavar="DIR",
             readable=False,
-            help="A local Transformers model with its tokenizer: whose namespace is looked at.",
+            help="A local Transformers model with its tokenizer: whose namespace is looked at, as "
+            "the Transformers engine has it, for no tenant and without a tenant secret.",
         ),
     ] = None,
     store: Store = None,
@@ -120,6 +124,7 @@ def _explained(
             tokens, namespace, request = ask(model, where, identity, prompt, query, policy)
         found: dict[str, Any] = {
             "store": str(where), "window": identity.window, "mismatch": mismatch,
+            "assumed": None if namespace is None else _ASSUMED,
             **match_prompt(opened, tokens, namespace),
         }  # fmt: skip
     if request is not None:

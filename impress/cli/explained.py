@@ -63,6 +63,12 @@ def _print_root(row: dict[str, Any], found: dict[str, Any]) -> None:
         f"under {called(row)}{whose}"
     )
     _print_stop(row["stop"], found["window"])
+    if row["yours"] and not row["windows"] and len(found["found"]) > 1:
+        say(
+            "looked for as the Transformers engine stores it, for no tenant and without a tenant "
+            "secret: what vLLM or cross_engine, a tenant or a server with a secret stored of this "
+            "model has other keys"
+        )
     _print_guard(row["guard"])
     if not row["held"]:
         return
