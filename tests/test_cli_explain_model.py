@@ -85,7 +85,7 @@ def test_another_model_of_the_same_shape_finds_its_own_namespace_empty(here, cap
 def test_a_miss_says_what_was_assumed_where_the_model_stored_it_under_other_keys(
     here, capsys, how, tmp_path
 ):
-    """It said "miss, under this model's", of a prompt that was stored for another engine or tenant."""
+    """It said "miss, under this model's", of what was stored for another engine or tenant."""
     (tmp_path / "secret").write_bytes(b"s" * 32)
     (tmp_path / "secret").chmod(0o600)
     keyed = {"tenant_secret_file": str(tmp_path / "secret")} if how == "secret" else {}

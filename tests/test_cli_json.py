@@ -1,4 +1,4 @@
-"""--json FILE of repack, explain and demo: stdout by -, refused before the work, busy shards told."""
+"""--json FILE of repack, explain and demo: - is stdout, what cannot be written is said at once."""
 
 from __future__ import annotations
 

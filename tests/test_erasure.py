@@ -160,7 +160,7 @@ def test_the_same_purge_again_finishes_one_that_was_cut_off_before_the_index_was
     assert mark not in bytes_of(index)
 
 
-def test_the_purge_of_a_tenant_that_was_killed_is_finished_by_the_same_again(tmp_path: Path) -> None:
+def test_a_tenants_purge_that_was_killed_is_finished_by_the_same_again(tmp_path: Path) -> None:
     """Nothing matches any more, and it says so; what was cut off is erased all the same."""
     path = cut_off(tmp_path, "purge")
     marks = [row_of(prompt(256, 1)), prompt(256, 1).tobytes()[:256]]
@@ -173,7 +173,7 @@ def test_the_purge_of_a_tenant_that_was_killed_is_finished_by_the_same_again(tmp
 def test_a_tenant_that_has_nothing_is_no_success(
     open_store: Open, geometry: impress.Geometry, tmp_path: Path
 ) -> None:
-    """vLLM's salt without its prefix, or a forgotten secret: "0 spans erased", and all was there."""
+    """vLLM's salt without its prefix, or a forgotten secret: "0 spans erased" and status 0."""
     secret = tmp_path / "secret"
     secret.write_bytes(b"s" * 32)
     secret.chmod(0o600)

@@ -34,8 +34,7 @@ def explain(
     prefix: Annotated[
         Path,
         typer.Option(
-            metavar="FILE",
-            readable=False,
+            metavar="FILE", readable=False,
             help="The prompt: token ids as a JSON list, integers apart by white space or a .npy "
             "array; with --model also text (UTF-8).",
         ),
@@ -51,8 +50,7 @@ def explain(
     model: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            readable=False,
+            metavar="DIR", readable=False,
             help="A local Transformers model with its tokenizer: whose namespace is looked at, as "
             "the Transformers engine has it, for no tenant and without a tenant secret.",
         ),
@@ -92,9 +90,9 @@ def explain(
     --query "What is it?" --store demo-out/store
     """
     chosen = policy_of(policy, keep, max_missing_mass)
+    check_json(json_file)
     if query is not None and model is None:
         raise BadInput("--query needs --model DIR: the model that is to be asked")
-    check_json(json_file)
     found = _explained(store_dir(store), prefix, query, model, chosen)
     if json_file is not None:
         write_json(json_file, found)

@@ -63,8 +63,28 @@ def purge(
     if namespace is None and tenant is None:
         raise BadInput("purge: say what: --namespace NAME, --tenant NAME, or both")
     where = store_dir(store)
-    identity = read_identity(where)
     secret = None if tenant_secret_file is None else str(tenant_secret_file)
+    digests, spans, freed = _erased(where, namespace, tenant, secret)
+    if namespace is not None and not digests:
+        raise BadInput(
+            f"purge: --namespace {namespace} is not stored here (impress inspect lists them)"
+        )
+    if tenant is not None and not spans:  # keys do not tell whose they are: a wrong name is none
+        raise BadInput(_nothing(tenant, secret))
+    if as_json:
+        print_json({"store": str(where), "spans": spans, "freed_bytes": freed})
+    else:
+        out.print(f"{where}: {spans} spans erased, {size(freed)}", markup=False, soft_wrap=True)
+
+
+def _erased(
+    where: Path, namespace: str | None, tenant: str | None, secret: str | None
+) -> tuple[set[bytes], int, int]:
+    """(digests of the namespaces meant, spans erased, bytes freed), after what is to be done.
+
+    The index of every shard is written anew also where there are none. Raises StoreLocked.
+    """
+    identity = read_identity(where)
     config = Config(
         window=identity.window, dram_bytes=0, io_threads=2, tenant_secret_file=secret,
         follow_every_s=0,
@@ -89,16 +109,7 @@ def purge(
             shard.lock()
         compact(shard.index)
         shard.unlock()
-    if namespace is not None and not digests:
-        raise BadInput(
-            f"purge: --namespace {namespace} is not stored here (impress inspect lists them)"
-        )
-    if tenant is not None and not spans:  # keys do not tell whose they are: a wrong name is none
-        raise BadInput(_nothing(tenant, secret))
-    if as_json:
-        print_json({"store": str(where), "spans": spans, "freed_bytes": freed})
-    else:
-        out.print(f"{where}: {spans} spans erased, {size(freed)}", markup=False, soft_wrap=True)
+    return digests, spans, freed
 
 
 def _nothing(tenant: str, secret: str | None) -> str:

@@ -86,7 +86,8 @@ def _repacked(where: Path, shard: Shard, identity: Identity, dry_run: bool) -> R
 def _plain(where: Path, report: RepackReport, busy: list[str]) -> dict[str, Any]:
     return {
         "store": str(where), "dry_run": report.dry_run, "moved": report.moved,
-        "moved_bytes": report.moved_bytes, "busy_shards": busy, "spans": [asdict(span) for span in report.spans],
+        "moved_bytes": report.moved_bytes, "busy_shards": busy,
+        "spans": [asdict(span) for span in report.spans],
     }  # fmt: skip
 
 

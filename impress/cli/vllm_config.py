@@ -14,7 +14,7 @@ from impress.policy import Paper, Quality
 
 MIB = 1 << 20
 
-#: Policies by the name an operator types, as the connector's settings spell them: with what a policy
+#: Policies by the name an operator types, as the connector's settings spell them: with what each
 #: has by default, here as everywhere, and said, so that an operator sees it.
 _FLOORS: dict[str, dict[str, Any]] = {
     "exact": {"name": "exact"},
