@@ -233,21 +233,24 @@ class SchedulerSide:
             return False, None
         self._ended.append(request.request_id)
         said = {"impress": tracked.served} if tracked.served else None
-        if tracked.refused or tracked.sparse or not self._settings.store_new:
-            return False, said
         if request.num_preemptions != tracked.n_preempted:
             self._dropped.append(tracked.key)  # it holds no blocks any more
             return False, said
-        end = request.num_computed_tokens // self._window * self._window
+        if not (tracked.refused or tracked.sparse) and self._settings.store_new:
+            self._save_late(tracked, block_ids)
+        if tracked.n_saved:  # refused or not by now: what was handed over is still read there
+            self._held.append(request.request_id)
+        return bool(tracked.n_saved), said
+
+    def _save_late(self, tracked: Tracked, block_ids: list[int]) -> None:
+        """Hand over the whole windows of a request that ends, its answer's among them."""
+        end = tracked.request.num_computed_tokens // self._window * self._window
         end = min(end, len(block_ids) * self._block_size)
         if end > max(tracked.n_saved, tracked.n_stored):
             spec = self._spec(tracked, end, end, block_ids[: -(-end // self._block_size)])
             if spec is not None:
                 self._late.append(spec)
                 tracked.n_saved = end
-        if tracked.n_saved:
-            self._held.append(request.request_id)
-        return bool(tracked.n_saved), said
 
     # ---- the worker reports ----------------------------------------------------------------
 
