@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,4 +60,77 @@ def test_a_request_that_is_preempted_and_refused_before_it_ends_is_dropped(serve
     assert side._dropped == [key]
     served.settle()
     assert not saver._lives
+    assert served.used_blocks() == 0
+
+
+def _abort_in_the_next_step(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs is aborted when the next step has run, where vLLM looks for aborts."""
+    core, look = served.core, served.core._process_aborts_queue
+
+    def process() -> None:
+        core.aborts_queue.put([request.request_id for request in served.scheduler.running])
+        look()
+        monkeypatch.setattr(core, "_process_aborts_queue", look)
+
+    monkeypatch.setattr(core, "_process_aborts_queue", process)
+
+
+def _damage(served: Served) -> None:
+    """Overwrite all rows on the disk: no checksum matches."""
+    path = next((Path(served.store.path) / "shards/main/segments").glob("*.seg"))
+    (record,) = served.store.catalog.records()
+    with path.open("r+b") as file:
+        for part in record.parts:
+            file.seek(part.off)
+            file.write(b"\x5a" * part.length)
+    served.store.drop_caches()
+
+
+def test_an_abort_in_the_step_of_a_lost_load_leaves_nothing_in_vllms_cache(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a request computed on rows that were never read stayed in vLLM's prefix cache when the
+    request was aborted in that very step: later ones with its prompt answered from it."""
+    served = serve()
+    served.ask([PROMPT])
+    served.forget()
+    _damage(served)
+    longer = PROMPT[:256] + words(300, seed=5)
+    _abort_in_the_next_step(served, monkeypatch)
+    engine = served.llm.llm_engine
+    engine.add_request("cut", {"prompt_token_ids": longer}, params(5))
+    engine.step()
+    engine.abort_request(["cut"])
+    assert sum(served.store.stats()["lost"].values()) >= 1
+    served.ask([PROMPT])  # computes the beginning again, which leads to what lies behind it
+    (again,) = served.ask([longer])
+    (alone,) = served.ask([longer], salt="shares nothing")
+    assert (again.tokens, again.n_cached) == (alone.tokens, 256)
+    served.settle()
+    assert served.used_blocks() == 0
+
+
+def test_an_abort_in_the_step_of_a_lost_load_stores_nothing_of_it(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that goes on after a preemption computes windows past its prompt in the step that
+    loads: they were stored, though the load had failed and they were nonsense."""
+    served = serve()
+    served.ask([PROMPT])
+    served.forget()
+    _damage(served)
+    engine, scheduler = served.llm.llm_engine, served.scheduler
+    with monkeypatch.context() as hidden:  # at first it computes everything itself
+        hidden.setattr(scheduler.connector.scheduler._view, "lookup", lambda *names: 0)
+        engine.add_request("cut", {"prompt_token_ids": PROMPT}, params(200))
+        for _ in range(140):
+            engine.step()
+    (request,) = scheduler.running
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    _abort_in_the_next_step(served, monkeypatch)
+    engine.step()
+    engine.abort_request(["cut"])
+    assert sum(served.store.stats()["lost"].values()) >= 1
+    served.settle()
+    assert served.store.lookup(list(request.all_token_ids)) == 0
     assert served.used_blocks() == 0

@@ -72,6 +72,7 @@ class SchedulerSide:
         self._keys_of = vllm_keys_of()
         self._tracked: dict[str, Tracked] = {}
         self._late: list[SaveSpec] = []  # of requests that have finished
+        self._gone: list[list[int]] = []  # blocks of each that finished since the last plan
         self._held: list[str] = []
         self._ended: list[str] = []
         self._dropped: list[str] = []
@@ -168,7 +169,7 @@ class SchedulerSide:
         if self._view.current:
             self._events.check(self._view.lookup)
         plan.dropped += self._dropped
-        self._late, self._held, self._ended, self._dropped = [], [], [], []
+        self._late, self._held, self._ended, self._dropped, self._gone = [], [], [], [], []
         return plan
 
     def _preempted(self, tracked: Tracked, plan: StepPlan) -> None:
@@ -232,6 +233,7 @@ class SchedulerSide:
         if tracked is None:
             return False, None
         self._ended.append(request.request_id)
+        self._gone.append(block_ids)
         said = {"impress": tracked.served} if tracked.served else None
         if request.num_preemptions != tracked.n_preempted:
             self._dropped.append(tracked.key)  # it holds no blocks any more
@@ -286,9 +288,14 @@ class SchedulerSide:
 
         vLLM makes the first request that holds such a block compute it again, and lets others that
         share it go on. Where that takes the first one several steps, they would read it half done;
-        and later requests would find its blocks in the prefix cache.
+        and later requests would find its blocks in the prefix cache. So would they those of a
+        request that was aborted while the step ran.
         """
         spoilt: set[int] = set()
+        for ids in self._gone:
+            at = next((i for i, block in enumerate(ids) if block in invalid), len(ids))
+            spoilt.update(ids[at:])
+        self._late = [spec for spec in self._late if invalid.isdisjoint(spec.block_ids)]
         for request_id, tracked in self._tracked.items():
             groups = self.kv_cache_manager.get_block_ids(request_id)
             blocks = list(groups[0]) if groups else []
