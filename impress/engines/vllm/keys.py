@@ -1,8 +1,9 @@
 """What names a vLLM request's windows: its tokens, and vLLM's own extra keys whole.
 
-vLLM hashes a block with whatever else made its KV: images and prompt embeddings by digest, the
-LoRA adapter, the cache salt. The same go into the store's keys, block by block. A kind that this
-version does not know may mean anything: such a request neither reads nor writes the store.
+vLLM hashes a block with whatever else made its KV: prompt embeddings by digest, the LoRA adapter,
+the cache salt. The same go into the store's keys, block by block. A kind that this version does
+not know may mean anything: such a request neither reads nor writes the store. Nor does one with
+images: what names them may be the client's own word, or a number that the next process gives again.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 from impress.errors import BadInput, Unsupported
 from impress.weights import weights_of
 
-#: vLLM's kinds of extra keys. The salt becomes the tenant; of an adapter the files count, not the
-#: path, since a store outlives what lay there.
-_DIGESTED = ("mm", "prompt_embeds")
+#: vLLM's kind of extra keys that are digests. The salt becomes the tenant; of an adapter the files
+#: count, not the path, since a store outlives what lay there.
+_DIGESTED = "prompt_embeds"
 
 #: (request, first token, end, index of the first multimodal item) -> (keys or None, next index)
 KeysOf = Callable[[Any, int, int, int], tuple[Iterable[Any] | None, int]]
@@ -52,9 +53,11 @@ def extras_of(
                 if first == 0:  # keys are chained: once is enough
                     digest.update(b"lora" + _adapter(key[2]))
                     n_digested += 1
-            elif kind in _DIGESTED and all(isinstance(part, str | bytes | int) for part in key):
+            elif kind == _DIGESTED and all(isinstance(part, str | bytes | int) for part in key):
                 digest.update(repr(key).encode())
                 n_digested += 1
+            elif kind == "mm":
+                raise Unsupported("images have no name that lasts: this request is not reused")
             else:
                 raise Unsupported(f"vLLM's key {kind!r} is not known: this request is not reused")
         if n_digested:
