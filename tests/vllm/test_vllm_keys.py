@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
 
 from impress.config import Config
-from impress.engines.vllm.keys import extras_of, vllm_keys_of
+from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
 from impress.engines.vllm.settings import Settings, at_least, policy_of
 from impress.errors import ConfigError, ImpressError, Unsupported
 from impress.policy import Exact, Paper, Quality
@@ -37,7 +37,7 @@ def _image(name: str, offset: int, length: int) -> Any:
 
 
 def test_a_plain_prompt_has_no_extras() -> None:
-    assert extras_of(_request(), 300, 128, vllm_keys_of()) == ({}, "")
+    assert extras_of(_request(), 300, 128, vllm_keys_of(), Adapters()) == ({}, "")
 
 
 @pytest.mark.parametrize("name", ["0-image-0", "my-picture", "5f" * 32])
@@ -47,46 +47,69 @@ def test_a_request_with_images_stays_out_of_the_store(name: str) -> None:
     One that looks like a digest may be the client's word too."""
     request = _request(mm_features=[_image(name, 130, 200)])
     with pytest.raises(Unsupported, match="images have no name that lasts"):
-        extras_of(request, 400, 128, vllm_keys_of())
+        extras_of(request, 400, 128, vllm_keys_of(), Adapters())
 
 
 def test_prompt_embeddings_are_named_by_their_digest() -> None:
     import torch
 
     keys_of, rows = vllm_keys_of(), torch.randn(300, 8)
-    one, _ = extras_of(_request(prompt_embeds=rows), 300, 128, keys_of)
-    again, _ = extras_of(_request(prompt_embeds=rows.clone()), 300, 128, keys_of)
-    other, _ = extras_of(_request(prompt_embeds=rows + 1), 300, 128, keys_of)
+    one, _ = extras_of(_request(prompt_embeds=rows), 300, 128, keys_of, Adapters())
+    again, _ = extras_of(_request(prompt_embeds=rows.clone()), 300, 128, keys_of, Adapters())
+    other, _ = extras_of(_request(prompt_embeds=rows + 1), 300, 128, keys_of, Adapters())
     assert one == again
     assert sorted(one) == [0, 128, 256]
     assert not set(one.values()) & set(other.values())
 
 
 def test_the_salt_is_the_tenant() -> None:
-    extra, tenant = extras_of(_request(cache_salt="mine"), 300, 128, vllm_keys_of())
+    extra, tenant = extras_of(_request(cache_salt="mine"), 300, 128, vllm_keys_of(), Adapters())
     assert (extra, tenant) == ({}, "salt:mine")
 
 
-def test_an_adapter_is_named_by_its_files(tmp_path: Path) -> None:
+def _adapter_in(folder: Path, seed: int, number: int = 1) -> Any:
+    """A request for an adapter of random weights."""
     import torch
     from safetensors.torch import save_file
 
-    def keyed(folder: Path, seed: int) -> bytes:
-        folder.mkdir(exist_ok=True)
-        torch.manual_seed(seed)
-        save_file({"a": torch.randn(4, 4)}, str(folder / "adapter_model.safetensors"))
-        (folder / "adapter_config.json").write_text('{"r": 4}')
-        lora = SimpleNamespace(lora_name="x", lora_path=str(folder))
-        extra, _ = extras_of(_request(lora_request=lora), 300, 128, vllm_keys_of())
-        assert list(extra) == [0]
-        return extra[0]
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(seed)
+    save_file({"a": torch.randn(4, 4)}, str(folder / "adapter_model.safetensors"))
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    lora = SimpleNamespace(lora_name="x", lora_int_id=number, lora_path=str(folder))
+    return _request(lora_request=lora)
 
-    first = keyed(tmp_path / "a", 1)
-    assert keyed(tmp_path / "b", 1) == first  # the same files elsewhere
-    assert keyed(tmp_path / "a", 2) != first  # other files under the same name and path
-    lora = SimpleNamespace(lora_name="x", lora_path=str(tmp_path / "none"))
+
+def _adapter_key(request: Any, adapters: Adapters) -> bytes:
+    extra, _ = extras_of(request, 300, 128, vllm_keys_of(), adapters)
+    assert list(extra) == [0]
+    return extra[0]
+
+
+def test_an_adapter_is_named_by_its_files(tmp_path: Path) -> None:
+    first = _adapter_key(_adapter_in(tmp_path / "a", 1), Adapters())
+    assert _adapter_key(_adapter_in(tmp_path / "b", 1), Adapters()) == first  # elsewhere
+    assert _adapter_key(_adapter_in(tmp_path / "a", 2), Adapters()) != first  # after a restart
+    lora = SimpleNamespace(lora_name="x", lora_int_id=1, lora_path=str(tmp_path / "none"))
     with pytest.raises(Unsupported, match="cannot be read"):
-        extras_of(_request(lora_request=lora), 300, 128, vllm_keys_of())
+        extras_of(_request(lora_request=lora), 300, 128, vllm_keys_of(), Adapters())
+
+
+def test_an_adapter_whose_files_change_is_not_reused_until_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM goes on with what it loaded: its KV was stored under the name of the new files, where
+    the next server found it. Files that come back name nothing: vLLM may have loaded in between."""
+    adapters = Adapters()
+    first = _adapter_key(_adapter_in(tmp_path / "a", 1), adapters)
+    assert _adapter_key(_adapter_in(tmp_path / "a", 1), adapters) == first
+    for seed in (2, 1):
+        with pytest.raises(Unsupported, match="other files than when it was first used"):
+            _adapter_key(_adapter_in(tmp_path / "a", seed), adapters)
+    assert len(caplog.records) == 1
+    with pytest.raises(Unsupported, match="other files"):  # a number has one adapter
+        _adapter_key(_adapter_in(tmp_path / "b", 2), adapters)
+    assert _adapter_key(_adapter_in(tmp_path / "b", 2, number=2), adapters) != first
 
 
 def test_a_key_of_unknown_kind_is_refused() -> None:
@@ -94,7 +117,7 @@ def test_a_key_of_unknown_kind_is_refused() -> None:
         return (("steering", "x"),), at
 
     with pytest.raises(Unsupported, match="'steering' is not known"):
-        extras_of(_request(), 300, 128, keys_of)
+        extras_of(_request(), 300, 128, keys_of, Adapters())
 
 
 def test_an_unknown_key_keeps_a_request_out_of_the_store(

@@ -8,6 +8,7 @@ images: what names them may be the client's own word, or a number that the next 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 from impress.errors import BadInput, Unsupported
 from impress.weights import weights_of
+
+log = logging.getLogger("impress")
 
 #: vLLM's kind of extra keys that are digests. The salt becomes the tenant; of an adapter the files
 #: count, not the path, since a store outlives what lay there.
@@ -32,11 +35,11 @@ def vllm_keys_of() -> KeysOf:
 
 
 def extras_of(
-    request: Any, n_tokens: int, block_size: int, keys_of: KeysOf
+    request: Any, n_tokens: int, block_size: int, keys_of: KeysOf, adapters: Adapters
 ) -> tuple[dict[int, bytes], str]:
     """(digests by token position, tenant) of a request's first n_tokens.
 
-    Raises Unsupported for keys of an unknown kind or an adapter that cannot be read.
+    Raises Unsupported for keys of an unknown kind, images, or an adapter that Adapters refuses.
     """
     extra: dict[int, bytes] = {}
     tenant = ""
@@ -51,7 +54,7 @@ def extras_of(
                 tenant = f"salt:{key[1]}"
             elif kind == "lora" and len(key) == 3:
                 if first == 0:  # keys are chained: once is enough
-                    digest.update(b"lora" + _adapter(key[2]))
+                    digest.update(b"lora" + adapters.digest(request.lora_request))
                     n_digested += 1
             elif kind == _DIGESTED and all(isinstance(part, str | bytes | int) for part in key):
                 digest.update(repr(key).encode())
@@ -63,6 +66,37 @@ def extras_of(
         if n_digested:
             extra[first] = digest.digest()
     return extra, tenant
+
+
+class Adapters:
+    """What the files of each adapter held when a request first named it. For one thread.
+
+    vLLM loads an adapter once, by its number, and computes with that whatever the files become.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[int, bytes] = {}  # empty: what vLLM has loaded is no longer known
+
+    def digest(self, adapter: Any) -> bytes:
+        """Of a vLLM LoRA request's weights and settings.
+
+        Raises Unsupported where they cannot be read or are not those first seen, and from then on.
+        """
+        number, path = adapter.lora_int_id, adapter.lora_path
+        first, now = self._first.get(number), b""
+        why = f"adapter {path} has other files than when it was first used"
+        if first != b"":
+            try:
+                now = _adapter(path)
+            except Unsupported as err:
+                why = str(err)
+        if now and first in (None, now):
+            self._first[number] = now
+            return now
+        self._first[number] = b""
+        if first != b"":
+            log.warning("%s: its requests are not reused until vLLM is started again", why)
+        raise Unsupported(why)
 
 
 def _adapter(path: str) -> bytes:

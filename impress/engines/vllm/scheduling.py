@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from impress.engines.vllm.events import Events
-from impress.engines.vllm.keys import extras_of, vllm_keys_of
+from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
 from impress.engines.vllm.settings import Served, Settings, at_least, policy_of
 from impress.engines.vllm.shared import View
 from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec, StepPlan, StepReport
@@ -70,6 +70,7 @@ class SchedulerSide:
         self._window = settings.config.window
         self._unit = math.lcm(served.block_size, self._window)  # of a hit
         self._keys_of = vllm_keys_of()
+        self._adapters = Adapters()
         self._tracked: dict[str, Tracked] = {}
         self._late: list[SaveSpec] = []  # of requests that have finished
         self._gone: list[list[int]] = []  # blocks of each that finished since the last plan
@@ -89,6 +90,11 @@ class SchedulerSide:
             tracked.refused = "its prompt may still change"
         elif request.pooling_params is not None:
             tracked.refused = "it generates nothing"
+        if request.lora_request is not None:
+            try:  # even for one that is not to be stored: vLLM loads the adapter for it
+                self._adapters.digest(request.lora_request)
+            except ImpressError as err:
+                tracked.refused = str(err)
         if tracked.refused or isinstance(tracked.policy, Exact):
             return
         # Before vLLM looks in its own cache: a sparse prefix is never read from there.
@@ -115,7 +121,9 @@ class SchedulerSide:
         """The first n tokens and their names. Raises Unsupported where a key is not known."""
         memo = tracked.prompt
         if memo is None or memo[:2] != (n, self._reset):
-            extra, tenant = extras_of(tracked.request, n, self._block_size, self._keys_of)
+            extra, tenant = extras_of(
+                tracked.request, n, self._block_size, self._keys_of, self._adapters
+            )
             memo = n, self._reset, Prompt(tracked.tokens(n), extra, tenant + self._reset)
             tracked.prompt = memo
         return memo[2]
