@@ -13,7 +13,7 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 
 from impress.config import Config
 from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
-from impress.engines.vllm.settings import Settings, at_least, policy_of
+from impress.engines.vllm.settings import Settings, _namespace, at_least, policy_of
 from impress.errors import ConfigError, ImpressError, Unsupported
 from impress.policy import Exact, Paper, Quality
 from tests.vllm.served import SMALL, Served, tokens, words
@@ -292,6 +292,40 @@ def test_what_cannot_be_served_is_refused_at_start(
             enforce_eager=True, skip_tokenizer_init=True, **given,
         )  # fmt: skip
     assert kv_transfer_state._KV_CONNECTOR_AGENT is None
+
+
+def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quantized(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two servers on one directory found each other's KV though one computed it with a config of
+    another place, or with weights that it quantized otherwise."""
+    from vllm.config import LoadConfig, ModelConfig
+
+    own = (models["opt"] / "config.json").read_text()
+    for name in ("same", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(
+            own if name == "same" else own.replace('"relu"', '"gelu"')
+        )
+
+    def named(where: str | None = None, **changed: Any) -> bytes:
+        model = ModelConfig(
+            model=str(models["opt"]), dtype="float32", skip_tokenizer_init=True,
+            hf_config_path=where,
+        )  # fmt: skip
+        for key, value in changed.items():
+            setattr(model, key, value)
+        config = SimpleNamespace(model_config=model, load_config=LoadConfig())
+        return _namespace(config, Settings.of({"store": "x"}), "float32")
+
+    plain, elsewhere = named(), named(str(tmp_path / "other"))
+    assert len({plain, elsewhere, named(str(tmp_path / "same"))}) == 3
+    assert named(str(models["opt"])) == plain == named()
+    one, two = {"ignore": ["a"]}, {"ignore": ["b"]}
+    found = [named(quantization="fp8", quantization_config=given) for given in (one, two, one)]
+    assert found[0] == found[2] != found[1]
+    with pytest.raises(Unsupported, match="--hf-config-path must be a directory"):
+        named(str(tmp_path / "same"), hf_config_path="somebody/model")
 
 
 def test_another_writer_has_a_shard_of_its_own(serve: Serve, tmp_path: Path) -> None:

@@ -247,6 +247,8 @@ def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
         raise Unsupported("--load-format dummy makes weights that no file names")
     changes = {
         "quantization": model.quantization,
+        "quantization_config": model.quantization_config,
+        "hf_config": _config_elsewhere(model),
         "hf_overrides": model.hf_overrides if not callable(model.hf_overrides) else None,
     }
     if callable(model.hf_overrides):
@@ -257,6 +259,17 @@ def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
     engine = "vllm" + (json.dumps(made, sort_keys=True, default=str) if made else "")
     directory = _directory(model, load)
     return namespace_of(directory, cross_engine=settings.cross_engine, engine=engine, dtype=dtype)
+
+
+def _config_elsewhere(model: Any) -> str:
+    """What --hf-config-path names, by content; "" where the config is the model's. Raises."""
+    where = model.hf_config_path
+    if not where or where == model.model:
+        return ""
+    try:
+        return (Path(where) / "config.json").read_text(encoding="utf-8")
+    except (OSError, ValueError) as err:
+        raise Unsupported(f"--hf-config-path must be a directory with config.json: {err}") from None
 
 
 def _directory(model: Any, load: Any) -> Path:
