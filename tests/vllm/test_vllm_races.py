@@ -7,11 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
 
-from tests.vllm.served import Served, params, words
+import torch
+import vllm._C  # noqa: F401  # the kernels
+
+from impress.config import Config
+from impress.engines.vllm import saving
+from impress.engines.vllm.blocks import BlockLayout, slots_of
+from impress.engines.vllm.step import Prompt, SaveSpec
+from impress.store import PrefixStore
+from impress.types import Geometry
+from tests.vllm.served import SMALL, Served, params, words
+from tests.vllm.test_vllm_blocks import _isas
 
 Serve = Callable[..., Served]
 
@@ -134,3 +145,36 @@ def test_an_abort_in_the_step_of_a_lost_load_stores_nothing_of_it(
     served.settle()
     assert served.store.lookup(list(request.all_token_ids)) == 0
     assert served.used_blocks() == 0
+
+
+def test_too_many_specs_while_blocks_are_read_store_nothing_of_them(tmp_path: Path) -> None:
+    """A life that is dropped because too many specs wait has its blocks given away at once, also
+    while the thread reads the last of them: what another request wrote there was committed."""
+    geometry = Geometry(2, 2, 2, 32, "float32")
+    caches = [torch.zeros(4, 2, 32, 64) for _ in range(2)]
+    plain = BlockLayout.of(caches[0], _isas()[0])
+    prompt = Prompt(np.arange(64, dtype=np.int32), {}, "")
+    spec = SaveSpec("r", "r#0", prompt, 64, [1, 2])
+
+    class Overrun:
+        """The layout; while the last layer is read too much comes, and its blocks are another's."""
+
+        block_size = 32
+
+        def read(self, kv_cache: torch.Tensor, blocks: list[int]) -> Any:
+            if kv_cache is caches[1] and saver.busy("r"):
+                for _ in range(saving.MOST_WAITING + 1):
+                    saver.offer(spec)
+                assert not saver.busy("r")
+                ones = torch.ones(2, 64, 32)
+                plain.write(kv_cache, ones, ones, slots_of([1, 2], 32, 0, 64))
+            return plain.read(kv_cache, blocks)
+
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
+        layout: Any = Overrun()
+        saver = saving.Saver(store, caches, [layout, layout])
+        saver.offer(spec)
+        saver.flush()
+        saver.close()
+        assert saver.n_skipped == 1
+        assert store.lookup(prompt.tokens) == 0

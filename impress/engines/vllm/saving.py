@@ -265,13 +265,22 @@ class Saver:
         assert life.writer is not None
         row = first * self._block_size
         n = min(end * self._block_size, spec.end, life.n_wanted) - row
-        for layer, (kv_cache, layout) in enumerate(zip(self._caches, self._layouts, strict=True)):
-            with self._reading:
-                if life.dropped:
-                    return False
-                k, v = layout.read(kv_cache, spec.block_ids[first:end])
+        for layer in range(len(self._layouts)):
+            rows = self._read(life, layer, spec.block_ids[first:end])
+            if rows is None or life.dropped:  # meanwhile, by `offer`, which waits for no read
+                return False
+            k, v = rows
             life.writer.put(layer, row, k[:, :n], v[:, :n])
         return True
+
+    def _read(
+        self, life: _Life, layer: int, block_ids: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Copies of a layer's rows of these blocks; None when they are no longer its own."""
+        with self._reading:
+            if life.dropped:
+                return None
+            return self._layouts[layer].read(self._caches[layer], block_ids)
 
     def _finish(self, life: _Life) -> None:
         assert life.writer is not None
