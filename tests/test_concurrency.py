@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_serves, kv_of, prompt, put_prompt
+from conftest import assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
 
 import impress
 import impress.read.reading
@@ -266,6 +266,73 @@ def test_close_waits_for_who_copies_out_of_the_callers_memory(
             order.append("copied")
         closing.join(60)
     assert order == ["copied", True]
+    assert_nothing_is_left(store)
+
+
+def test_of_a_packed_prefix_two_that_hold_other_windows_read_each_for_itself(
+    open_store: Open,
+) -> None:
+    """Their rows lie in the same chunks, some of which are in memory: each reads from home only the
+    rows it holds itself, and so has them at places of its own. The second one's copy ended in a
+    ValueError, and its pins stayed."""
+    wide = impress.Geometry(1, 8, 8, 128, "float32")  # a row is a page, and a piece
+    store = open_store(wide, dram_bytes=2 << 20, io_threads=2)
+    scores = np.random.default_rng(1).random((1, 512), dtype=np.float32)
+    put_prompt(store, prompt(512), importance=scores).wait(60)
+    read_and_compare(store, prompt(512))
+    wait_for_promotions(store)
+    assert 0 < sum(placed.chunks["dram"] for placed in store.placement()) < 8
+    leases = [store.lease(prompt(512)[: 64 * n]) for n in (5, 6, 8, 8)]
+    sessions = [lease.session(first=64 * (i == 3)) for i, lease in enumerate(leases)]
+    gate = Gate(store)
+    for session in sessions:
+        session.prefetch()
+    gate.opened.set()
+    keys, values = kv_of(prompt(512), wide)
+    for i, (session, lease) in enumerate(zip(sessions, leases, strict=True)):
+        k, v, _ = session.retrieve(0, None)
+        held = slice(64 * (i == 3), lease.n_tokens)
+        assert np.array_equal(k.numpy(), keys[0][:, held])
+        assert np.array_equal(v.numpy(), values[0][:, held])
+        session.close()
+        lease.release()
+    assert_nothing_is_left(store)
+
+
+def test_a_flight_whose_memory_is_shorter_is_not_copied() -> None:
+    """Whatever made two loads look alike: what is not there is read."""
+    right = np.random.default_rng(0).integers(0, 256, 8192, dtype=np.uint8)
+    mine = aligned(8192)
+    slot: Any = type("Slot", (), {"parts": [type("Part", (), {"segment": 0})]})
+    reads = [Read(slot, 0, mine[:8192], sums_of(right, 4096), 4096)]
+
+    class Home:
+        def read(self, reads: Sequence[Read]) -> None:
+            mine[:] = right
+
+    home: Any = Home()
+    assert take(home, reads, [mine], Flight([right[:4096]], Ticket(0))) == 0
+    assert np.array_equal(mine, right)
+
+
+def test_a_load_that_ends_in_any_error_leaves_nothing_behind(
+    open_store: Open, small: impress.Geometry
+) -> None:
+    """An error nobody had thought of left its copies pinned and its buffers taken."""
+    store = open_store(small, io_threads=1)
+    put_prompt(store, prompt(256)).wait(60)
+    with cold_sessions(store, prompt(256), 1) as (session,):
+        read = store.ssd.read
+
+        def broken(reads: Sequence[Read]) -> None:
+            raise ValueError("not thought of")
+
+        store.ssd.read = broken  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="not thought of"):
+            session.retrieve(0, None)
+        store.ssd.read = read  # type: ignore[method-assign]
+        assert store.buffers.used_bytes == 0
+    assert_serves(store, prompt(256), 256)
     assert_nothing_is_left(store)
 
 

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
+from impress.cache.chunks import Ids
+from impress.read.parts import Part
 from tiers.base import Bytes, Home, Read, verify
 from tiers.errors import ReadFailed
 from tiers.iopool import Ticket
@@ -79,6 +81,21 @@ class Flights:
                 del self._going[key]
 
 
+def key_of(
+    layer: int, planes: Sequence[int], parts: Sequence[Part], entries: Sequence[Sequence[Ids]], *,
+    direct: bool,
+) -> Hashable:  # fmt: skip
+    """What a whole load brings from home. Equal keys: equal bytes at equal places.
+
+    `entries[cache][part]`: of its chunks. `direct`: rows, of those that home gives alone; which
+    these are depends on the windows held, too, where chunks hold rows of others.
+    """
+    spans = tuple((part.span, part.first, part.count) for part in parts)
+    cached = tuple(by_part.tobytes() for by_cache in entries for by_part in by_cache)
+    held = tuple((p.source.held.first, p.source.held.count) for p in parts) if direct else None
+    return layer, tuple(planes), spans, cached, held
+
+
 def take(home: Home, reads: Sequence[Read], whole: Sequence[Bytes], flight: Flight) -> int:
     """Fill reads, whose dests are parts of `whole`, from the flight's; the bytes that came so.
 
@@ -93,7 +110,10 @@ def take(home: Home, reads: Sequence[Read], whole: Sequence[Bytes], flight: Flig
 
 def _copied(read: Read, whole: Sequence[Bytes], flight: Flight) -> bool:
     assert read.sums is not None, "what carries no sums is not shared"
-    read.dest[:] = _same_place(read.dest, whole, flight.dests)
+    theirs = _same_place(read.dest, whole, flight.dests)
+    if len(theirs) != len(read.dest):
+        return False
+    read.dest[:] = theirs
     try:
         verify(read, "a read under way")
     except ReadFailed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -13,7 +13,7 @@ import numpy as np
 from impress.cache.chunks import ChunkCache, Ids
 from impress.errors import PrefixLost
 from impress.read.direct import Direct, copies_of, divided
-from impress.read.flights import Flight, take
+from impress.read.flights import Flight, key_of, take
 from impress.read.parts import Mask, Part, Positions, Source, parts_of
 from impress.read.plan import (
     Gather,
@@ -225,11 +225,9 @@ class Load:
         """The same planes of the same windows on their way for somebody else, or None."""
         return self.reading.flights.under_way(self._key()) if self.positions is None else None
 
-    def _key(self) -> tuple[object, ...]:
-        """What a whole load brings from home. Equal keys: equal bytes at equal places."""
-        cached = tuple(by_part.tobytes() for by_cache in self.entries for by_part in by_cache)
-        spans = tuple((part.span, part.first, part.count) for part in self.parts)
-        return self.layer, self.planes, spans, cached, self._direct is None
+    def _key(self) -> Hashable:
+        direct = self._direct is not None
+        return key_of(self.layer, self.planes, self.parts, self.entries, direct=direct)
 
     def _read(self, reads: list[Read], span: int) -> None:
         try:
@@ -286,8 +284,13 @@ class Load:
     # ---- taking it -------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Return when every read is in. Raises PrefixLost; then the load has been abandoned."""
-        lost = self._failure()
+        """Return when every read is in. Raises PrefixLost; the load has been abandoned then, and
+        whatever else is raised."""
+        try:
+            lost = self._failure()
+        except BaseException:
+            self.abandon()
+            raise
         if lost is not None:
             self.abandon()
             self.reading.counters.add(f"lost/{lost.reason}")
