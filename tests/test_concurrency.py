@@ -269,6 +269,28 @@ def test_close_waits_for_who_copies_out_of_the_callers_memory(
     assert_nothing_is_left(store)
 
 
+def test_close_does_not_wait_for_stores_to_let_promotions_have_their_turn(
+    open_store: Open, small: impress.Geometry
+) -> None:
+    """What climbs out of the caller's memory comes last in the pool: behind a bulk store on a slow
+    disk close waited until its time limit, and the caller had to give its memory up for lost."""
+    store = open_store(small, io_threads=1, read_timeout_s=5.0)
+    put_prompt(store, prompt(256)).wait(60)
+    with cold_sessions(store, prompt(256), 1) as (session,):
+        session.prefetch(page_aligned_outs(small, 256))
+        store._pool.submit(Lane.DEMAND, [lambda: None]).wait(60)  # all of it is read
+        busy, begun = threading.Event(), threading.Event()
+        hog = store._pool.submit(Lane.STORE, [lambda: begun.set() or (busy.wait(60) and None)])
+        assert begun.wait(60)  # the only thread
+        assert_right(session, prompt(256), small)
+        assert session.close()
+    busy.set()
+    hog.wait(60)
+    wait_for_promotions(store)
+    assert store.stats()["promotions"] == {"dram": 8}, "they climb all the same"
+    assert_nothing_is_left(store)
+
+
 def test_of_a_packed_prefix_two_that_hold_other_windows_read_each_for_itself(
     open_store: Open,
 ) -> None:

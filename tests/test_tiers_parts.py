@@ -172,6 +172,27 @@ def test_closing_runs_what_is_queued_behind_one_thread_and_ends_them_all() -> No
     assert ran == list(range(5)) and not closing.is_alive()
 
 
+def test_what_a_caller_cannot_wait_for_it_runs_itself() -> None:
+    """Only what is its own, and no thread has begun."""
+    pool, gate, begun, ran = IoPool(1), threading.Event(), threading.Event(), []
+
+    def held() -> None:
+        begun.set()
+        assert gate.wait(60)
+        ran.append(threading.current_thread())
+
+    mine = [pool.submit(Lane.PROMOTE, [held])]
+    others = pool.submit(Lane.PROMOTE, [lambda: ran.append("another's")])
+    note = [lambda: ran.append(threading.current_thread())]
+    mine.append(pool.submit(Lane.PROMOTE, note * 2))
+    assert begun.wait(60)
+    pool.run_here(Lane.PROMOTE, mine)
+    assert ran == [threading.current_thread()] * 2 and mine[1].done and not mine[0].done
+    gate.set()
+    assert mine[0].wait(60) and others.wait(60) and ran[2:] == [pool._threads[0], "another's"]
+    assert pool.close(60)
+
+
 def test_idle_waits_for_what_runs_and_for_what_that_queues() -> None:
     """Copies of one request went on beside the next one's reads: a free thread had taken what was
     to wait for the busy one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from time import monotonic
 from typing import Final
@@ -133,6 +133,20 @@ class IoPool:
                 return
         ticket.cancel()
         for task in tasks:
+            ticket.run(task)
+
+    def run_here(self, lane: Lane, tickets: Iterable[Ticket]) -> None:
+        """Run on the caller's thread what no thread has begun of these: it waits for no turn."""
+        wanted = set(tickets)
+        with self._wake:
+            queued = self._lanes[lane]
+            jobs = [job for job in queued if job[0] in wanted]
+            left = [job for job in queued if job[0] not in wanted]
+            queued.clear()
+            queued.extend(left)
+            self._wake.notify_all()  # who waited for these to be gone
+            self._quiet.notify_all()
+        for ticket, task in jobs:
             ticket.run(task)
 
     def depth(self) -> list[int]:

@@ -156,7 +156,8 @@ class Session:
         self._r = reading
         self._loads: dict[int, Load] = {}  # under way
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
-        self._touching: list[Ticket] = []  # what may read into `outs`, or from there
+        self._touching: list[Ticket] = []  # what may read into `outs`
+        self._leaving: list[Ticket] = []  # what climbs from there
         self._flights: list[Flight] = []  # others may copy from `outs`
         self._climbs: list[Ticket] = []
         self._gate = Ticket(1)  # they begin when it is done
@@ -270,6 +271,7 @@ class Session:
         """Stop reading ahead, give buffers back. True when nothing touches `outs` any more.
 
         False when a read is stuck past the time limit: then drop the tensors, never reuse them.
+        What has yet to climb from `outs` is copied here: its turn in the pool may be far off.
         """
         if self._closed:
             return True
@@ -284,7 +286,8 @@ class Session:
         self._open_gate()
         self._hand_over()
         copied = [flight.over() for flight in self._flights]
-        return ended([*self._touching, *copied], self._r.config.read_timeout_s)
+        self._r.pool.run_here(Lane.PROMOTE, self._leaving)
+        return ended([*self._touching, *self._leaving, *copied], self._r.config.read_timeout_s)
 
     def __enter__(self) -> Session:
         return self
@@ -356,7 +359,7 @@ class Session:
         promotion = self._climb(load)
         self._looked.append(Looked(None, decided=False, load=load))
         if promotion is not None and load.outs is not None:
-            self._touching.append(promotion)
+            self._leaving.append(promotion)
 
 
 def _nothing() -> None:
