@@ -32,11 +32,11 @@ class StoreFailed(ImpressError):
 
 
 class PrefixLost(ImpressError):
-    """A leased prefix cannot be read: bad checksum, short or late. Recompute the prompt."""
+    """A leased prefix cannot be read: bad checksum, short, late. Recompute the prompt."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"prefix lost ({reason}): {detail}")
-        self.reason = reason  # "checksum" | "short" | "late" | "io" | "expired"
+        self.reason = reason  # "checksum" | "short" | "late" | "io" | "shortage" | "expired"
 
 
 class Unsupported(ImpressError):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
 
 import impress
+from impress.policy import Exact, StaticH2O
 from tiers.base import Extent
 from tiers.iopool import Lane
 
@@ -480,6 +483,41 @@ def test_a_late_read_is_a_loss_and_its_buffer_waits_for_it(
     wait_for_promotions(store)
     assert store.buffers.used_bytes == 0
     assert_serves(store, tokens, 128)
+
+
+@contextmanager
+def no_more_files(store: impress.PrefixStore) -> Iterator[None]:
+    """The process has as many files open as it may, and none of the store's segments."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    store.ssd.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_out_of_files_misses_and_loses_nothing(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It is not the medium that fails: what was stored was deleted, with all that hangs from it."""
+    store = open_store(geometry, dram_bytes=0)
+    tokens = prompt(128)
+    scores = np.random.default_rng(0).random((2, 128), dtype=np.float32)
+    put_prompt(store, tokens, importance=scores).wait(60)
+    with no_more_files(store), store.lease(tokens) as lease:
+        assert lease.miss_reason == "lost"
+    for policy in (Exact(), StaticH2O(keep=0.5)):
+        with store.lease(tokens) as lease, lease.session(policy) as session, no_more_files(store):
+            with pytest.raises(impress.PrefixLost, match="Too many open files") as lost:
+                session.retrieve(0, torch.zeros(geometry.n_heads, 1, geometry.head_dim))
+            assert lost.value.reason == "shortage"
+    with no_more_files(store):
+        assert store.repack().spans == []
+    assert store.stats()["quarantined_spans"] == 0
+    assert_serves(store, tokens, 128)
+    store.flush()
+    store.check()
 
 
 def test_importance_is_kept_in_the_header(open_store: Open, geometry: impress.Geometry) -> None:

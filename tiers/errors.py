@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+#: Reasons that say nothing against what is stored: the medium is slow, or the process is short of
+#: files or memory. Nothing is given up over them.
+HARMLESS: Final = ("late", "shortage")
+
 
 class MediumError(Exception):
     """The environment failed: no permission, an I/O error, a file that is gone."""
@@ -14,7 +20,7 @@ class Cancelled(MediumError):
 class ReadFailed(MediumError):
     """A read that did not give back what was written; nothing of its destination may be used.
 
-    `reason` is one of "checksum", "short", "io".
+    `reason` is one of "checksum", "short", "io", "late", "shortage".
     """
 
     def __init__(self, reason: str, detail: str) -> None:

@@ -183,7 +183,7 @@ class SsdTier:
         try:
             return SegmentFile(self._fd(segment), path)
         except OSError as err:
-            raise ReadFailed("io", f"ssd: {path}: {err.strerror}") from err
+            raise _failed(path, err) from err
 
     def sync(self, slots: Iterable[Slot]) -> None:
         """Return when every byte written to these slots is on stable storage."""
@@ -344,7 +344,7 @@ class SsdTier:
             if got < run.n_bytes:
                 self._read_rest(run, [bounce], got)
         except OSError as err:
-            raise ReadFailed("io", f"ssd: {self._path(run.segment)}: {err.strerror}") from err
+            raise _failed(self._path(run.segment), err) from err
         at = 0
         for view in run.views:
             np.copyto(view, bounce[at : at + len(view)])
@@ -381,6 +381,12 @@ class SsdTier:
         if scratch is None:
             scratch = self._local.bounce = aligned(BOUNCE_BYTES)
         return scratch
+
+
+def _failed(path: Path, err: OSError) -> ReadFailed:
+    """What a read failed with. The process may lack what the medium has nothing to do with."""
+    reason = "shortage" if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else "io"
+    return ReadFailed(reason, f"ssd: {path}: {err.strerror}")
 
 
 def _punch(fd: int, off: int, n_bytes: int) -> bool:

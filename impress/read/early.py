@@ -60,8 +60,7 @@ class Early:
         self._ticket: Ticket | None = None
 
     def _rent(self, n_bytes: int) -> Bytes:
-        buffer = self._reading.buffers.acquire(n_bytes)
-        assert buffer is not None, "the pool of read buffers has no budget"
+        buffer = self._reading.rent(n_bytes)
         self.buffers.append(buffer)
         return buffer.array
 

@@ -34,7 +34,7 @@ from impress.spans.rows import as_tensor, dense_bytes, take_rows, unpack
 from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
 from tiers.coalesce import RUN_BYTES, slices
-from tiers.errors import MediumError, ReadFailed
+from tiers.errors import HARMLESS, MediumError, ReadFailed
 from tiers.iopool import Lane, Ticket
 from tiers.slots import Buffer
 
@@ -81,7 +81,7 @@ class Load:
         self.caches = caches
         self.shapes = [sources[0].layout.planes[plane] for plane in planes]
         self._ahead = ahead
-        self._bad_span: dict[str, int] = {}  # medium -> span whose read failed
+        self._bad_span: dict[str, int] = {}  # medium -> span that is bad there
         self._reread: list[int] = []  # bytes that a read ahead had promised
         self.buffers: list[Buffer] = []  # rented, or held until the reads have ended
         if any(plane not in (K, V) for plane in planes):  # probe records lie in position order
@@ -142,7 +142,7 @@ class Load:
     def _rows_given(self, i: int, n_rows: int) -> Bytes:
         """Where n_rows of a plane go one behind the other: the caller's, or theirs who look."""
         dense = None if self.outs is None else dense_bytes(self.outs[i])
-        return self._rent(n_rows * self.shapes[i].row_bytes).lent() if dense is None else dense
+        return self.reading.rent(n_rows * self.shapes[i].row_bytes).lent() if dense is None else dense
 
     def _map(self, parts: Sequence[Part]) -> list[Gather]:
         """Where the wanted rows lie, by plane."""
@@ -183,13 +183,8 @@ class Load:
             direct = dense_bytes(self.outs[i])
             if direct is not None and direct.__array_interface__["data"][0] % PAGE == 0:
                 return direct
-        self.buffers.append(self._rent(self._n_pieces[i] * shape.piece_bytes))
+        self.buffers.append(self.reading.rent(self._n_pieces[i] * shape.piece_bytes))
         return self.buffers[-1].array
-
-    def _rent(self, n_bytes: int) -> Buffer:
-        buffer = self.reading.buffers.acquire(n_bytes)
-        assert buffer is not None, "the pool of read buffers has no budget"
-        return buffer
 
     def _submit_home(self, by_part: list[tuple[Part, list[Read]]]) -> Ticket:
         size = self._slice_bytes(sum(len(read.dest) for _, reads in by_part for read in reads))
@@ -236,8 +231,9 @@ class Load:
                 self.reading.counters.add("shared_bytes", n_bytes)
             else:
                 self.reading.ssd.read(reads)
-        except MediumError:
-            self._bad_span["ssd"] = span
+        except MediumError as err:
+            if not (isinstance(err, ReadFailed) and err.reason in HARMLESS):
+                self._bad_span["ssd"] = span
             raise
 
     def _read_copies(self, cache: ChunkCache, pieces: Pieces, span: int) -> None:
@@ -315,7 +311,7 @@ class Load:
                 if not ticket.wait(max(self.started_s + limit_s - monotonic(), 0.0)):
                     return PrefixLost("late", f"layer {self.layer} took more than {limit_s:g} s")
             except MediumError as err:
-                span = self._bad_span.get(medium)  # None: never read, the store was closed
+                span = self._bad_span.get(medium)  # None: it is not to blame
                 if span is not None:
                     for cache in self.caches:
                         cache.drop_span(span)

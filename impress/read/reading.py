@@ -14,7 +14,7 @@ from impress.stats import Counters
 from impress.types import Geometry
 from impress.usage.history import History
 from tiers.iopool import IoPool
-from tiers.slots import Allowance, BufferPool
+from tiers.slots import Allowance, Buffer, BufferPool
 from tiers.ssd import SsdTier
 
 #: Bytes of read buffers that promotions may keep from being reused.
@@ -39,3 +39,9 @@ class Reading:
     flights: Flights = field(default_factory=Flights)
     #: Buffers that wait to be copied up: requests come first, and these would pile up behind them.
     waiting: Allowance = field(default_factory=lambda: Allowance(MOST_WAITING))
+
+    def rent(self, n_bytes: int) -> Buffer:
+        """A buffer to read into, page-aligned; released by whoever used it last."""
+        buffer = self.buffers.acquire(n_bytes)
+        assert buffer is not None, "the pool of read buffers has no budget"
+        return buffer

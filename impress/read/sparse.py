@@ -31,7 +31,7 @@ from impress.spans.rows import host_words
 from impress.spans.tables import read_header
 from impress.tree.catalog import Held
 from tiers.base import Bytes
-from tiers.errors import ReadFailed
+from tiers.errors import HARMLESS, ReadFailed
 from tiers.iopool import Lane
 
 if TYPE_CHECKING:
@@ -246,7 +246,8 @@ class SparseSession(Session):
         try:
             given = read_header(self._r.ssd, held.record).importance
         except ReadFailed as err:
-            self._r.quarantine(held.record.span_id)
+            if err.reason not in HARMLESS:
+                self._r.quarantine(held.record.span_id)
             raise PrefixLost(err.reason, str(err)) from None
         if given is None:
             raise ImpressError(f"{self.policy.name}: this prefix was stored without importance")

@@ -32,7 +32,7 @@ from impress.write.home import Home
 from impress.write.jobs import SwapJob, Swapped
 from impress.write.leaving import COMMIT_TIMEOUT_S
 from tiers.base import Slot
-from tiers.errors import MediumError, ReadFailed
+from tiers.errors import HARMLESS, MediumError, ReadFailed
 from tiers.iopool import IoPool
 
 log = logging.getLogger("impress")
@@ -208,8 +208,9 @@ class Repacker:
         found: list[SpanHeader] = []
         try:
             self._copier.do(lambda: found.append(read_header(self._home.ssd, held.record)))
-        except ReadFailed:
-            self._home.leaving.quarantine(held.record.span_id)
+        except ReadFailed as err:
+            if err.reason not in HARMLESS:
+                self._home.leaving.quarantine(held.record.span_id)
             return None
         (header,) = found
         if rewrite:
@@ -299,7 +300,8 @@ class Repacker:
             header = move.part.header_of(draft, sums)
         except MediumError as err:
             if isinstance(err, ReadFailed):
-                self._home.leaving.quarantine(move.held.record.span_id)
+                if err.reason not in HARMLESS:
+                    self._home.leaving.quarantine(move.held.record.span_id)
             else:
                 self._home.health.trouble(str(err))
             log.warning("span %d was not repacked: %s", move.held.record.span_id, err)
