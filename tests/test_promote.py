@@ -104,6 +104,27 @@ def test_what_a_sparse_request_used_climbs_whole_and_nothing_else_does(
     assert store.stats()["rows_from"] == {"dram": 2 * 77, "ssd": 2 * 77}
 
 
+@pytest.mark.parametrize("policy", [Exact(), Recency(keep=0.2)], ids=lambda policy: policy.name)
+def test_a_copy_that_fails_takes_no_place(open_store: Open, policy: Policy) -> None:
+    """Of a chunk that was being copied when memory gave out nothing was found, and its place was
+    taken, until the store was closed."""
+    store = open_store(GEOMETRY, read_gap_bytes=0)
+    put_prompt(store, prompt(N)).wait(60)
+    (cache,) = store._reading.copies.chunks
+    write = cache.tier.write
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no more")
+
+    cache.tier.write = fails  # type: ignore[method-assign]
+    ask(store, prompt(N), policy)
+    assert in_tier(store) == 0 and cache.tier.usage().used == 0
+    assert store.buffers.used_bytes == 0
+    cache.tier.write = write  # type: ignore[method-assign]
+    ask(store, prompt(N), policy)
+    assert in_tier(store) == (12 if isinstance(policy, Exact) else 4)
+
+
 def budget(n_chunks: int) -> int:
     """DRAM of which n_chunks are left for chunks; the sixteenth of tables comes on top."""
     return -(-n_chunks * CHUNK * 16 // 15) + 4096

@@ -29,6 +29,7 @@ from impress.usage.history import Note, Worth
 from tiers.base import Bytes
 from tiers.errors import MediumError
 from tiers.iopool import Lane, Ticket
+from tiers.slots import Buffer
 
 log = logging.getLogger("impress")
 
@@ -130,8 +131,13 @@ def _copy_up(
         ranks = ranks_if_used(load.reading, part.source, load.layer, wanted)
     n_windows = part.source.held.record.n_windows
     granted, entries = cache.admit(part.span, n_windows, load.layer, wanted, ranks)
-    at = [where[granted - wanted[0]] for where in places]
-    _fill(load.reading, cache, entries, load.planes, [load.pieces(i) for i in range(len(at))], at)
+    try:
+        at = [where[granted - wanted[0]] for where in places]
+        dests = [load.pieces(i) for i in range(len(at))]
+        _fill(load.reading, cache, entries, load.planes, dests, at)
+    except BaseException:
+        cache.abandon(entries)
+        raise
     if below is not None:
         below.drop_windows(part.span, load.layer, granted)
     cache.publish(entries)
@@ -306,23 +312,27 @@ def _fetch(
     granted, entries = cache.admit(source.span, n_windows, layer, chunks, ranks)
     if not len(granted):
         return
-    sizes = [cache.plane_bytes(plane) for plane in (K, V)]
-    buffers = [reading.buffers.acquire(n * len(granted)) for n in sizes]
-    dests = [buffer.array for buffer in buffers if buffer is not None]
+    buffers: list[Buffer] = []
     try:
+        sizes = [cache.plane_bytes(plane) for plane in (K, V)]
+        for n in sizes:
+            buffers.append(reading.rent(n * len(granted)))
+        dests = [buffer.array for buffer in buffers]
         _read(reading, source, layer, granted, below, dests)
         places = [np.arange(len(granted)) * n for n in sizes]
         _fill(reading, cache, entries, (K, V), dests, places)
+    except BaseException as err:
+        cache.abandon(entries)
+        if not isinstance(err, MediumError):
+            raise
+        reading.counters.add("promotions_failed")  # the next request to want it will find out
+    else:
         if below is not None:
             below.drop_windows(source.span, layer, granted)
         cache.publish(entries)
-    except MediumError:  # the next request to want it will find out
-        cache.abandon(entries)
-        reading.counters.add("promotions_failed")
     finally:
         for buffer in buffers:
-            if buffer is not None:
-                buffer.release()
+            buffer.release()
 
 
 def _read(
