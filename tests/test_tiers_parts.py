@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from impress.read.tickets import when_all
 from tiers.base import PAGE
 from tiers.errors import Cancelled
-from tiers.iopool import IoPool, Lane
+from tiers.iopool import IoPool, Lane, Ticket
 from tiers.slots import BufferPool, size_class
 from tiers.space import LEAST_PART, Space
 
@@ -191,6 +192,37 @@ def test_what_a_caller_cannot_wait_for_it_runs_itself() -> None:
     gate.set()
     assert mine[0].wait(60) and others.wait(60) and ran[2:] == [pool._threads[0], "another's"]
     assert pool.close(60)
+
+
+def test_a_callback_that_raises_takes_no_thread_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    """The thread was gone, and counted as busy: what comes last had no turn any more."""
+    pool, gate, ran = IoPool(1), threading.Event(), []
+
+    def broken() -> None:
+        raise ValueError("not thought of")
+
+    ticket = pool.submit(Lane.PROMOTE, [lambda: gate.wait(60) and None])
+    ticket.then(broken)
+    ticket.then(lambda: ran.append("the other one"))
+    gate.set()
+    assert pool.submit(Lane.PROMOTE, [lambda: ran.append("the next one")]).wait(60)
+    ticket.then(broken)  # at once: no affair of the caller's either
+    assert ran == ["the other one", "the next one"]
+    assert pool.idle(60) and pool.close(60)
+    assert caplog.text.count("ValueError: not thought of") == 2
+
+
+def test_many_tickets_are_waited_for_as_few_are() -> None:
+    """Of some hundreds that had ended each was called from within the one before it."""
+    called = []
+    when_all([], lambda: called.append("of none"))
+    when_all([Ticket(0)] * 5000, lambda: called.append("of all that are done"))
+    left = [Ticket(1) for _ in range(3)]
+    when_all([*left, Ticket(0)], lambda: called.append("of all"))
+    for ticket in reversed(left):
+        assert called == ["of none", "of all that are done"]
+        ticket.run(lambda: None)
+    assert called[2:] == ["of all"]
 
 
 def test_idle_waits_for_what_runs_and_for_what_that_queues() -> None:

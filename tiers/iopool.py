@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,10 @@ from typing import Final
 
 from tiers.errors import Cancelled
 
+log = logging.getLogger("impress.io")
+
 Task = Callable[[], None]
+Callback = Callable[[], object]
 
 
 class Lane(IntEnum):
@@ -38,7 +42,7 @@ class Ticket:
         self._left = n_tasks
         self._error: BaseException | None = None
         self._cancelled = False
-        self._callbacks: list[Task] = []
+        self._callbacks: list[Callback] = []
         if n_tasks == 0:
             self._done.set()
 
@@ -62,13 +66,16 @@ class Ticket:
         with self._lock:
             self._cancelled = True
 
-    def then(self, callback: Task) -> None:
-        """Call back once when done, from whichever thread ends it; at once if it is done."""
+    def then(self, callback: Callback) -> None:
+        """Call back once when done, from whichever thread ends it; at once if it is done.
+
+        What a callback raises is logged: it is not that thread's affair.
+        """
         with self._lock:
             if self._left:
                 self._callbacks.append(callback)
                 return
-        callback()
+        _call(callback)
 
     def run(self, task: Task) -> None:
         """One task of this ticket, on a pool thread; its error is kept for wait()."""
@@ -86,7 +93,14 @@ class Ticket:
         if self._left == 0:
             self._done.set()
         for callback in callbacks:
-            callback()
+            _call(callback)
+
+
+def _call(callback: Callback) -> None:
+    try:
+        callback()
+    except Exception:
+        log.exception("what was to follow a ticket failed")
 
 
 class IoPool:
@@ -192,14 +206,16 @@ class IoPool:
         while (job := self._next()) is not None:
             lane, ticket, task = job
             self._since[number] = monotonic()
-            ticket.run(task)
-            self._since[number] = 0.0
-            # A waiting worker must not keep the last ticket's buffers alive.
-            del job, ticket, task
-            with self._quiet:
-                self._at[lane >= Lane.PROMOTE] -= 1
-                if not any(self._at) and not any(self._lanes):
-                    self._quiet.notify_all()
+            try:
+                ticket.run(task)
+            finally:
+                self._since[number] = 0.0
+                # A waiting worker must not keep the last ticket's buffers alive.
+                del job, ticket, task
+                with self._quiet:
+                    self._at[lane >= Lane.PROMOTE] -= 1
+                    if not any(self._at) and not any(self._lanes):
+                        self._quiet.notify_all()
 
 
 _WAITED_FOR: Final = (Lane.DEMAND, Lane.AHEAD, Lane.STORE)

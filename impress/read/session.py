@@ -19,7 +19,7 @@ from impress.read.load import Load
 from impress.read.parts import Source, behind
 from impress.read.promote import Looked, after, climb
 from impress.read.reading import Reading
-from impress.read.tickets import ended, when_all
+from impress.read.tickets import ended, nothing, when_all
 from impress.spans.layout import K, V
 from impress.spans.rows import torch_module
 from impress.tree.catalog import Held
@@ -321,7 +321,7 @@ class Session:
         return ticket
 
     def _open_gate(self) -> None:
-        self._gate.run(_nothing)
+        self._gate.run(nothing)
         self._gate, self._held_bytes = Ticket(1), 0
 
     def _hand_over(self) -> None:
@@ -360,7 +360,3 @@ class Session:
         self._looked.append(Looked(None, decided=False, load=load))
         if promotion is not None and load.outs is not None:
             self._leaving.append(promotion)
-
-
-def _nothing() -> None:
-    """What a gate waits for."""

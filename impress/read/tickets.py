@@ -12,10 +12,14 @@ from tiers.iopool import Ticket
 
 def when_all(tickets: Sequence[Ticket], callback: Callable[[], object]) -> None:
     """Call back once, when every ticket is done."""
-    if tickets:
-        tickets[0].then(partial(when_all, tickets[1:], callback))
-    else:
-        callback()
+    left = Ticket(len(tickets))
+    left.then(callback)
+    for ticket in tickets:
+        ticket.then(partial(left.run, nothing))
+
+
+def nothing() -> None:
+    """A task of tickets that are waited for and stand for no work."""
 
 
 def ended(tickets: Sequence[Ticket], timeout_s: float) -> bool:
