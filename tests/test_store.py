@@ -520,6 +520,27 @@ def test_a_process_out_of_files_misses_and_loses_nothing(
     store.check()
 
 
+def test_importance_that_cannot_be_read_in_time_is_a_loss(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It is read like everything else, by a thread that may hang: the caller does not."""
+    store = open_store(geometry, read_timeout_s=0.2, io_threads=1)
+    tokens = prompt(128)
+    scores = np.random.default_rng(0).random((2, 128), dtype=np.float32)
+    put_prompt(store, tokens, importance=scores).wait(60)
+    query = torch.zeros(geometry.n_heads, 1, geometry.head_dim)
+    with store.lease(tokens) as lease, lease.session(StaticH2O(keep=0.5)) as session:
+        stuck = threading.Event()
+        blocker = store._pool.submit(Lane.DEMAND, [lambda: stuck.wait(60) and None])
+        with pytest.raises(impress.PrefixLost, match="header took more than 0.2 s") as lost:
+            session.retrieve(0, query)
+        assert lost.value.reason == "late" and store.stats()["lost"] == {"late": 1}
+        stuck.set()
+        blocker.wait(60)
+        session.retrieve(0, query)
+    assert_serves(store, tokens, 128)
+
+
 def test_importance_is_kept_in_the_header(open_store: Open, geometry: impress.Geometry) -> None:
     store = open_store(geometry)
     tokens = prompt(130)

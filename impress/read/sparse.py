@@ -25,13 +25,14 @@ from impress.read.session import Lease, Session
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, check_cap, reads_keys, select
 from impress.selection.probes import ProbeCodec, codec_of, fitted
+from impress.spans.format import SpanHeader
 from impress.spans.layout import K, V
 from impress.spans.params import NONE, Layers
 from impress.spans.rows import host_words
 from impress.spans.tables import read_header
 from impress.tree.catalog import Held
 from tiers.base import Bytes
-from tiers.errors import HARMLESS, ReadFailed
+from tiers.errors import HARMLESS, MediumError, ReadFailed
 from tiers.iopool import Lane
 
 if TYPE_CHECKING:
@@ -243,16 +244,27 @@ class SparseSession(Session):
         return scores
 
     def _importance_of(self, held: Held) -> npt.NDArray[np.float32]:
-        try:
-            given = read_header(self._r.ssd, held.record).importance
-        except ReadFailed as err:
-            if err.reason not in HARMLESS:
-                self._r.quarantine(held.record.span_id)
-            raise PrefixLost(err.reason, str(err)) from None
+        given = self._header_of(held).importance
         if given is None:
             raise ImpressError(f"{self.policy.name}: this prefix was stored without importance")
         rows = slice(held.first * self._window, (held.first + held.count) * self._window)
         return given[:, rows]
+
+    def _header_of(self, held: Held) -> SpanHeader:
+        """Raises PrefixLost."""
+        found: list[SpanHeader] = []
+        limit_s, reason = self._r.config.read_timeout_s, "late"
+        detail = f"a header took more than {limit_s:g} s"
+        read = [lambda: found.append(read_header(self._r.ssd, held.record))]
+        try:
+            if self._r.pool.submit(Lane.DEMAND, read).wait(limit_s):
+                return found[0]
+        except MediumError as err:
+            reason, detail = err.reason if isinstance(err, ReadFailed) else "io", str(err)
+            if isinstance(err, ReadFailed) and reason not in HARMLESS:
+                self._r.quarantine(held.record.span_id)
+        self._r.counters.add(f"lost/{reason}")
+        raise PrefixLost(reason, detail)
 
     def _note(
         self, layer: int, selection: Selection, used: list[Load], rows: Load, begin_s: float,
