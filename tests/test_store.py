@@ -532,7 +532,7 @@ def test_importance_that_cannot_be_read_in_time_is_a_loss(
     with store.lease(tokens) as lease, lease.session(StaticH2O(keep=0.5)) as session:
         stuck = threading.Event()
         blocker = store._pool.submit(Lane.DEMAND, [lambda: stuck.wait(60) and None])
-        with pytest.raises(impress.PrefixLost, match="header took more than 0.2 s") as lost:
+        with pytest.raises(impress.PrefixLost, match=r"header took more than 0\.2 s") as lost:
             session.retrieve(0, query)
         assert lost.value.reason == "late" and store.stats()["lost"] == {"late": 1}
         stuck.set()

@@ -142,7 +142,9 @@ class Load:
     def _rows_given(self, i: int, n_rows: int) -> Bytes:
         """Where n_rows of a plane go one behind the other: the caller's, or theirs who look."""
         dense = None if self.outs is None else dense_bytes(self.outs[i])
-        return self.reading.rent(n_rows * self.shapes[i].row_bytes).lent() if dense is None else dense
+        if dense is None:
+            return self.reading.rent(n_rows * self.shapes[i].row_bytes).lent()
+        return dense
 
     def _map(self, parts: Sequence[Part]) -> list[Gather]:
         """Where the wanted rows lie, by plane."""
