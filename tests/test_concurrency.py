@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from conftest import assert_serves, kv_of, prompt, put_prompt, wait_for_promotio
 
 import impress
 import impress.read.reading
+from impress.policy import Exact, Policy, Recency
 from impress.read.flights import Flight, take
 from tiers.base import Read, sums_of
 from tiers.iopool import Lane, Ticket
@@ -474,6 +475,65 @@ def test_a_holder_that_vanished_does_not_pin_for_ever(
     assert lost.value.reason == "expired"
     session.close()
     vanished.release()  # it comes back after all: nothing is unpinned twice
+    assert_nothing_is_left(store)
+
+
+@pytest.mark.parametrize("policy", [Exact(), Recency(keep=0.2)], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("by", ["release", "expiry"])
+def test_the_end_of_a_lease_ends_what_its_sessions_read_ahead(
+    open_store: Open, small: impress.Geometry, by: str, policy: Policy
+) -> None:
+    """A caller that failed between prefetch and retrieve gave back its lease alone: its copies in
+    DRAM stayed pinned until the store was closed, and what was to climb never did."""
+    store = open_store(small, dram_bytes=4 << 20, lease_timeout_s=60.0, read_timeout_s=5.0)
+    put_prompt(store, prompt(256)).wait(60)
+    read_and_compare(store, prompt(128))
+    wait_for_promotions(store)
+    (cache,) = store._reading.copies.chunks
+    clock = with_clock(store)
+    lease = store.lease(prompt(256))
+    session = lease.session(policy)
+    session.prefetch()
+    k, _, pos = session.retrieve(0, None)
+    assert store._reading.waiting._held > 0
+    if by == "release":
+        lease.release()
+    else:
+        clock.s += 65.1
+        store._leases.reap()
+    wait_for_promotions(store)
+    assert not cache._pins.any() and store._reading.waiting._held == 0
+    keys, _ = kv_of(prompt(256), small)
+    assert np.array_equal(k.numpy(), keys[0][:, pos]), "what was retrieved is the holder's"
+    lost = impress.PrefixLost if by == "expiry" else impress.ImpressError
+    with pytest.raises(lost, match="expired" if by == "expiry" else "its lease has ended"):
+        session.retrieve(1, None)
+    assert session.close()
+    wait_for_promotions(store)
+    assert_nothing_is_left(store)
+
+
+def test_a_lease_that_ends_beside_its_session_ends_every_load_once(
+    open_store: Open, small: impress.Geometry
+) -> None:
+    """It may be taken back by any thread, while its holder prefetches, retrieves or closes."""
+    store = open_store(small, io_threads=2)
+    put_prompt(store, prompt(256)).wait(60)
+    (cache,) = store._reading.copies.chunks
+    for turn in range(40):
+        lease = store.lease(prompt(256))
+        session = lease.session(Recency(keep=0.5) if turn % 2 else None)
+
+        def use(session: Any = session) -> None:
+            with suppress(impress.ImpressError), session:
+                session.prefetch()
+                for layer in range(small.n_layers):
+                    session.retrieve(layer, None)
+
+        in_threads([use, lease.release])
+        wait_for_promotions(store)
+        assert not cache._pins.any() and store._reading.waiting._held == 0
+        store.check()
     assert_nothing_is_left(store)
 
 

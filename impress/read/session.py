@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -75,6 +76,7 @@ class Lease:
         self._make_session = make_session
         self._release = release
         self._lock = threading.Lock()
+        self._sessions: set[Session] = set()  # not closed yet
 
     @property
     def held(self) -> list[Held]:
@@ -95,7 +97,15 @@ class Lease:
         """
         if not self.n_tokens:
             raise ImpressError("lease: a miss has nothing to read (check n_tokens first)")
-        return self._make_session(self, policy or Exact(), first)
+        session = self._make_session(self, policy or Exact(), first)
+        with self._lock:
+            self._sessions.add(session)
+        return session
+
+    def forget(self, session: Session) -> None:
+        """It is closed."""
+        with self._lock:
+            self._sessions.discard(session)
 
     def check_active(self) -> None:
         """Raises PrefixLost when expired, ImpressError when released."""
@@ -116,7 +126,8 @@ class Lease:
         return self._end()
 
     def release(self) -> None:
-        """Unpin. Idempotent."""
+        """Unpin. What sessions were told to read ahead and was not retrieved is given up; what was
+        is theirs until they close. Idempotent."""
         self._end()
 
     def _end(self) -> bool:
@@ -124,7 +135,10 @@ class Lease:
             if not self.active:
                 return False
             self.active = False
+            sessions, self._sessions = self._sessions, set()
         self._release(self)
+        for session in sessions:  # which their holder may have forgotten
+            session.give_up()
         return True
 
     def __enter__(self) -> Lease:
@@ -155,12 +169,14 @@ class Session:
         self._sources = behind(lease.sources, first // self._window) if first else lease.sources
         self._r = reading
         self._loads: dict[int, Load] = {}  # under way
+        self._untaken = [self._loads]  # who takes a load from there ends it
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
         self._touching: list[Ticket] = []  # what may read into `outs`
         self._leaving: list[Ticket] = []  # what climbs from there
         self._flights: list[Flight] = []  # others may copy from `outs`
         self._climbs: list[Ticket] = []
         self._gate = Ticket(1)  # they begin when it is done
+        self._gate_lock = threading.Lock()
         self._held_bytes = 0  # of buffers that wait for it
         self._looked: list[Looked] = []  # by layers retrieved, for history
         self._layers: list[dict[str, Any]] = []
@@ -184,6 +200,7 @@ class Session:
         for layer in range(self._r.geometry.n_layers):
             if layer not in self._loads:
                 self._loads[layer] = self._start(layer, outs[layer] if outs else None)
+        self._check_ended()
 
     def retrieve(
         self,
@@ -276,18 +293,24 @@ class Session:
         if self._closed:
             return True
         self._closed = True
-        for load in self._loads.values():
-            load.abandon()
+        self._lease.forget(self)
+        self.give_up()
         for loads in self._given.values():
             for load in loads:
                 load.give_back()
-        self._loads.clear()
         self._given.clear()
-        self._open_gate()
         self._hand_over()
         copied = [flight.over() for flight in self._flights]
         self._r.pool.run_here(Lane.PROMOTE, self._leaving)
         return ended([*self._touching, *self._leaving, *copied], self._r.config.read_timeout_s)
+
+    def give_up(self) -> None:
+        """Nothing is retrieved any more that is not there. From any thread, also beside others."""
+        for loads in self._untaken:
+            while loads:
+                with suppress(KeyError):  # taken just now
+                    loads.popitem()[1].abandon()
+        self._open_gate()
 
     def __enter__(self) -> Session:
         return self
@@ -298,6 +321,11 @@ class Session:
         self.close()
 
     # ---- inside ----------------------------------------------------------------------------
+
+    def _check_ended(self) -> None:
+        """After new loads: the lease's end, on another thread, may not have seen them."""
+        if not self._lease.active:
+            self.give_up()
 
     def _start(self, layer: int, outs: Tensors | None) -> Load:
         if outs is not None:
@@ -316,13 +344,15 @@ class Session:
         if ticket is not None:
             self._climbs.append(ticket)
             self._held_bytes += sum(len(buffer.array) for buffer in load.buffers)
-            if self._held_bytes > MOST_HELD:
+            if self._held_bytes > MOST_HELD or not self._lease.active:
                 self._open_gate()
         return ticket
 
     def _open_gate(self) -> None:
-        self._gate.run(nothing)
-        self._gate, self._held_bytes = Ticket(1), 0
+        with self._gate_lock:
+            gate, self._gate = self._gate, Ticket(1)
+        self._held_bytes = 0
+        gate.run(nothing)
 
     def _hand_over(self) -> None:
         """The request has what it needs: what it showed is learnt behind it."""

@@ -57,6 +57,7 @@ class SparseSession(Session):
         self._codec, self._plane, self._params = self._sketch()
         self._probes: dict[int, Load] = {}  # records on their way, by layer
         self._keys_ahead: dict[int, Load] = {}  # all keys on their way, by layer
+        self._untaken += [self._probes, self._keys_ahead]
         self._next_keys: int | None = None  # layers before it are dealt with; None: not read ahead
         self._importance: npt.NDArray[np.float32] | None = None  # [n_layers, n_tokens]
         self.chosen: dict[int, Selection] = {}
@@ -107,6 +108,7 @@ class SparseSession(Session):
         if self._next_keys is None:
             self._next_keys = 0
             self._start_keys(0)
+        self._check_ended()
 
     def _start_keys(self, first: int) -> None:
         """Have all keys of the layers from `first` on their way that are chosen by them, if that
@@ -156,6 +158,7 @@ class SparseSession(Session):
                 self._r, self._sources, layer, self._r.copies.chunks, planes, positions, ahead=ahead
             )
             self._start_keys(layer + 1)  # behind them
+            self._check_ended()
             self._foresight.plan(layer + 1, positions, planes)  # while this layer is read
             used.append(self._read(rows))
             self._foresight.start()
@@ -304,10 +307,6 @@ class SparseSession(Session):
         )
 
     def close(self) -> bool:
-        for load in (*self._probes.values(), *self._keys_ahead.values()):
-            load.abandon()
-        self._probes.clear()
-        self._keys_ahead.clear()
         self._foresight.close()
         return super().close()
 
