@@ -20,8 +20,11 @@ from impress.cli.main import app
 from impress.spans.format import SpanRecord, encode_header
 from impress.spans.tables import read_header
 from impress.upkeep.rebuild import rebuild_store
+from impress.upkeep.verify import verify_store
 from tiers.base import PAGE, Read, Slot
+from tiers.errors import ReadFailed
 from tiers.slots import aligned
+from tiers.ssd import SsdTier
 
 ROOT = Path(__file__).parent.parent
 Open = Callable[..., impress.PrefixStore]
@@ -55,6 +58,24 @@ def test_a_lost_index_is_made_again(open_store: Open, geometry: impress.Geometry
     for seed in range(1, 6):
         assert_serves(store, prompt(256, seed), 256)
     assert_serves(store, longer_prompt(), 384)
+
+
+def test_what_a_short_process_cannot_open_is_not_taken_for_damaged(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rebuild left out what it had no file descriptor for, and verify called it bad."""
+    path = fill(open_store, geometry)
+
+    def short(_ssd: SsdTier, _reads: object) -> None:
+        raise ReadFailed("shortage", "Too many open files")
+
+    with monkeypatch.context() as poor:
+        poor.setattr(SsdTier, "read", short)
+        for look in (rebuild_store, verify_store):
+            with pytest.raises(impress.StoreFailed, match="Too many open files"):
+                look(path)
+    assert not verify_store(path).problems
+    assert rebuild_store(path).spans == 7
 
 
 def test_a_damaged_index_is_set_aside(open_store: Open, geometry: impress.Geometry) -> None:

@@ -47,7 +47,7 @@ from impress.write.directory import (
 from impress.write.index import Index
 from tiers.base import PAGE, Extent, Read, Slot
 from tiers.coalesce import slices
-from tiers.errors import MediumError
+from tiers.errors import HARMLESS, MediumError, ReadFailed
 from tiers.files import sync_path
 from tiers.iopool import IoPool, Lane
 from tiers.slots import BufferPool
@@ -319,7 +319,9 @@ def _rows_match(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferP
                 try:
                     if not pool.submit(Lane.DEMAND, tasks).wait(_TIMEOUT_S):
                         raise StoreFailed(f"rebuild: a read took more than {_TIMEOUT_S:g} s")
-                except MediumError:
+                except MediumError as err:
+                    if isinstance(err, ReadFailed) and err.reason in HARMLESS:
+                        raise StoreFailed(f"rebuild: {err}") from None  # says nothing of the rows
                     return False
                 finally:
                     buffer.release()

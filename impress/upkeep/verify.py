@@ -35,7 +35,7 @@ from impress.write.directory import Identity, Shard, read_identity, shards_of
 from impress.write.index import Index
 from tiers.base import Read, Slot, Sums, round_up, sums_of
 from tiers.coalesce import locate
-from tiers.errors import MediumError
+from tiers.errors import HARMLESS, MediumError, ReadFailed
 from tiers.iopool import IoPool, Lane, Ticket
 from tiers.slots import BufferPool, aligned
 from tiers.ssd import SsdTier
@@ -299,6 +299,7 @@ class _Verification:
             self._ssd.read([Read(Slot((record.meta,)), 0, raw, None, round_up(len(raw)))])
             header = decode_header(raw, record.meta)
         except (FormatError, MediumError, ValueError, struct.error) as err:
+            _check_medium(err)
             self._report(f"header: {err}", record.span_id, segment)
             return None
         differs = [
@@ -333,6 +334,7 @@ class _Verification:
             self._ssd.read([Read(slot, off, dest, None, shape.piece_bytes)])
             bad = np.flatnonzero(sums_of(dest, shape.piece_bytes) != wanted)
         except MediumError as err:
+            _check_medium(err)
             segment = locate(slot, off, part.n_bytes)[0].segment
             self._report(f"cannot be read: {err}", part.record.span_id, segment)
             return
@@ -360,3 +362,9 @@ class _Verification:
         self._verdict.gone = len(evicted)
         self._verdict.problems = [p for p in self._verdict.problems if p.span not in evicted]
         self._verdict.problems.sort(key=lambda p: (p.span or 0, p.segment or 0, p.what))
+
+
+def _check_medium(err: Exception) -> None:
+    """Raises StoreFailed on an error that says nothing of what is stored."""
+    if isinstance(err, ReadFailed) and err.reason in HARMLESS:
+        raise StoreFailed(f"verify: {err}") from None
