@@ -1,7 +1,8 @@
-"""Small files written whole, what makes a new name survive a power cut, and locks on files."""
+"""Small files written whole, what makes a new name survive a power cut, holes, and locks."""
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import secrets
@@ -17,6 +18,15 @@ def sync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def punch(fd: int, off: int, n_bytes: int) -> bool:
+    """Make a hole (fallocate, PUNCH_HOLE | KEEP_SIZE); False where the file system has none."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if call is None:
+        return False
+    long = ctypes.c_longlong
+    return int(call(fd, 3, long(off), long(n_bytes))) == 0
 
 
 def write_whole(path: Path, raw: bytes, *, replace: bool = True) -> None:

@@ -6,7 +6,6 @@ where it refuses (some network and memory file systems), buffered, and said once
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -23,7 +22,7 @@ from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import Run, coalesce, locate
 from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError, ReadFailed
-from tiers.files import sync_path
+from tiers.files import punch, sync_path
 from tiers.queues import DEPTH, ReadQueue, SegmentFile
 from tiers.slots import aligned
 from tiers.space import Space
@@ -201,7 +200,7 @@ class SsdTier:
         once the slot is synced. Raises MediumError.
         """
         for part in slot.parts:
-            punched = _punch(self._file(part.segment).fd, part.off, part.length)
+            punched = punch(self._file(part.segment).fd, part.off, part.length)
             if punched:
                 try:
                     os.posix_fallocate(self._fd(part.segment), part.off, part.length)
@@ -387,15 +386,6 @@ def _failed(path: Path, err: OSError) -> ReadFailed:
     """What a read failed with. The process may lack what the medium has nothing to do with."""
     reason = "shortage" if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else "io"
     return ReadFailed(reason, f"ssd: {path}: {err.strerror}")
-
-
-def _punch(fd: int, off: int, n_bytes: int) -> bool:
-    """Make a hole (fallocate, PUNCH_HOLE | KEEP_SIZE); False where the file system has none."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if call is None:
-        return False
-    long = ctypes.c_longlong
-    return int(call(fd, 3, long(off), long(n_bytes))) == 0
 
 
 def _copied(data: Bytes) -> Bytes:
