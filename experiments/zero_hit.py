@@ -151,14 +151,18 @@ def _timed() -> Iterator[list[float]]:
 
         return timing
 
-    before = hf.find_prefix, hf.hf_models.check_request, hf_mode.Modes.way
-    hf.find_prefix = timed(before[0])
-    hf.hf_models.check_request = timed(before[1])
-    hf_mode.Modes.way = timed(before[2])
+    calls = (
+        (hf, "find_prefix"), (hf.hf_models, "check_request"), (hf.hf_models.Weights, "changed"),
+        (hf_mode.Modes, "way"),
+    )  # fmt: skip
+    before = [getattr(where, name) for where, name in calls]
+    for (where, name), call in zip(calls, before, strict=True):
+        setattr(where, name, timed(call))
     try:
         yield spent
     finally:
-        hf.find_prefix, hf.hf_models.check_request, hf_mode.Modes.way = before
+        for (where, name), call in zip(calls, before, strict=True):
+            setattr(where, name, call)
 
 
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
@@ -187,7 +191,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
 EXPERIMENT: Final = Experiment(
     "zero_hit", "What a store costs where nothing, or a part, hits.", cells, figures,
     meta=lambda _options: {
-        "share": "checking, lookup and choosing a mode before the forward ÷ time to first token",
+        "share": "checks (of the weights, too), lookup and choosing a mode ÷ time to first token",
         "throughput_share": f"time of {BLOCK} prompts without a store ÷ with one, until all is "
         "stored; median",
     },
