@@ -39,7 +39,7 @@ from impress.write.fitting import Fitter
 from impress.write.home import Home
 from impress.write.leaving import COMMIT_TIMEOUT_S
 from impress.write.writer import Writer, importance_of
-from tiers.errors import HARMLESS, MediumError, ReadFailed
+from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
 from tiers.slots import BufferPool
 
@@ -183,7 +183,7 @@ class PrefixStore:
             table = tables[h.record.span_id]
             if isinstance(table, ReadFailed):
                 self.counters.add(f"lost/{table.reason}")
-                if table.reason not in HARMLESS:
+                if not table.harmless:
                     self._home.leaving.quarantine(h.record.span_id)
                 break
             sources.append(source_of(h, table, self.geometry, at))

@@ -85,7 +85,7 @@ def test_inspect_json_counts_tiers_spans_and_namespaces(path):
     assert done.returncode == 0
     assert (found["spans"], found["nodes"], found["tokens"]) == (2, 3, 512)
     ssd = found["tiers"]["ssd"]
-    owned = sum(r.data_bytes + r.meta.length for r in records_of(path))
+    owned = sum(r.owned_bytes for r in records_of(path))
     assert ssd["used"] == owned and ssd["used"] + ssd["free"] == ssd["total"]
     (space,) = found["namespaces"]
     assert (space["name"], space["spans"], space["tokens"]) == ("a test", 2, 512)

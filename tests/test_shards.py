@@ -291,7 +291,7 @@ def test_what_is_on_its_way_out_is_not_made_up_for_by_more(
     for _ in range(2):
         ready(a, prompt(128, next(seeds)))
         a.flush()
-    held = sum(r.data_bytes + r.meta.length for r in a.catalog.own_records())
+    held = sum(r.owned_bytes for r in a.catalog.own_records())
     assert held > 3.4 * MIB, "below the low mark, by more than one span"
     assert a.ssd.usage().used > 6 * MIB, "none of it was free yet"
     if why == "a reader behind":

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Reasons that say nothing against what is stored: the medium is slow, or the process is short of
-#: files or memory. Nothing is given up over them.
-HARMLESS: Final = ("late", "shortage")
+_HARMLESS: Final = ("late", "shortage")
 
 
 class MediumError(Exception):
     """The environment failed: no permission, an I/O error, a file that is gone."""
+
+    reason = "io"
+
+    @property
+    def harmless(self) -> bool:
+        """It says nothing against what is stored: the medium is slow, or the process is short of
+        files or memory. Nothing is given up over it."""
+        return self.reason in _HARMLESS
 
 
 class Cancelled(MediumError):

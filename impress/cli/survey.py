@@ -96,7 +96,7 @@ def _namespaces(store: PrefixStore) -> list[dict[str, Any]]:
         row = rows.setdefault(record.root, new)
         row["spans"] += 1
         row["tokens"] += record.n_windows * record.window
-        row["bytes"] += record.data_bytes + record.meta.length
+        row["bytes"] += record.owned_bytes
     return sorted(rows.values(), key=lambda row: -int(row["tokens"]))
 
 

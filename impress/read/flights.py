@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from impress.cache.chunks import Ids
 from impress.read.parts import Part
+from impress.read.tickets import nothing
 from tiers.base import Bytes, Home, Read, verify
 from tiers.errors import ReadFailed
 from tiers.iopool import Ticket
@@ -55,7 +56,7 @@ class Flight:
             self._n_users -= 1
             is_last = not self._n_users
         if is_last:
-            self._left.run(lambda: None)
+            self._left.run(nothing)
 
 
 class Flights:

@@ -34,7 +34,7 @@ from impress.spans.rows import as_tensor, dense_bytes, take_rows, unpack
 from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
 from tiers.coalesce import RUN_BYTES, slices
-from tiers.errors import HARMLESS, MediumError, ReadFailed
+from tiers.errors import MediumError
 from tiers.iopool import Lane, Ticket
 from tiers.slots import Buffer
 
@@ -234,7 +234,7 @@ class Load:
             else:
                 self.reading.ssd.read(reads)
         except MediumError as err:
-            if not (isinstance(err, ReadFailed) and err.reason in HARMLESS):
+            if not err.harmless:
                 self._bad_span["ssd"] = span
             raise
 
@@ -319,7 +319,7 @@ class Load:
                         cache.drop_span(span)
                     if medium == "ssd":
                         self.reading.quarantine(span)
-                return PrefixLost(err.reason if isinstance(err, ReadFailed) else "io", str(err))
+                return PrefixLost(err.reason, str(err))
         return None
 
     @property

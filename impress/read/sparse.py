@@ -32,7 +32,7 @@ from impress.spans.rows import host_words
 from impress.spans.tables import read_header
 from impress.tree.catalog import Held
 from tiers.base import Bytes
-from tiers.errors import HARMLESS, MediumError, ReadFailed
+from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import Lane
 
 if TYPE_CHECKING:
@@ -263,8 +263,8 @@ class SparseSession(Session):
             if self._r.pool.submit(Lane.DEMAND, read).wait(limit_s):
                 return found[0]
         except MediumError as err:
-            reason, detail = err.reason if isinstance(err, ReadFailed) else "io", str(err)
-            if isinstance(err, ReadFailed) and reason not in HARMLESS:
+            reason, detail = err.reason, str(err)
+            if isinstance(err, ReadFailed) and not err.harmless:
                 self._r.quarantine(held.record.span_id)
         self._r.counters.add(f"lost/{reason}")
         raise PrefixLost(reason, detail)

@@ -32,7 +32,7 @@ from impress.write.home import Home
 from impress.write.jobs import SwapJob, Swapped
 from impress.write.leaving import COMMIT_TIMEOUT_S
 from tiers.base import Slot
-from tiers.errors import HARMLESS, MediumError, ReadFailed
+from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
 
 log = logging.getLogger("impress")
@@ -209,7 +209,7 @@ class Repacker:
         try:
             self._copier.do(lambda: found.append(read_header(self._home.ssd, held.record)))
         except ReadFailed as err:
-            if err.reason not in HARMLESS:
+            if not err.harmless:
                 self._home.leaving.quarantine(held.record.span_id)
             return None
         (header,) = found
@@ -300,7 +300,7 @@ class Repacker:
             header = move.part.header_of(draft, sums)
         except MediumError as err:
             if isinstance(err, ReadFailed):
-                if err.reason not in HARMLESS:
+                if not err.harmless:
                     self._home.leaving.quarantine(move.held.record.span_id)
             else:
                 self._home.health.trouble(str(err))

@@ -65,6 +65,11 @@ class SpanRecord:
         return sum(part.length for part in self.parts)
 
     @property
+    def owned_bytes(self) -> int:
+        """Of its segments: its header's, too."""
+        return self.data_bytes + self.meta.length
+
+    @property
     def end_window(self) -> int:
         """One past its last window, on the absolute grid."""
         return self.first_window + self.n_windows

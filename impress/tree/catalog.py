@@ -134,7 +134,7 @@ class Catalog:
                     if self._remove(leaf):
                         retired.append(span)
                         record = self._record(span)
-                        n_bytes -= record.data_bytes + record.meta.length
+                        n_bytes -= record.owned_bytes
                     if n_bytes <= 0:
                         break
         return retired

@@ -170,7 +170,7 @@ class MergedCatalog(Catalog):
         """As `Catalog.evict`, of one's own spans; where only others' hang from one, they go too."""
         spare = set(spare)
         retired = super().evict(n_bytes, score, spare)
-        n_bytes -= sum(r.data_bytes + r.meta.length for r in self.retired_records(retired))
+        n_bytes -= sum(r.owned_bytes for r in self.retired_records(retired))
         if n_bytes <= 0 or not len(self.own):
             return retired
         with self.lock:
@@ -181,7 +181,7 @@ class MergedCatalog(Catalog):
                     if span in self.own:
                         retired.append(span)
                         record = self._record(span)
-                        n_bytes -= record.data_bytes + record.meta.length
+                        n_bytes -= record.owned_bytes
         return retired
 
     def _crowned(self, spare: Collection[int], score: Score) -> Iterator[int]:
@@ -208,7 +208,7 @@ class MergedCatalog(Catalog):
         with self.lock:
             these = self._retired if spans is None else self._retired.intersection(spans)
             records = [self._record(span) for span in these if span in self.own]
-        return sum(r.data_bytes + r.meta.length for r in records)
+        return sum(r.owned_bytes for r in records)
 
     def own_records(self) -> list[SpanRecord]:
         """Of one's own in the tree."""

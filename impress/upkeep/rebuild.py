@@ -47,7 +47,7 @@ from impress.write.directory import (
 from impress.write.index import Index
 from tiers.base import PAGE, Extent, Read, Slot
 from tiers.coalesce import slices
-from tiers.errors import HARMLESS, MediumError, ReadFailed
+from tiers.errors import MediumError
 from tiers.files import sync_path
 from tiers.iopool import IoPool, Lane
 from tiers.slots import BufferPool
@@ -135,7 +135,7 @@ def _rebuild(path: Path, shard: Shard, found: Rebuilt, say: Progress, *, dry_run
     sound = _resolved(_spared(ours, notes, found), shard, found, say)
     found.spans += len(sound)
     found.windows += sum(h.record.n_windows for h in sound)
-    found.n_bytes += sum(h.record.data_bytes + h.record.meta.length for h in sound)
+    found.n_bytes += sum(h.record.owned_bytes for h in sound)
     if not dry_run:
         last = max((header.record.span_id for header in ours), default=0)
         _install(shard, sound, notes, max([last, *notes]))
@@ -320,7 +320,7 @@ def _rows_match(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferP
                     if not pool.submit(Lane.DEMAND, tasks).wait(_TIMEOUT_S):
                         raise StoreFailed(f"rebuild: a read took more than {_TIMEOUT_S:g} s")
                 except MediumError as err:
-                    if isinstance(err, ReadFailed) and err.reason in HARMLESS:
+                    if err.harmless:
                         raise StoreFailed(f"rebuild: {err}") from None  # says nothing of the rows
                     return False
                 finally:

@@ -31,7 +31,7 @@ def standing(
         "ssd_read_only": home.health.reason,
         "shard": home.shard_name,
         "other_shards": len(home.others.neighbours),
-        "limbo_bytes": sum(r.data_bytes + r.meta.length for r in home.leaving.in_limbo),
+        "limbo_bytes": sum(r.owned_bytes for r in home.leaving.in_limbo),
         "writes_left_bytes": home.budget.left_bytes,
         "tables_bytes": tables.used_bytes,
         "stuck_threads": n_stuck,

@@ -35,7 +35,7 @@ from impress.write.directory import Identity, Shard, read_identity, shards_of
 from impress.write.index import Index
 from tiers.base import Read, Slot, Sums, round_up, sums_of
 from tiers.coalesce import locate
-from tiers.errors import HARMLESS, MediumError, ReadFailed
+from tiers.errors import MediumError
 from tiers.iopool import IoPool, Lane, Ticket
 from tiers.slots import BufferPool, aligned
 from tiers.ssd import SsdTier
@@ -366,5 +366,5 @@ class _Verification:
 
 def _check_medium(err: Exception) -> None:
     """Raises StoreFailed on an error that says nothing of what is stored."""
-    if isinstance(err, ReadFailed) and err.reason in HARMLESS:
+    if isinstance(err, MediumError) and err.harmless:
         raise StoreFailed(f"verify: {err}") from None

@@ -287,6 +287,6 @@ class Home:
         self.ssd.check()
         if self.committer is not None:
             records = [*self.catalog.all_records(), *self.leaving.in_limbo, *drafts]
-            owned = sum(r.data_bytes + r.meta.length for r in records)
+            owned = sum(r.owned_bytes for r in records)
             used = self.ssd.usage().used
             assert used == owned, f"ssd: {used} bytes used, spans own {owned}"

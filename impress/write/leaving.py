@@ -85,7 +85,7 @@ class Leaving:
         if capacity is None:
             return []
         # Out of the tree, and free when nobody reads it any more: no reason for more to go.
-        leaving = sum(r.data_bytes + r.meta.length for r in self.in_limbo)
+        leaving = sum(r.owned_bytes for r in self.in_limbo)
         used = self._ssd.usage().used - leaving - self._catalog.retired_bytes()
         if used <= self._config.disk_high * capacity:
             return []
