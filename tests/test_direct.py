@@ -132,3 +132,28 @@ def test_damage_in_memory_is_a_loss_and_the_next_request_reads_home(open_store: 
     for got, want, by_tier in ask(store, tokens, policy):
         assert np.array_equal(got.numpy(), want)
         assert by_tier == {"ssd": 128}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["by position", "packed"])
+def test_what_a_caller_does_to_its_memory_never_gets_into_a_cache(
+    open_store: Open, packed: bool
+) -> None:
+    """An engine that had one pair of tensors for all layers: chunks climbed from there with another
+    layer's rows, and the next request for them lost its prefix to their checksums."""
+    store = open_store(GEOMETRY, dram_bytes=64 * CHUNK)
+    tokens = prompt(N)
+    order = np.random.default_rng(1).random((2, N)) if packed else None
+    assert put_prompt(store, tokens, importance=order, wait_s=30).wait(60)
+    keys, values = kv_of(tokens, GEOMETRY)
+    one = token_major()[0]
+    for _ in range(3):
+        with store.lease(tokens) as lease, lease.session() as session:
+            for layer in range(GEOMETRY.n_layers):
+                k, v, _ = session.retrieve(layer, None, out=(one[0], one[1]))
+                assert np.array_equal(k.numpy(), keys[layer])
+                assert np.array_equal(v.numpy(), values[layer])
+                for tensor in one:
+                    tensor.zero_()
+        wait_for_promotions(store)
+        store.check()
+    assert store.buffers.used_bytes == 0

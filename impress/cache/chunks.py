@@ -50,7 +50,6 @@ class ChunkCache:
         `medium`: makes the tier of its bytes and name, which is one arena.
         """
         self.planes = tuple(planes)
-        self._sizes = dict(planes)
         sizes = list(planes.values())
         self._offs = {plane: sum(sizes[:i]) for i, plane in enumerate(planes)}
         self.chunk_bytes = sum(sizes)
@@ -102,10 +101,6 @@ class ChunkCache:
     def slot(self, entry: int) -> Slot:
         """Where an entry's bytes are."""
         return Slot((Extent(0, entry * self.chunk_bytes, self.chunk_bytes),))
-
-    def plane_bytes(self, plane: int) -> int:
-        """Bytes a chunk has in a plane."""
-        return self._sizes[plane]
 
     def plane_at(self, plane: int, entries: Ids) -> Ids:
         """Where in the arena a plane's pieces begin in these entries."""

@@ -1,6 +1,6 @@
-"""What follows a read, behind its back: history learns, and what was used climbs one tier.
+"""What follows a request, behind its back: history learns, and what was used climbs one tier.
 
-layer read ─climb→ chunks that were read whole: copied from the buffers they were read into
+layer read ─climb→ chunks that were read whole (climb.py)
 session closed ─after→ learn: notes → History
                        judge: copies' worth, in every cache
                        fetch: chunks used but read in part: read from below, in the background
@@ -18,23 +18,22 @@ from typing import Final
 import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, Ranks
+from impress.read.climb import MOST_PROMOTIONS, fill, levels_above, places_of, ready_of
 from impress.read.load import Load
 from impress.read.parts import Part, Source
-from impress.read.placement import Mask, chunks_by_tier, levels_of, used_chunks, whole_at
-from impress.read.plan import plan_reads, runs_of, whole
+from impress.read.placement import chunks_by_tier, used_chunks
+from impress.read.plan import plan_reads, whole
 from impress.read.reading import Reading
-from impress.read.worth import judge, ranks_if_used
+from impress.read.worth import judge
 from impress.spans.layout import K, V
 from impress.usage.history import Note, Worth
 from tiers.base import Bytes
 from tiers.errors import MediumError
-from tiers.iopool import Lane, Ticket
+from tiers.iopool import Lane
 from tiers.slots import Buffer
 
 log = logging.getLogger("impress")
 
-#: Promotions queued beyond this are skipped: the cache may forget.
-MOST_PROMOTIONS: Final = 1024
 #: Bytes that one background read brings at most, unless a chunk is larger: a demand may be waiting
 #: for its thread.
 MOST_FETCH: Final = 2 << 20
@@ -54,109 +53,6 @@ class Looked:
     @property
     def layer(self) -> int:
         return self.load.layer
-
-
-# ---- a layer has been read ---------------------------------------------------------------------
-
-
-def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
-    """Copy the used chunks that were read whole one tier up, behind everything else.
-
-    Not before `after` is done. None if nothing goes. Costs the caller only the queueing: what to
-    do is found out there.
-    """
-    levels = _levels(load)
-    if not levels or all((by_part >= 0).all() for by_part in load.entries[0]):
-        return None
-    n_bytes = sum(len(buffer.array) for buffer in load.buffers)
-    full = load.reading.pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS
-    if full or not load.reading.waiting.take(n_bytes):
-        load.reading.counters.add("promotions_skipped")
-        return None
-    for buffer in load.buffers:
-        buffer.retain()
-    ticket = load.reading.pool.submit(Lane.PROMOTE, [partial(_climb, load, levels)], after)
-    for buffer in load.buffers:
-        ticket.then(buffer.release)
-    ticket.then(partial(load.reading.waiting.give, n_bytes))
-    return ticket
-
-
-def _levels(load: Load) -> list[ChunkCache]:
-    """Caches that a load's chunks may climb into, fastest first; a copy has all planes."""
-    levels = [cache for cache in load.caches if cache.capacity]
-    return levels if levels and load.planes == levels[0].planes else []
-
-
-def _climb(load: Load, levels: Sequence[ChunkCache]) -> None:
-    try:
-        for i, part in enumerate(load.parts):
-            places = _places(load, i)
-            ready = _ready(part, places)
-            at = levels_of([by_part[i] for by_part in load.entries])
-            for upper, lower in zip(levels, [*levels[1:], None], strict=True):
-                level = len(load.caches) if lower is None else load.caches.index(lower)
-                for first, count in runs_of(ready & (at == level)):
-                    where = [place[first : first + count] for place in places]
-                    _copy_up(load, part, first, where, upper, lower)
-    except Exception:  # nobody waits for it, and the cache may forget
-        log.exception("a promotion failed")
-
-
-def _places(load: Load, i: int) -> list[Ids]:
-    """By plane: where in its dest each chunk of part i begins, -1 where it was not read whole."""
-    part = load.parts[i]
-    return [
-        whole_at(runs[i], shape, part.count)
-        for runs, shape in zip(load.runs, load.shapes, strict=True)
-    ]
-
-
-def _ready(part: Part, places: Sequence[Ids]) -> Mask:
-    """[part.count]: chunks that were used, and read whole."""
-    ready = used_chunks(part)
-    for at in places:
-        ready &= at >= 0
-    return ready
-
-
-def _copy_up(
-    load: Load, part: Part, first: int, places: list[Ids], cache: ChunkCache,
-    below: ChunkCache | None,
-) -> None:  # fmt: skip
-    """Chunks from `first` of a part on; `places`: by plane, where in its dest each begins."""
-    wanted = part.first + first + np.arange(len(places[0]))
-    ranks = None
-    if cache.by_rank:
-        ranks = ranks_if_used(load.reading, part.source, load.layer, wanted)
-    n_windows = part.source.held.record.n_windows
-    granted, entries = cache.admit(part.span, n_windows, load.layer, wanted, ranks)
-    try:
-        at = [where[granted - wanted[0]] for where in places]
-        dests = [load.pieces(i) for i in range(len(at))]
-        _fill(load.reading, cache, entries, load.planes, dests, at)
-    except BaseException:
-        cache.abandon(entries)
-        raise
-    if below is not None:
-        below.drop_windows(part.span, load.layer, granted)
-    cache.publish(entries)
-
-
-def _fill(
-    reading: Reading, cache: ChunkCache, entries: Ids, planes: Sequence[int],
-    dests: Sequence[Bytes], places: Sequence[Ids],
-) -> None:  # fmt: skip
-    """Copy chunks into their entries; by plane, from the bytes of a dest that begin at `places`."""
-    for plane, dest, at in zip(planes, dests, places, strict=True):
-        n = cache.plane_bytes(plane)
-        for entry, off in zip(entries.tolist(), at.tolist(), strict=True):
-            cache.fill(entry, plane, dest[off : off + n])
-    reading.counters.add(f"promoted_bytes/{cache.tier.name}", len(entries) * cache.chunk_bytes)
-    reading.counters.add(f"promotions/{cache.tier.name}", len(entries))
-
-
-# ---- a session has been closed -----------------------------------------------------------------
 
 
 def after(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked]) -> None:
@@ -259,8 +155,8 @@ def _wanted(
     """For each level, the used chunks of source i that lie just below it and did not climb."""
     load, part = looked.load, looked.load.parts[i]
     used = used_chunks(part)
-    if _levels(load):
-        used &= ~_ready(part, _places(load, i))
+    if levels_above(load):
+        used &= ~ready_of(part, places_of(load, i))
     chunks = part.first + np.flatnonzero(used)
     ranks = np.zeros(source.held.record.n_windows)
     if worth is not None and levels[0].by_rank:
@@ -314,13 +210,12 @@ def _fetch(
         return
     buffers: list[Buffer] = []
     try:
-        sizes = [cache.plane_bytes(plane) for plane in (K, V)]
-        for n in sizes:
-            buffers.append(reading.rent(n * len(granted)))
+        shapes = [source.layout.planes[plane] for plane in (K, V)]
+        for shape in shapes:
+            buffers.append(reading.rent(shape.chunk_bytes * len(granted)))
         dests = [buffer.array for buffer in buffers]
         _read(reading, source, layer, granted, below, dests)
-        places = [np.arange(len(granted)) * n for n in sizes]
-        _fill(reading, cache, entries, (K, V), dests, places)
+        fill(reading, cache, entries, (K, V), [dest.reshape(len(granted), -1) for dest in dests])
     except BaseException as err:
         cache.abandon(entries)
         if not isinstance(err, MediumError):

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.policy import Exact, Policy
+from impress.read.climb import climb
 from impress.read.flights import Flight
 from impress.read.load import Load
 from impress.read.parts import Source, behind
-from impress.read.promote import Looked, after, climb
+from impress.read.promote import Looked, after
 from impress.read.reading import Reading
 from impress.read.tickets import ended, nothing, when_all
 from impress.spans.layout import K, V
@@ -213,7 +214,7 @@ class Session:
         """(k, v, pos) of a layer: k, v [n_kv_heads, m, head_dim], pos int64 [m].
 
         On the query's device, in position order. Where all rows are brought, pos is one tensor for
-        every layer: not the caller's to change.
+        every layer: not the caller's to change. out: as prefetch's, and of this layer alone.
 
         query [n_heads, q, head_dim] after RoPE; scaling defaults to head_dim^-0.5; suffix_lse
         float32 [n_heads, q]. Exact ignores all three. Valid until this layer's next retrieve or

@@ -1,0 +1,154 @@
+"""What a layer's read brought whole climbs one tier, behind the request's back.
+
+    buffers a layer was read into ─chunks that were used→ entries of the cache above
+
+What lies in the caller's memory is compared with its sums first: what it wrote there stays out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from impress.cache.chunks import ChunkCache, Ids
+from impress.read.load import Load
+from impress.read.parts import Mask, Part
+from impress.read.placement import levels_of, used_chunks, whole_at
+from impress.read.plan import runs_of
+from impress.read.reading import Reading
+from impress.read.worth import ranks_if_used
+from impress.spans.layout import PlaneLayout
+from tiers.base import Bytes, Read, verify
+from tiers.errors import MediumError
+from tiers.iopool import Lane, Ticket
+
+log = logging.getLogger("impress")
+
+#: Promotions queued beyond this are skipped: the cache may forget.
+MOST_PROMOTIONS: Final = 1024
+
+
+def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
+    """Copy the used chunks that were read whole one tier up, behind everything else.
+
+    Not before `after` is done. None if nothing goes. Costs the caller only the queueing: what to
+    do is found out there.
+    """
+    levels = levels_above(load)
+    if not levels or all((by_part >= 0).all() for by_part in load.entries[0]):
+        return None
+    n_bytes = sum(len(buffer.array) for buffer in load.buffers)
+    full = load.reading.pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS
+    if full or not load.reading.waiting.take(n_bytes):
+        load.reading.counters.add("promotions_skipped")
+        return None
+    for buffer in load.buffers:
+        buffer.retain()
+    ticket = load.reading.pool.submit(Lane.PROMOTE, [partial(_climb, load, levels)], after)
+    for buffer in load.buffers:
+        ticket.then(buffer.release)
+    ticket.then(partial(load.reading.waiting.give, n_bytes))
+    return ticket
+
+
+def levels_above(load: Load) -> list[ChunkCache]:
+    """Caches that a load's chunks may climb into, fastest first; a copy has all planes."""
+    levels = [cache for cache in load.caches if cache.capacity]
+    return levels if levels and load.planes == levels[0].planes else []
+
+
+def _climb(load: Load, levels: Sequence[ChunkCache]) -> None:
+    try:
+        for i, part in enumerate(load.parts):
+            places = places_of(load, i)
+            ready = ready_of(part, places)
+            at = levels_of([by_part[i] for by_part in load.entries])
+            for upper, lower in zip(levels, [*levels[1:], None], strict=True):
+                level = len(load.caches) if lower is None else load.caches.index(lower)
+                for first, count in runs_of(ready & (at == level)):
+                    where = [place[first : first + count] for place in places]
+                    _copy_up(load, part, first, where, upper, lower)
+    except Exception:  # nobody waits for it, and the cache may forget
+        log.exception("a promotion failed")
+
+
+def places_of(load: Load, i: int) -> list[Ids]:
+    """By plane: where in its dest each chunk of part i begins, -1 where it was not read whole."""
+    part = load.parts[i]
+    return [
+        whole_at(runs[i], shape, part.count)
+        for runs, shape in zip(load.runs, load.shapes, strict=True)
+    ]
+
+
+def ready_of(part: Part, places: Sequence[Ids]) -> Mask:
+    """[part.count]: chunks that were used, and read whole."""
+    ready = used_chunks(part)
+    for at in places:
+        ready &= at >= 0
+    return ready
+
+
+def _copy_up(
+    load: Load, part: Part, first: int, places: list[Ids], cache: ChunkCache,
+    below: ChunkCache | None,
+) -> None:  # fmt: skip
+    """Chunks from `first` of a part on; `places`: by plane, where in its dest each begins."""
+    wanted = part.first + first + np.arange(len(places[0]))
+    ranks = None
+    if cache.by_rank:
+        ranks = ranks_if_used(load.reading, part.source, load.layer, wanted)
+    n_windows = part.source.held.record.n_windows
+    granted, entries = cache.admit(part.span, n_windows, load.layer, wanted, ranks)
+    try:
+        at = [where[granted - wanted[0]] for where in places]
+        chunks = [_chunks(load.pieces(i), at[i], load.shapes[i]) for i in range(len(at))]
+        if load.outs is not None:
+            chunks = [_as_read(load, part, granted, i, chunks[i]) for i in range(len(at))]
+        fill(load.reading, cache, entries, load.planes, chunks)
+    except MediumError:  # the caller wrote to it, and should not have: see Session.prefetch
+        cache.abandon(entries)
+        load.reading.counters.add("promotions_failed")
+        return
+    except BaseException:
+        cache.abandon(entries)
+        raise
+    if below is not None:
+        below.drop_windows(part.span, load.layer, granted)
+    cache.publish(entries)
+
+
+def _chunks(dest: Bytes, places: Ids, shape: PlaneLayout) -> Iterator[Bytes]:
+    """Whole chunks of a dest, by the byte that each begins at."""
+    return (dest[at : at + shape.chunk_bytes] for at in places.tolist())
+
+
+def _as_read(
+    load: Load, part: Part, which: Ids, i: int, chunks: Iterable[Bytes]
+) -> Iterator[Bytes]:
+    """Copies of these chunks of plane number i, each of which is what was read.
+
+    From memory of the caller's, who may have written to it meanwhile. Raises ReadFailed.
+    """
+    source, shape = part.source, load.shapes[i]
+    for chunk, data in zip(which.tolist(), chunks, strict=True):
+        at = source.layout.sums_at(load.layer, load.planes[i], chunk)
+        sums, copy = source.sums[at : at + shape.pieces], data.copy()
+        verify(Read(source.slot, 0, copy, sums, shape.piece_bytes), "memory of the caller's")
+        yield copy
+
+
+def fill(
+    reading: Reading, cache: ChunkCache, entries: Ids, planes: Sequence[int],
+    chunks: Sequence[Iterable[Bytes]],
+) -> None:  # fmt: skip
+    """Copy chunks, by plane, into their entries."""
+    for plane, by_entry in zip(planes, chunks, strict=True):
+        for entry, data in zip(entries.tolist(), by_entry, strict=True):
+            cache.fill(entry, plane, data)
+    reading.counters.add(f"promoted_bytes/{cache.tier.name}", len(entries) * cache.chunk_bytes)
+    reading.counters.add(f"promotions/{cache.tier.name}", len(entries))
