@@ -716,6 +716,34 @@ def test_weights_changed_after_attach_are_refused_until_attached_again(tmp_path,
         assert torch.equal(out, model.generate(ids, max_new_tokens=4))
 
 
+def test_of_changed_weights_nothing_is_stored_where_nothing_was_reused(tmp_path):
+    """They are looked at behind the answer then: the request fails all the same, as the next."""
+    model = tiny()
+    with attach(model, tmp_path) as engine:
+        in_place(model)
+        for _ in range(2):
+            with pytest.raises(StoreMismatch, match="changed"):
+                engine.generate(prompts(200), max_new_tokens=2)
+        engine.flush()
+        assert engine.store.lookup(prompts(200)[0].numpy()) == 0
+        assert engine.store.buffers.used_bytes == 0
+
+
+def test_weights_that_change_during_a_request_leave_nothing_of_it(tmp_path):
+    """Their rows were stored under the name of what the model had been at its start."""
+    model = tiny()
+    with attach(model, tmp_path) as engine:
+
+        def change(ids, scores):
+            in_place(model)
+            return scores
+
+        with pytest.raises(StoreMismatch, match="changed"):
+            engine.generate(prompts(200), max_new_tokens=3, logits_processor=[change])
+        engine.flush()
+        assert engine.store.lookup(prompts(200)[0].numpy()) == 0
+
+
 def test_weights_without_a_version_are_seen_to_change(tmp_path):
     """Tensors made in inference mode count no writes."""
     with torch.inference_mode():

@@ -44,6 +44,7 @@ from impress.engines.hf_output import FirstLogits, PromptOnce
 from impress.engines.hf_prefix import StoredPrefix, end_reads, find_prefix
 from impress.engines.hf_request import Request, totals
 from impress.engines.hf_storing import Job, Outcome, StoreQueue, whole_windows
+from impress.engines.hf_weights import Weights
 from impress.errors import BadInput, ImpressError, PrefixLost, StoreMismatch
 from impress.namespace import namespace_of
 from impress.policy import Policy
@@ -125,7 +126,7 @@ class Engine:
         self._policy = policy
         self._owns_store = owns_store
         self._store_new = store_new and store.writable
-        self._weights = hf_models.Weights(model)
+        self._weights = Weights(model)
         self._storing = StoreQueue(store, limit=_MAX_WAITING, wait_s=_STORE_WAIT_S)
         self._turn = turn_of(model)
         with self._turn.request():
@@ -164,12 +165,14 @@ class Engine:
         takes one prompt, stores nothing and returns no past_key_values. The engine's own has to
         earn that first: until then hits are exact (impress.quality.guard). A prefix that cannot be
         read is computed instead, before any token is out. Raises BadInput or Unsupported, naming
-        the argument, before anything is read.
+        the argument, before anything is read; StoreMismatch where the weights are not those of
+        `attach`, before anything is read or, where nothing is reused, before anything is stored.
         """
         started = perf_counter()
         once = PromptOnce(streamer) if streamer is not None else None
         with self._turn.request():
-            self._check_usable()
+            if self._closed:
+                raise ImpressError("the engine is closed")
             asked, policy = policy, self._modes.policy_of(policy)
             prompt = hf_models.check_request(self.model, input_ids, max_new_tokens, options)
             if chooses(policy):
@@ -192,9 +195,8 @@ class Engine:
             result, cache = self._run(prompt, prefix, way.reads_by, once, first, watch)
         except PrefixLost as err:
             lost, prefix, watch = err.reason, None, None
-            way = replace(
-                way, choice=Choice("recompute", f"recompute: the prefix was lost ({lost})")
-            )
+            choice = Choice("recompute", f"recompute: the prefix was lost ({lost})")
+            way = replace(way, choice=choice)
             result, cache = self._run(prompt, None, EXACT, once, first, None)
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         hit = prefix.n_tokens if prefix is not None else 0
@@ -250,9 +252,8 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ImpressError("the engine is closed")
+    def _check_weights(self) -> None:
+        """That what is stored is this model's, and what it made is to be stored as such."""
         if self._weights.changed():
             raise StoreMismatch("the model's weights changed since attach(): attach it again")
 
@@ -277,6 +278,7 @@ class Engine:
                 undo.callback(watch.drop)
             if prefix is not None:
                 pins.callback(prefix.close)
+                self._check_weights()
                 prefix.open(policy)
             if prefix is not None and chooses(policy):
                 raw = watch.raw if watch is not None else None
@@ -316,6 +318,8 @@ class Engine:
                 cache.observed = Observed(prompt.n_tokens, n_rows)
             with observing(self.model, cache.observed):
                 result = self._decode(prompt, cache, once, first)
+            if prefix is None:  # not before: nothing was reused, and the first token is out sooner
+                self._check_weights()
         except BaseException:
             end_reads(prefix, cache)
             cache.release()

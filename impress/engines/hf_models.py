@@ -5,8 +5,7 @@ Pure checks and shapes: nothing here touches a store or runs a model.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +15,11 @@ import torch
 from transformers import GenerationConfig
 
 from impress.errors import BadInput, Unsupported
-from impress.namespace import adapter_settings
 from impress.types import Geometry
 
 FAMILIES = ("opt", "llama", "qwen2", "qwen3", "mistral")
 ATTENTION = ("sdpa", "eager")  # the stock kernels whose result was compared bit by bit
 DEFAULT_NEW_TOKENS = 32
-_SAMPLES = 31  # of a tensor, to notice a change; odd: those of a matrix lie in many columns
 
 # Arguments of generate() that would change what the prompt is, where its rows stand, or who owns
 # the cache; a value of None asks for nothing.
@@ -50,6 +47,7 @@ _ARGUMENTS = {
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
     *("synced_gpus", "tokenizer", "trust_remote_code", "logits_to_keep"),
 }
+_SETTINGS = frozenset(vars(GenerationConfig()))
 _ONE = {
     "num_beams": "beam search reorders the cache",
     "num_return_sequences": "one per row",
@@ -115,69 +113,13 @@ def _check_attention(config: Any) -> None:
         )
 
 
-class Weights:
-    """What a model's weights are, to be asked later whether they still are. Process-local.
-
-    Noticed: a parameter or buffer that is another object, lies elsewhere or was written through
-    autograd's version; another adapter; and, whatever way it was written (`.data`, inference mode,
-    memory used again), a change of the sampled elements. A change that moves neither address nor
-    version and that is nowhere sampled is not: a few rows of an embedding through `.data`, say.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        tensors = _tensors(model)
-        # Weak: what was replaced is to be freed; what is gone never passes for what took its place.
-        self._tensors = [weakref.ref(tensor) for tensor in tensors]
-        self._state = _state(model, tensors)
-
-    def changed(self) -> bool:
-        """Whether they are others now. Every request waits for this: on a GPU one copy from it."""
-        tensors = _tensors(self._model)
-        if len(tensors) != len(self._tensors):
-            return True
-        if any(ref() is not tensor for ref, tensor in zip(self._tensors, tensors, strict=True)):
-            return True
-        return _state(self._model, tensors) != self._state
-
-
-def _tensors(model: Any) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _state(model: Any, tensors: Sequence[torch.Tensor]) -> list[Any]:
-    versions = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
-    return [versions, _samples(tensors), adapter_settings(model)]
-
-
-@torch.inference_mode()
-def _samples(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    """Some elements of every tensor, of all tensors on one device in one copy."""
-    alike: dict[Any, dict[Any, list[torch.Tensor]]] = {}
-    for tensor in tensors:
-        alike.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(_sample(tensor))
-    samples = []
-    for by_dtype in alike.values():
-        parts = [torch.cat(group).view(torch.uint8) for group in by_dtype.values()]
-        samples.append(torch.cat(parts).cpu().numpy().tobytes())
-    return samples
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """At most _SAMPLES elements of a tensor, spread over it: a view [n] where it is contiguous."""
-    if tensor.is_contiguous():
-        step = max(1, -(-tensor.numel() // _SAMPLES))
-        return tensor.as_strided((-(-tensor.numel() // step),), (step,))
-    return tensor[tuple(slice(None, None, -(-n // 5) or 1) for n in tensor.shape)].reshape(-1)
-
-
 def check_request(
     model: Any, input_ids: Any, max_new_tokens: int | None, options: Mapping[str, Any]
 ) -> Prompt:
     """The request as data. Raises BadInput or Unsupported before anything is read or written."""
     kwargs = dict(options)
     _check_mode(model)
-    ids = _check_ids(input_ids, model.config.vocab_size)
+    ids, tokens = _check_ids(input_ids, model.config.vocab_size)
     _check_mask(kwargs.pop("attention_mask", None), ids)
     _check_options(model, kwargs)
     if kwargs.get("cache_implementation", "") in ("dynamic", None):
@@ -185,7 +127,6 @@ def check_request(
     n_tokens = int(ids.shape[1])
     n_new = _n_new(n_tokens, max_new_tokens, kwargs)
     _check_window(model.config, n_tokens + n_new)
-    tokens = ids.cpu().numpy().astype(np.int32)
     return Prompt(
         input_ids=ids,
         rows=tuple(np.ascontiguousarray(row) for row in tokens),
@@ -204,7 +145,8 @@ def _check_mode(model: Any) -> None:
         raise Unsupported("torch.autocast computes keys in another precision than the model's")
 
 
-def _check_ids(input_ids: Any, vocab_size: int) -> torch.Tensor:
+def _check_ids(input_ids: Any, vocab_size: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+    """The ids, as the model takes them and on the host."""
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2:
         shape = tuple(getattr(input_ids, "shape", ())) or type(input_ids).__name__
         raise BadInput(f"input_ids must be a tensor [batch, n_tokens], got {shape}")
@@ -212,11 +154,13 @@ def _check_ids(input_ids: Any, vocab_size: int) -> torch.Tensor:
         raise BadInput(f"input_ids must be int64 or int32, got {input_ids.dtype}")
     if not input_ids.numel():
         raise BadInput(f"input_ids is empty: {tuple(input_ids.shape)}")
-    low, high = int(input_ids.min()), int(input_ids.max())
+    # One call of torch's: each lets go of the interpreter, for which storing may be waiting.
+    tokens = input_ids.cpu().numpy()
+    low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise BadInput(f"token id {wrong} is outside the vocabulary 0..{vocab_size - 1}")
-    return input_ids.long()
+    return input_ids.long(), tokens.astype(np.int32)
 
 
 def _check_mask(mask: Any, ids: torch.Tensor) -> None:
@@ -251,9 +195,8 @@ def _check_options(model: Any, kwargs: Mapping[str, Any]) -> None:
             raise Unsupported(f"{name}={value} is not supported, only 1: {why}")
     if setting(model, kwargs, "use_cache") is False:
         raise Unsupported("use_cache=False is not supported: there would be nothing to reuse")
-    settings = vars(GenerationConfig())
     for name, value in kwargs.items():
-        if name not in _ARGUMENTS and name not in settings and value is not None:
+        if name not in _ARGUMENTS and name not in _SETTINGS and value is not None:
             raise Unsupported(f"{name} is not supported: it is no setting of generate()")
     cache = setting(model, kwargs, "cache_implementation")
     if cache not in (None, "dynamic", "hybrid"):  # hybrid: what older checkpoints name by default
