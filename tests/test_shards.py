@@ -25,6 +25,7 @@ from impress.upkeep.verify import verify_store
 from impress.usage.history import Note
 from impress.write.directory import make_identity
 from tiers.base import Slot
+from tiers.files import lock_file, unlock_file
 from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
@@ -112,6 +113,23 @@ def test_readers_follow_by_themselves(open_store: Open, geometry: impress.Geomet
         while store.lookup(prompt(128, 2)) + store.lookup(prompt(128, 3)) < 256:
             pass  # the suite's time limit ends it
         assert_serves(store, prompt(128, 3), 128)
+
+
+def test_a_reader_never_waits_for_one_of_the_same_process_number(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Of two in containers of their own, each number 7, the second hung in `open`."""
+    writer = open_store(geometry)
+    ready(writer, prompt(128))
+    folder = writer.path / "shards/main/readers"
+    folder.mkdir(exist_ok=True)
+    fds = [lock_file(folder / f"{os.getpid()}.{n}", wait=False) for n in range(1000)]
+    try:
+        assert_serves(open_store(geometry, mode="r"), prompt(128), 128)
+    finally:
+        for fd in fds:
+            assert fd is not None
+            unlock_file(fd)
 
 
 @pytest.mark.parametrize("trimmed", [False, True])

@@ -1,6 +1,6 @@
 """Which processes read a shard that another writes, and what they may still be reading of it.
 
-    shards/NAME/readers/<pid>.<n>    locked by its process; deleted by it, or by the writer once the
+    shards/NAME/readers/<16 hex>     locked by its process; deleted by it, or by the writer once the
                                      lock is free: killed processes leave nothing behind
 
  0  8 generation up to which it has followed: of what was taken out before it holds only
@@ -12,9 +12,9 @@ Anything else, an empty file too, says that it may read whatever was ever there.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
+import secrets
 import struct
 from collections.abc import Collection
 from pathlib import Path
@@ -30,7 +30,6 @@ _HEAD: Final = struct.Struct("<QI4x")
 #: Spans one says it holds; with more it stays at its generation, and so holds everything.
 MOST_HELD: Final = 500
 _MOST_BYTES: Final = _HEAD.size + 8 * MOST_HELD + 8
-_serial = itertools.count()
 
 
 class Seen(NamedTuple):
@@ -51,10 +50,11 @@ class Presence:
     def __init__(self, folder: Path) -> None:
         """Raises OSError, where nothing may be written there: then nobody waits for its reads."""
         folder.mkdir(mode=0o700, exist_ok=True)
-        self._path = folder / f"{os.getpid()}.{next(_serial)}"
-        fd = lock_file(self._path, wait=True)
-        assert fd is not None, "waited for"
-        self._fd: int | None = fd
+        self._fd: int | None = None
+        while self._fd is None:  # None: the writer, which looked whether it was anybody's
+            # Not by process number: one in another container may have the same.
+            self._path = folder / secrets.token_hex(8)
+            self._fd = lock_file(self._path, wait=False)
         self._said = b""
 
     def say(self, generation: int, held: Collection[int]) -> None:
