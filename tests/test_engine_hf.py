@@ -690,11 +690,25 @@ def one_tensor_more(model):
     model.model.layers[0].mlp.register_parameter("lora_a", torch.nn.Parameter(torch.zeros(3)))
 
 
+def fewer_channels(model):
+    """Pruned by slices: every tensor keeps its address and version."""
+    mlp = model.model.layers[0].mlp
+    n = mlp.up_proj.weight.shape[0] // 2
+    for layer in (mlp.gate_proj, mlp.up_proj):
+        layer.weight.data = layer.weight.data[:n]
+    mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, :n]
+
+
+def turned_over(model):
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.weight.data = layer.weight.data.t()
+
+
 @pytest.mark.parametrize(
     "change",
     [
         *(in_place, through_data, one_small_tensor_through_data, a_transposed_tensor_through_data),
-        *(rounded_angles, angles_through_data, one_tensor_more),
+        *(rounded_angles, angles_through_data, one_tensor_more, fewer_channels, turned_over),
     ],
 )
 def test_weights_changed_after_attach_are_refused_until_attached_again(tmp_path, change):

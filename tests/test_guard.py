@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
@@ -122,8 +123,11 @@ def trusted(n_wanted: int = 1) -> Ledger:
 
 def test_earning_is_exact_and_every_request_a_shadow():
     ledger = Ledger(0.1, 3)
-    assert {ledger.decide(0.01) for _ in range(20)} == {("exact", True, False)}
+    assert {ledger.decide(0.01) for _ in range(20)} == {("exact", True, False, True)}
     assert ledger.said() == "earning: 0 of 3 clean shadows"
+    for _ in range(6):  # it will not earn it: from here on no request is slowed for that
+        ledger.note(OVER)
+    assert ledger.decide(0.01) == ("exact", True, False, False)
 
 
 @settings(max_examples=20, deadline=None)
@@ -213,3 +217,20 @@ def test_a_name_is_the_same_in_every_process():
 
     assert " at 0x" not in name_of(Plain()) and name_of(Plain()).endswith("Plain plain")
     assert name_of(Paper(keep=0.5)).startswith("Paper(keep=0.5")
+
+
+@dataclass(frozen=True)
+class Layered:
+    """A policy of the user's, with a share for each layer."""
+
+    keep: tuple[float, ...]
+    name = "layered"
+    needs_suffix_lse = True
+    probe = None
+
+
+def test_policies_that_differ_behind_a_long_start_have_ledgers_of_their_own():
+    """The key was of a name's first 400 bytes: a policy never weighed had another's trust."""
+    ledgers, config = Ledgers(), impress.Config()
+    long, other = Layered((0.25,) * 80), Layered((0.25,) * 70 + (0.01,) * 10)
+    assert ledgers.open(NAMESPACE, long, config) != ledgers.open(NAMESPACE, other, config)

@@ -24,6 +24,10 @@ _DECAY: Final = 0.9
 #: Choices against a way of reading after which it is measured again, though it seems slower: the
 #: least, and the most, which twice as many each time it still is.
 _LOOK_AGAIN: Final = (16, 128)
+#: The same where the policy's own is wanted for more than its time (docs/decisions/0011).
+_WANTED: Final = 3
+#: What the first forwards say of recomputing may be so many times too much.
+_FIRST_IS_SLOWER: Final = 4.0
 #: The policy's own mode is left only for a gain of both: estimates of small things are noise, and
 #: a caller who named a mode is surprised by another.
 _LEAST_GAIN_S: Final = 0.05
@@ -118,8 +122,8 @@ class Rates:
     _whole: Fit = field(default_factory=lambda: Fit(2))
     _rest: Fit = field(default_factory=lambda: Fit(2))
     _reads: dict[str, Fit] = field(default_factory=lambda: {mode: Fit(3) for mode in _READS})
-    _passed_over: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_READS, 0))
-    _patience: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_READS, _LOOK_AGAIN[0]))
+    _passed_over: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))
+    _patience: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, _LOOK_AGAIN[0]))
 
     def note_prefill(self, n_tokens: int, hit_tokens: int, seconds: float) -> None:
         """A dense forward of n_tokens behind hit_tokens took so long, reads not counted."""
@@ -143,21 +147,38 @@ class Rates:
         other = self._rest if best is self._whole else self._whole
         return (best if best.n_samples else other).seconds(amounts)
 
-    def choose(self, own: str, n_tokens: int, stored: Stored) -> Choice:
-        """How to go about a request, and remember it: `decide`, but for a way of reading that was
-        not taken for long, which is then measured again."""
+    def choose(
+        self, own: str, n_tokens: int, stored: Stored, *, own_is_wanted: bool = False
+    ) -> Choice:
+        """How to go about a request, and remember it: `decide`, but for a way that was not taken
+        for long, which is then measured again. `own_is_wanted`: for more than its time, so often.
+        """
         allowed = {own, "exact", "recompute"}
-        choice = decide(own, allowed, self.estimate(n_tokens, stored))
-        for mode in sorted(allowed & set(_READS)):
+        seconds = self.estimate(n_tokens, stored)
+        choice = decide(own, allowed, seconds)
+        for mode in sorted(allowed):
+            patience = self._patience[mode]
+            if own_is_wanted and mode == own:
+                patience = _WANTED
             if mode == choice.mode:
                 self._passed_over[mode], self._patience[mode] = 0, _LOOK_AGAIN[0]
-            elif self._passed_over[mode] < self._patience[mode]:
+            elif mode == "recompute" and not self._doubted(seconds, choice.mode):
+                self._passed_over[mode] = 0
+            elif self._passed_over[mode] < patience:
                 self._passed_over[mode] += 1
             else:
                 n = self._passed_over[mode]
                 self._passed_over[mode], self._patience[mode] = 0, min(2 * n, _LOOK_AGAIN[1])
                 return Choice(mode, f"{mode}: measured again, not taken for {n} requests")
         return choice
+
+    def _doubted(self, seconds: Mapping[str, float | None], chosen: str) -> bool:
+        """Whether few forwards say what recomputing costs, and it may be the cheapest after all:
+        prompts that hit do not measure it, and a process's first forward is a slow one."""
+        cost, best = seconds.get("recompute"), seconds.get(chosen)
+        if self._whole.n_samples >= _KNOWN or not cost or not best:
+            return False
+        return cost < _FIRST_IS_SLOWER * best
 
 
 def decide(own: str, allowed: Collection[str], seconds: Mapping[str, float | None]) -> Choice:

@@ -85,7 +85,7 @@ class Modes:
             return Way(policy, self._choose(prompt, stored, own), stored)
         share = self._store.config.guard_share
         decision, said = self._store.ledgers.decide(ledger, share)
-        choice = self._choose(prompt, stored, decision.mode)
+        choice = self._choose(prompt, stored, decision.mode, own_is_wanted=decision.wanted)
         watched = decision if decision.shadow and choice.mode == decision.mode else None
         return Way(
             policy, Choice(choice.mode, f"{choice.why}; guard: {said}"), stored, said, watched,
@@ -99,10 +99,13 @@ class Modes:
             prefix.cold_bytes(),
         )  # fmt: skip
 
-    def _choose(self, prompt: Prompt, stored: Stored, own: str) -> Choice:
+    def _choose(
+        self, prompt: Prompt, stored: Stored, own: str, *, own_is_wanted: bool = False
+    ) -> Choice:
         if self._store.config.mode != "auto":
             return forced(self._store.config.mode, own)
-        return self.rates.choose(own, len(prompt.rows) * prompt.n_tokens, stored)
+        n_tokens = len(prompt.rows) * prompt.n_tokens
+        return self.rates.choose(own, n_tokens, stored, own_is_wanted=own_is_wanted)
 
     def learn(self, request: Request, way: Way, batch: int) -> None:
         """What the request says of this machine. A sparse forward's rate is not a dense one's."""

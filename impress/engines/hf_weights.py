@@ -22,10 +22,11 @@ _WORDS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 class Weights:
     """What a model's weights are, to be asked later whether they still are. Process-local.
 
-    Noticed: a parameter or buffer that is another object, lies elsewhere or was written through
-    autograd's version; another adapter; and, whatever way it was written (`.data`, inference mode,
-    memory used again), a change of the sampled elements. A change that moves neither address nor
-    version and that is nowhere sampled is not: a few rows of an embedding through `.data`, say.
+    Noticed: a parameter or buffer that is another object, lies elsewhere, in another shape or order
+    or was written through autograd's version; another adapter; and, whatever way it was written
+    (`.data`, inference mode, memory used again), a change of the sampled elements. A change that
+    moves neither address nor version and that is nowhere sampled is not: a few rows of an embedding
+    through `.data`, say.
     """
 
     def __init__(self, model: Any) -> None:
@@ -47,7 +48,7 @@ class Weights:
             return True
         if _places(tensors) != self._places:
             return True
-        # Not before: memory is only there to be looked at where each still has what it had.
+        # Not before: memory is there to be looked at where each still has what it had.
         if self._sampled(tensors) != self._samples:
             return True
         return adapter_settings(self._model) != self._adapter
@@ -90,8 +91,12 @@ def _tensors(model: Any) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    """Where and how each lies: through `.data` a tensor gets another shape without a version."""
+    return [
+        (t.data_ptr(), 0 if t.is_inference() else t._version, t.shape, t.stride(), t.dtype)
+        for t in tensors
+    ]
 
 
 @torch.inference_mode()

@@ -35,6 +35,8 @@ RERUN_EVERY: Final = 20
 _DOUBT: Final = 0.05
 #: The bound that ends trust ÷ the bound that n clean shadows in a row give.
 _SLACK: Final = 2.0
+#: Trust not earned in so many times the shadows it takes may never be: no request is slowed for it.
+_TRIES: Final = 2
 #: Over the target, as a share of it: a sketch has an error (docs/SELECTION.md has it measured),
 #: and bfloat16 rows round.
 _TOLERANCE: Final = 0.5
@@ -44,11 +46,15 @@ _ROUNDING: Final = 1e-3
 
 
 class Decision(NamedTuple):
-    """How a guarded request goes about it. `rerun` only where it is a sparse shadow."""
+    """How a guarded request goes about it. `rerun` only where it is a sparse shadow.
+
+    `wanted`: for its shadow, now and then also where another mode is faster.
+    """
 
     mode: Literal["exact", "sparse"]
     shadow: bool
     rerun: bool = False
+    wanted: bool = False
 
 
 class Weighed(NamedTuple):
@@ -116,7 +122,8 @@ class Ledger:
         """The next request's way. `share` of trusted requests become shadows, drawn by a hash."""
         self.n_requests += 1
         if self.state != "trusted":
-            return Decision("exact", shadow=True)
+            wanted = self.n_shadows < _TRIES * self.n_wanted
+            return Decision("exact", shadow=True, wanted=wanted)
         shadow, again = _drawn(self.n_requests, salt)
         watched = shadow < share
         return Decision("sparse", watched, watched and again < 1 / RERUN_EVERY)

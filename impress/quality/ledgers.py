@@ -59,6 +59,7 @@ class Ledgers:
         """The key of a policy's ledger in a namespace, which is there from now on."""
         name = name_of(policy)
         key = namespace + hashlib.blake2b(name.encode(), digest_size=8).digest()
+        name = name.encode()[:_MOST_NAME].decode(errors="ignore")  # shown; the key is of all of it
         target, n_wanted = target_of(policy, config), config.guard_shadows
         with self._lock:
             if key in self._entries:
@@ -129,8 +130,7 @@ def target_of(policy: Any, config: Config) -> float:
 
 def name_of(policy: Any) -> str:
     """A policy with its settings, the same in every process."""
-    name = repr(policy) if is_dataclass(policy) else f"{type(policy).__qualname__} {policy.name}"
-    return name.encode()[:_MOST_NAME].decode(errors="ignore")
+    return repr(policy) if is_dataclass(policy) else f"{type(policy).__qualname__} {policy.name}"
 
 
 def shown(key: bytes, entry: Entry) -> dict[str, Any]:

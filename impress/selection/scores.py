@@ -175,13 +175,19 @@ def suffix_lse_of(
     """
     module = torch_module()
     q, m = query.shape[1], new_keys.shape[1]
-    future = module.ones(q, m, dtype=module.bool, device=query.device).triu_(m - q + 1)
-    parts = []
-    for scores, _ in key_scores(query, new_keys, scaling, len(query) // len(new_keys)):
-        if causal:
-            scores.masked_fill_(future, -math.inf)
-        parts.append(module.logsumexp(scores, dim=-1))
-    lse: torch.Tensor = module.cat(parts)
+    blocks = []
+    for at in range(0, max(q, 1), MOST_ROWS):  # of all rows at once, scores take the square of q
+        rows = query[:, at : at + MOST_ROWS]
+        seen = m - q + at + rows.shape[1] if causal else m
+        future = module.ones(rows.shape[1], seen, dtype=module.bool, device=query.device)
+        future.triu_(seen - rows.shape[1] + 1)
+        parts = []
+        for scores, _ in key_scores(rows, new_keys[:, :seen], scaling, len(query) // len(new_keys)):
+            if causal:
+                scores.masked_fill_(future, -math.inf)
+            parts.append(module.logsumexp(scores, dim=-1))
+        blocks.append(module.cat(parts))
+    lse: torch.Tensor = module.cat(blocks, dim=1)
     return lse
 
 
