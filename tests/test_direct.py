@@ -134,25 +134,26 @@ def test_damage_in_memory_is_a_loss_and_the_next_request_reads_home(open_store: 
         assert by_tier == {"ssd": 128}
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["the store's", "the caller's"])
 @pytest.mark.parametrize("packed", [False, True], ids=["by position", "packed"])
-def test_what_a_caller_does_to_its_memory_never_gets_into_a_cache(
-    open_store: Open, packed: bool
+def test_what_a_caller_does_to_tensors_never_gets_into_a_cache(
+    open_store: Open, packed: bool, own: bool
 ) -> None:
-    """An engine that had one pair of tensors for all layers: chunks climbed from there with another
-    layer's rows, and the next request for them lost its prefix to their checksums."""
+    """An engine that had one pair of tensors for all layers, or scaled the keys it got in place:
+    chunks climbed from there, and the next request for them lost its prefix to their checksums."""
     store = open_store(GEOMETRY, dram_bytes=64 * CHUNK)
     tokens = prompt(N)
     order = np.random.default_rng(1).random((2, N)) if packed else None
     assert put_prompt(store, tokens, importance=order, wait_s=30).wait(60)
     keys, values = kv_of(tokens, GEOMETRY)
-    one = token_major()[0]
+    k_out, v_out = token_major()[0]
     for _ in range(3):
         with store.lease(tokens) as lease, lease.session() as session:
             for layer in range(GEOMETRY.n_layers):
-                k, v, _ = session.retrieve(layer, None, out=(one[0], one[1]))
+                k, v, _ = session.retrieve(layer, None, out=(k_out, v_out) if own else None)
                 assert np.array_equal(k.numpy(), keys[layer])
                 assert np.array_equal(v.numpy(), values[layer])
-                for tensor in one:
+                for tensor in (k, v):
                     tensor.zero_()
         wait_for_promotions(store)
         store.check()

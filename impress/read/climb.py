@@ -2,13 +2,13 @@
 
     buffers a layer was read into ─chunks that were used→ entries of the cache above
 
-What lies in the caller's memory is compared with its sums first: what it wrote there stays out.
+What the caller saw there is compared with its sums: what it wrote to it stays out.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Final
 
@@ -107,10 +107,11 @@ def _copy_up(
     try:
         at = [where[granted - wanted[0]] for where in places]
         chunks = [_chunks(load.pieces(i), at[i], load.shapes[i]) for i in range(len(at))]
-        if load.outs is not None:
-            chunks = [_as_read(load, part, granted, i, chunks[i]) for i in range(len(at))]
         fill(load.reading, cache, entries, load.planes, chunks)
-    except MediumError:  # the caller wrote to it, and should not have: see Session.prefetch
+        if load.positions is None:
+            for i in range(len(chunks)):
+                _check(load, part, granted, i, chunks[i])
+    except MediumError:  # as where the caller wrote to what it was given, and should not have
         cache.abandon(entries)
         load.reading.counters.add("promotions_failed")
         return
@@ -122,24 +123,21 @@ def _copy_up(
     cache.publish(entries)
 
 
-def _chunks(dest: Bytes, places: Ids, shape: PlaneLayout) -> Iterator[Bytes]:
+def _chunks(dest: Bytes, places: Ids, shape: PlaneLayout) -> list[Bytes]:
     """Whole chunks of a dest, by the byte that each begins at."""
-    return (dest[at : at + shape.chunk_bytes] for at in places.tolist())
+    return [dest[at : at + shape.chunk_bytes] for at in places.tolist()]
 
 
-def _as_read(
-    load: Load, part: Part, which: Ids, i: int, chunks: Iterable[Bytes]
-) -> Iterator[Bytes]:
-    """Copies of these chunks of plane number i, each of which is what was read.
+def _check(load: Load, part: Part, which: Ids, i: int, chunks: Sequence[Bytes]) -> None:
+    """That these chunks of plane number i are still what was read, and so was what was copied.
 
-    From memory of the caller's, who may have written to it meanwhile. Raises ReadFailed.
+    All rows of a layer are shown to the caller where they were read into. Raises ReadFailed.
     """
     source, shape = part.source, load.shapes[i]
     for chunk, data in zip(which.tolist(), chunks, strict=True):
         at = source.layout.sums_at(load.layer, load.planes[i], chunk)
-        sums, copy = source.sums[at : at + shape.pieces], data.copy()
-        verify(Read(source.slot, 0, copy, sums, shape.piece_bytes), "memory of the caller's")
-        yield copy
+        sums = source.sums[at : at + shape.pieces]
+        verify(Read(source.slot, 0, data, sums, shape.piece_bytes), "memory a caller saw")
 
 
 def fill(

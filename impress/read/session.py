@@ -213,8 +213,8 @@ class Session:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(k, v, pos) of a layer: k, v [n_kv_heads, m, head_dim], pos int64 [m].
 
-        On the query's device, in position order. Where all rows are brought, pos is one tensor for
-        every layer: not the caller's to change. out: as prefetch's, and of this layer alone.
+        On the query's device, in position order; not to be written to before `close`. pos is one
+        tensor for all layers where all rows are brought. out: as prefetch's, of this layer alone.
 
         query [n_heads, q, head_dim] after RoPE; scaling defaults to head_dim^-0.5; suffix_lse
         float32 [n_heads, q]. Exact ignores all three. Valid until this layer's next retrieve or
