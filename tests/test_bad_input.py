@@ -217,6 +217,12 @@ def test_a_disk_budget_below_one_segment_is_refused_with_both_settings() -> None
     impress.Config(disk_bytes=256 * MIB)
 
 
+def test_memory_that_the_system_does_not_grant_is_refused_by_the_setting(tmp_path: Path) -> None:
+    config = impress.Config(dram_bytes=1 << 50, segment_bytes=MIB, disk_bytes=8 * MIB)
+    with pytest.raises(impress.StoreFailed, match=r"^dram: .*: lower dram_bytes$"):
+        impress.PrefixStore.open(tmp_path, impress.Geometry(2, 2, 2, 32, "float32"), "t", config)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [

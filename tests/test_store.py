@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import mmap
+import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +20,7 @@ import torch
 from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
 
 import impress
+import tiers.slots
 from impress.policy import Exact, StaticH2O
 from tiers.base import Extent
 from tiers.iopool import Lane
@@ -517,6 +523,56 @@ def test_a_process_out_of_files_misses_and_loses_nothing(
     assert store.stats()["quarantined_spans"] == 0
     assert_serves(store, tokens, 128)
     store.flush()
+    store.check()
+
+
+@contextmanager
+def no_more_memory(store: impress.PrefixStore, after: int = 0) -> Iterator[None]:
+    """The system grants `after` more mappings, and the store keeps no buffer to use again."""
+    store.buffers._kept.clear()
+    left = iter(range(after))
+
+    def mapped(*args: Any, **options: Any) -> mmap.mmap:
+        if next(left, None) is None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return mmap.mmap(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers.slots, "mmap", SimpleNamespace(**{**vars(mmap), "mmap": mapped}))
+        yield
+
+
+@pytest.mark.parametrize("after", range(3))
+def test_a_process_out_of_memory_misses_and_keeps_nothing_pinned(
+    open_store: Open, geometry: impress.Geometry, after: int
+) -> None:
+    """An OSError went through the engine, which would have computed the prompt instead, and the
+    copies it had been about to read could never be evicted again."""
+    store = open_store(geometry, dram_bytes=1 << 20)
+    tokens = prompt(128)
+    scores = np.random.default_rng(0).random((2, 128), dtype=np.float32)
+    put_prompt(store, tokens, importance=scores).wait(60)
+    assert_serves(store, tokens, 128)
+    wait_for_promotions(store)
+    query = torch.zeros(geometry.n_heads, 1, geometry.head_dim)
+    for policy in (Exact(), StaticH2O(keep=0.5)):
+        lost = 0
+        for ahead in (False, True):
+            with store.lease(tokens) as lease, lease.session(policy) as session:
+                with no_more_memory(store, after), suppress(impress.PrefixLost):
+                    lost += 1
+                    if ahead:
+                        session.prefetch()
+                    session.retrieve(0, query)
+                    session.retrieve(1, query)
+                    lost -= 1
+        assert lost or after
+    assert store.buffers.used_bytes == 0
+    assert not any(cache._pins.any() for cache in store._copies.chunks)
+    store.drop_caches()
+    with no_more_memory(store), store.lease(tokens) as lease:
+        assert lease.miss_reason == "lost"
+    assert_serves(store, tokens, 128)
     store.check()
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tiers.arena import Arena
 from tiers.base import PAGE, Bytes, Pieces, Slot
 from tiers.coalesce import locate
+from tiers.errors import MediumError
 
 #: Bytes gathered at once, to be verified and scattered: fits a core's own cache.
 _BLOCK = 512 << 10
@@ -22,7 +23,7 @@ class DramTier(Arena):
         """`name`: of the medium it is, or stands for."""
         super().__init__(budget_bytes)
         self.name = name
-        self._arena = _mapped(self.n_bytes) if self.n_bytes else np.empty(0, dtype=np.uint8)
+        self._arena = _mapped(self.n_bytes, name) if self.n_bytes else np.empty(0, np.uint8)
 
     def write(self, slot: Slot, off: int, data: Bytes) -> None:
         for _, start, length in locate(slot, off, len(data)):
@@ -57,10 +58,15 @@ def _pages(starts: npt.NDArray[np.int64], piece_bytes: int) -> npt.NDArray[np.in
     return pages
 
 
-def _mapped(n_bytes: int) -> Bytes:
-    """Memory that costs nothing until it is touched."""
+def _mapped(n_bytes: int, name: str) -> Bytes:
+    """Memory that costs nothing until it is touched. Raises MediumError."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    area = mmap.mmap(-1, n_bytes, flags=flags)
+    try:
+        area = mmap.mmap(-1, n_bytes, flags=flags)
+    except OSError as err:
+        raise MediumError(
+            f"{name}: {n_bytes:,} bytes of memory asked for: {err.strerror}: lower {name}_bytes"
+        ) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)  # measured: a first copy at a quarter of the CPU
     return np.frombuffer(area, dtype=np.uint8)

@@ -170,7 +170,9 @@ class CudaMemory:
         self._torch: Any = torch
         device = torch.device("cuda", torch.cuda.current_device())
         try:
-            self._arena = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+            # Under inference mode it would be writable only there, and threads of ours never are.
+            with torch.inference_mode(False):
+                self._arena = torch.empty(n_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
             free = torch.cuda.mem_get_info(device)[0]
             raise MediumError(
@@ -183,7 +185,9 @@ class CudaMemory:
 
     def pinned(self, n_bytes: int) -> Bytes:
         # The array keeps the tensor, and so the page lock, alive.
-        memory: Bytes = self._torch.empty(n_bytes, dtype=self._torch.uint8, pin_memory=True).numpy()
+        memory: Bytes = self._torch.empty(
+            n_bytes, dtype=self._torch.uint8, device="cpu", pin_memory=True
+        ).numpy()
         return memory
 
     def up(self, at: int, data: Bytes) -> Event:

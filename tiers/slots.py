@@ -11,6 +11,7 @@ from time import monotonic
 import numpy as np
 
 from tiers.base import PAGE, Bytes, round_up
+from tiers.errors import ReadFailed
 
 _HUGE = 2 << 20
 
@@ -22,9 +23,14 @@ def aligned(n_bytes: int) -> Bytes:
     at 9.4 instead of 1.7 GB/s). A forked child sees what stood there at the fork, for good. What
     a direct read under way is still to fill does not move with the fork: nobody writes into its
     pages meanwhile (open(2), under O_DIRECT), and its checksum is compared afterwards anyway.
+
+    Raises ReadFailed("shortage") where the system grants no more.
     """
     size = max(PAGE, round_up(n_bytes))
-    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as err:
+        raise ReadFailed("shortage", f"memory: no {size:,} bytes more: {err.strerror}") from None
     if size >= 2 * _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(area, dtype=np.uint8)

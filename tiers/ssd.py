@@ -23,7 +23,7 @@ from tiers.coalesce import Run, coalesce, locate
 from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError, ReadFailed
 from tiers.files import punch, sync_path
-from tiers.queues import DEPTH, ReadQueue, SegmentFile
+from tiers.queues import DEPTH, ReadQueue, SegmentFile, close_all
 from tiers.slots import aligned
 from tiers.space import Space
 
@@ -246,13 +246,7 @@ class SsdTier:
         """Give back what the system lent. No read or write may be under way."""
         with self._lock:
             made, self._made = self._made, []
-            # For each the kernel waits until no core can still see it, some 20 ms: all at once.
-            # (Not by an executor: at the interpreter's end there are none any more.)
-            at_once = [threading.Thread(target=queue.close) for queue in made]
-            for thread in at_once:
-                thread.start()
-            for thread in at_once:
-                thread.join()
+            close_all(made)
             self._local = threading.local()
             for fd in (*self._fds.values(), *(fd for _, fd in self._deleted)):
                 os.close(fd)

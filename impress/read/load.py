@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -18,16 +18,14 @@ from impress.read.parts import Mask, Part, Positions, Source, parts_of
 from impress.read.plan import (
     Gather,
     ReadPlan,
-    Run,
     Runs,
     gather,
     gather_whole,
-    home_reads,
     plan_reads,
     rows_by_tier,
 )
 from impress.read.reading import Reading
-from impress.read.takes import Ahead, hit_rows, used_bytes
+from impress.read.takes import Ahead, Takes
 from impress.read.tickets import when_all
 from impress.spans.layout import K, PlaneLayout, V
 from impress.spans.rows import as_tensor, dense_bytes, take_rows, unpack
@@ -82,7 +80,6 @@ class Load:
         self.shapes = [sources[0].layout.planes[plane] for plane in planes]
         self._ahead = ahead
         self._bad_span: dict[str, int] = {}  # medium -> span that is bad there
-        self._reread: list[int] = []  # bytes that a read ahead had promised
         self.buffers: list[Buffer] = []  # rented, or held until the reads have ended
         if any(plane not in (K, V) for plane in planes):  # probe records lie in position order
             sources = [replace(source, order=None) for source in sources]
@@ -92,7 +89,18 @@ class Load:
         self.entries: list[list[Ids]] = [
             [cache.pin(p.span, layer, p.first, p.count) for p in self.parts] for cache in caches
         ]
-        for i in range(len(self.parts) if len(caches) > 1 else 0):
+        self.flight: Flight | None = None  # others may copy what it brings
+        self.tickets: dict[str, Ticket] = {}
+        try:
+            self._begin(len(caches))
+        except BaseException:  # no memory to read into, say
+            self.abandon()
+            raise
+
+    def _begin(self, n_caches: int) -> None:
+        """Find where everything lies, and ask for it."""
+        ahead = self._ahead
+        for i in range(len(self.parts) if n_caches > 1 else 0):
             self._only_fastest(i)
         with self.map_spent:
             self._direct = self._divided()
@@ -100,19 +108,18 @@ class Load:
         self.runs = [g.runs for g in gathers]  # of pieces, by plane and part
         self._rows = [g.rows for g in gathers]  # of dest, by plane; None: all, as they lie
         self._n_pieces = [g.n_pieces for g in gathers]
-        self._taken = [np.zeros(g.n_pieces, dtype=bool) for g in gathers]  # of dest: not read
-        self._dests = [self._dest(i) for i in range(len(planes))]
+        self._dests = [self._dest(i) for i in range(len(self.planes))]
         plan = self._plan([g.read for g in gathers])
         self._followed = self._follow()
-        self.flight: Flight | None = None  # others may copy what it brings
-        self.tickets: dict[str, Ticket] = {}
         if plan.home:  # first: it takes longest
             self.tickets["ssd"] = self._submit_home(plan.home)
-        for cache in caches:
+        for cache in self.caches:
             if plan.copies[cache.tier.name]:
                 self.tickets[cache.tier.name] = self._submit(cache, plan.copies[cache.tier.name])
+        self._takes = None
         if ahead is not None:
-            self._take(ahead, [g.taken for g in gathers])
+            self._takes = Takes(ahead, self.planes, self.shapes, self._dests)
+            self._take(self._takes, [g.taken for g in gathers])
         self.bytes_by_tier = plan.n_bytes
         self.rows_by_tier: dict[str, int] = {}  # once `wait` returned
 
@@ -245,39 +252,13 @@ class Load:
             self._bad_span[cache.tier.name] = span
             raise
 
-    def _take(self, ahead: Ahead, runs: Sequence[Sequence[Runs]]) -> None:
+    def _take(self, takes: Takes, runs: Sequence[Sequence[Runs]]) -> None:
         """Queue copies of what was read ahead, behind the reads: by then more of it is there."""
-        for buffer in ahead.buffers:
+        for buffer in takes.ahead.buffers:
             buffer.retain()
             self.buffers.append(buffer)
-        tasks: list[Callable[[], None]] = []
-        for i in range(len(self.parts)):
-            takes = [(at, run) for at, by_part in enumerate(runs) for run in by_part[i].each()]
-            room = 0
-            for at, run in takes:
-                if room <= 0:
-                    group: list[tuple[int, Run]] = []
-                    tasks.append(partial(self._copy, ahead, i, group))
-                    room = MOST_SLICE
-                group.append((at, run))
-                room -= run.n_pieces * self.shapes[at].piece_bytes
+        tasks = takes.tasks(self.layer, self.parts, runs, self._read)
         self.tickets[_AHEAD] = self.reading.pool.submit(Lane.DEMAND, tasks)
-
-    def _copy(self, ahead: Ahead, i: int, takes: Sequence[tuple[int, Run]]) -> None:
-        """Runs of part i, by place of their plane. One that is not there after all is read."""
-        part, missing = self.parts[i], []
-        for at, run in takes:
-            shape, dest = self.shapes[at], self._dests[at]
-            first, end = part.first * shape.pieces + run.first, run.to + run.n_pieces
-            to = dest[run.to * shape.piece_bytes : end * shape.piece_bytes]
-            if ahead.copy(i, self.planes[at], first, to):
-                self._taken[at][run.to : end] = True
-            else:
-                one = Runs(*np.array([[run.first], [run.n_pieces], [run.to]]))
-                missing += home_reads(part, self.layer, self.planes[at], one, dest)
-                self._reread.append(len(to))
-        if missing:
-            self._read(missing, part.span)
 
     # ---- taking it -------------------------------------------------------------------------
 
@@ -294,7 +275,8 @@ class Load:
             self.reading.counters.add(f"lost/{lost.reason}")
             raise lost
         self._unpin()
-        self.bytes_by_tier["ssd"] += sum(self._reread)
+        if self._takes is not None:
+            self.bytes_by_tier["ssd"] += self._takes.reread_bytes
         # Not earlier: the threads that are to read wait for the interpreter.
         self.rows_by_tier = rows_by_tier(self.parts, self.entries, self.caches)
         if self._lane is not Lane.DEMAND:
@@ -325,12 +307,12 @@ class Load:
     @property
     def ahead_used_bytes(self) -> int:
         """Bytes that were read ahead and taken; once `wait` returned."""
-        return used_bytes(self._taken, self.shapes)
+        return 0 if self._takes is None else self._takes.used_bytes
 
     @property
     def ahead_hit_rows(self) -> int:
         """Wanted rows of which nothing had to be read any more; once `wait` returned."""
-        return hit_rows(self._taken, self.shapes, self._rows)
+        return 0 if self._takes is None else self._takes.hit_rows(self._rows)
 
     def pieces(self, i: int) -> Bytes:
         """Plane number i of `planes` as it was read, padding included; once `wait` returned."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
 from impress.cache.copies import Copies
 from impress.config import Config
+from impress.errors import PrefixLost
 from impress.read.flights import Flights
 from impress.spans.params import Params
 from impress.stats import Counters
 from impress.types import Geometry
 from impress.usage.history import History
+from tiers.errors import MediumError
 from tiers.iopool import IoPool
 from tiers.slots import Allowance, Buffer, BufferPool
 from tiers.ssd import SsdTier
@@ -40,8 +43,20 @@ class Reading:
     #: Buffers that wait to be copied up: requests come first, and these would pile up behind them.
     waiting: Allowance = field(default_factory=lambda: Allowance(MOST_WAITING))
 
+    @contextmanager
+    def lost_for(self) -> Iterator[None]:
+        """What a medium, or memory, cannot give before a read is under way: PrefixLost, counted."""
+        try:
+            yield
+        except MediumError as err:
+            self.counters.add(f"lost/{err.reason}")
+            raise PrefixLost(err.reason, str(err)) from None
+
     def rent(self, n_bytes: int) -> Buffer:
-        """A buffer to read into, page-aligned; released by whoever used it last."""
+        """A buffer to read into, page-aligned; released by whoever used it last.
+
+        Raises ReadFailed where the process gets no more memory.
+        """
         buffer = self.buffers.acquire(n_bytes)
         assert buffer is not None, "the pool of read buffers has no budget"
         return buffer

@@ -198,9 +198,10 @@ class Session:
         self._lease.check_active()
         if outs is not None and len(outs) != self._r.geometry.n_layers:
             raise BadInput(f"prefetch: want {self._r.geometry.n_layers} pairs, got {len(outs)}")
-        for layer in range(self._r.geometry.n_layers):
-            if layer not in self._loads:
-                self._loads[layer] = self._start(layer, outs[layer] if outs else None)
+        with self._r.lost_for():
+            for layer in range(self._r.geometry.n_layers):
+                if layer not in self._loads:
+                    self._loads[layer] = self._start(layer, outs[layer] if outs else None)
         self._check_ended()
 
     def retrieve(
@@ -230,7 +231,8 @@ class Session:
         self._lease.check_age()
         if self.needs_suffix_lse and suffix_lse is None:
             raise ImpressError(f"retrieve: policy {self.policy.name} needs suffix_lse")
-        k, v, positions = self._bring(layer, query, scaling, suffix_lse, out)
+        with self._r.lost_for():
+            k, v, positions = self._bring(layer, query, scaling, suffix_lse, out)
         if query is not None and query.device != k.device:
             k, v = k.to(query.device), v.to(query.device)
         if positions is None:

@@ -102,12 +102,13 @@ class SparseSession(Session):
         if outs is not None:
             raise BadInput(f"prefetch: policy {self.policy.name} chooses how many rows there are")
         self._lease.check_active()
-        for layer in range(self._r.geometry.n_layers):
-            if self._plane is not None and layer not in self._probes:
-                self._probes[layer] = self._start_probes(layer, self._plane)
-        if self._next_keys is None:
-            self._next_keys = 0
-            self._start_keys(0)
+        with self._r.lost_for():
+            for layer in range(self._r.geometry.n_layers):
+                if self._plane is not None and layer not in self._probes:
+                    self._probes[layer] = self._start_probes(layer, self._plane)
+            if self._next_keys is None:
+                self._next_keys = 0
+                self._start_keys(0)
         self._check_ended()
 
     def _start_keys(self, first: int) -> None:

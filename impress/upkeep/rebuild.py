@@ -278,8 +278,8 @@ def _resolved(
                 found.damaged += 1
         say("verifying", total, total)
     finally:
-        pool.close(0.1)
-        ssd.close()
+        if pool.close(1.0):  # a read that hangs would hold whoever closes its queue
+            ssd.close()
     return sound
 
 

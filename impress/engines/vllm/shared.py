@@ -62,7 +62,10 @@ def _close_all() -> None:
         left = [store for store, _ in _stores.values()]
         _stores.clear()
     for store in left:
-        store.close()
+        try:
+            store.close()
+        except Exception:  # the others are to be closed as well
+            log.exception("a store could not be closed")
 
 
 class View:
