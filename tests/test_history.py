@@ -143,6 +143,21 @@ def test_its_budget_holds_and_the_span_noted_longest_ago_goes() -> None:
     nothing.check()
 
 
+def test_a_repack_carries_what_is_saved_but_not_in_memory() -> None:
+    """A rewrite never asks for history; fetched after the swap, the old value was gone."""
+    old = history()
+    old.request([note([3, 5])])
+    saved = old.dump()
+    h = history(saved=saved, tick=old.tick)
+    values = h.carry(7, 9)
+    del saved[7]
+    assert list(values) == [9]
+    again = history(saved=values, tick=old.tick)
+    assert np.array_equal(again.average(9), old.average(7))
+    assert np.array_equal(again.scores(9, 0), h.scores(9, 0))
+    assert h.dump() == {} and h.carry(1234, 5678) == {}
+
+
 def test_a_value_comes_back_as_it_was_saved() -> None:
     h = history()
     for chosen in ([1, 2, 40], None, [2]):

@@ -28,6 +28,7 @@ from impress.spans.layout import PlaneLayout
 from impress.spans.order import RowOrder
 from impress.spans.tables import read_header
 from impress.upkeep.verify import verify_store
+from impress.usage.remembered import decode
 from impress.write.budget import DAY_S, Bucket, Pace, WriteBudget
 from tiers.errors import MediumError
 
@@ -248,6 +249,35 @@ def test_a_split_node_finds_its_rows_in_its_own_chunks_after_a_repack(
         own = session.report().bytes_by_tier["ssd"]
     assert own == 112 * geometry.token_bytes // 2 < scattered
     sound(store)
+
+
+def test_what_requests_chose_is_saved_with_the_swap(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was saved later, and lost with the process, or where later spans pushed it out before."""
+    prompts = [prompt(256, seed) for seed in range(4)]
+    store = open_store(geometry)
+    for tokens in prompts:
+        put_prompt(store, tokens).wait(60)
+        look(store, tokens)
+    known = {r.key_after: store.history.average(r.span_id) for r in store.catalog.records()}
+    store.close()
+    (one, *_) = known.values()
+    monkeypatch.setattr("impress.write.home.budget_of", lambda dram_bytes: 5 * one.size)
+    store = open_store(geometry)  # two spans' at most are in memory
+    tick = store.index.history_tick()
+    store.history.request([])
+    assert store.repack().moved == 4
+    store.history.check()
+    store.flush()
+    for record in store.catalog.records():  # as a process finds it after a kill
+        value = store.index.history(record.span_id)
+        assert value is not None
+        assert np.array_equal(decode(value).average, known[record.key_after].astype(np.float16))
+    assert store.index.history_tick() == tick + 1
+    store.close()
+    again = open_store(geometry)
+    assert [span.outcome for span in again.repack().spans] == ["lies well"] * 4
 
 
 def test_a_lease_held_across_a_repack_reads_the_old_rows_to_the_end(
@@ -590,6 +620,8 @@ def test_a_repack_killed_at_any_moment_leaves_old_or_new(tmp_path: Path) -> None
                 assert_serves(store, prompt(256, seed), 256)
             headers = [read_header(store.ssd, record) for record in store.catalog.records()]
             assert any(header.order is not None for header in headers)
+            moved = [header.record.span_id for header in headers if header.order is not None]
+            assert all(store.history.average(span) is not None for span in moved)
 
 
 def test_a_pass_stands_back_while_requests_are_served(

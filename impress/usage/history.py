@@ -132,22 +132,27 @@ class History:
                 _average(known, layer, first_row, count, chosen)
             self._shrink()
 
-    def carry(self, old_span: int, new_span: int, first: int = 0, count: int | None = None) -> None:
-        """Windows [first, first + count) stand in a new span now, maybe in another order of rows.
+    def carry(
+        self, old_span: int, new_span: int, first: int = 0, count: int | None = None
+    ) -> dict[int, bytes]:
+        """Windows [first, first + count) stand in a new span soon, maybe in another order of rows.
 
         Averages go with their rows. Which chunks are used has to be learnt again: each begins
-        with the uses of its layer's most used one.
+        with the uses of its layer's most used one. Returns new span -> value, for the transaction
+        that deletes the old one's: from then on it is the only one. Empty: nothing is known.
         """
         self._recall(old_span)
         with self._lock:
             known = self._spans.get(old_span)
             if known is None:
-                return
+                return {}
             copy = known.part(first, known.seen.shape[1] - first if count is None else count)
-            copy.uses[:] = copy.uses.max(axis=1, keepdims=True, initial=0)
+        copy.uses[:] = copy.uses.max(axis=1, keepdims=True, initial=0)
+        value = encode(copy)
+        with self._lock:
             self._put(new_span, copy)
-            self._changed.add(new_span)
             self._shrink()
+        return {new_span: value}
 
     def forget(self, span_id: int) -> None:
         """The span is gone; the committer deletes its saved value."""

@@ -305,14 +305,17 @@ class Committer:
             prefix = self._catalog.labels_to(job.old, record.first_window) + record.labels
             change = Change(record.span_id, job.old, prefix)
             warm = {record.span_id: heat}
-            self._index.commit(put, [job.old], warm, wear=wear, changes=[change], erase=(job.old,))
+            known = self._history.carry(job.old, record.span_id, job.skip, record.n_windows)
+            self._index.commit(
+                put, [job.old], warm, wear=wear, changes=[change], history=known,
+                tick=self._history.tick, erase=(job.old,),
+            )  # fmt: skip
         except (StoreFailed, MediumError) as err:
             self._duties.trouble(str(err))
             log.warning("span %d was not repacked: %s", job.old, err)
             job.spoil([record.span_id])
-            self._scrap([record])
+            self._scrap([record])  # and forgotten, what history carried
             return Swapped.FAILED
-        self._history.carry(job.old, record.span_id, job.skip, record.n_windows)
         if not self._catalog.replace(job.old, record):  # it left the tree since heat_of looked
             job.spoil([record.span_id])
             self._commit(Batch(deletes=[record.span_id]))

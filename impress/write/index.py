@@ -136,17 +136,20 @@ class Index:
 
         One transaction. Only the committer calls. Raises StoreFailed.
         """
-        spans, history = self._dbs["spans"], self._dbs["history"]
         try:
             with self._env.begin(write=True) as txn:
-                for span, value in values.items():
-                    if txn.get(_id(span), db=spans) is not None:
-                        txn.put(_id(span), value, db=history)
-                txn.put(_TICK, tick.to_bytes(8, "little"), db=history)
+                self._put_history(txn, values, tick)
                 for key, ledger in ledgers.items():
                     txn.put(key, ledger, db=self._dbs["guard"])
         except (lmdb.Error, OSError) as err:
             raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
+
+    def _put_history(self, txn: Any, values: Mapping[int, bytes], tick: int) -> None:
+        spans, history = self._dbs["spans"], self._dbs["history"]
+        for span, value in values.items():
+            if txn.get(_id(span), db=spans) is not None:
+                txn.put(_id(span), value, db=history)
+        txn.put(_TICK, tick.to_bytes(8, "little"), db=history)
 
     def version(self) -> int:
         """Grows with every commit, by any process."""
@@ -161,12 +164,15 @@ class Index:
         wear: bytes = b"",
         changes: Sequence[Change] = (),
         *,
+        history: Mapping[int, bytes] | None = None,
+        tick: int = 0,
         forget: bool = False,
         erase: Container[int] = (),
         last: bool = False,
     ) -> None:
         """One durable transaction: on return it survives a power cut. Only the committer calls.
 
+        `history`: what requests have shown of spans of `put`, as of `tick`.
         `changes`: what of it followers are told; `forget`: and nothing any more of those before.
         `erase`: where those of `delete` lie that are in it is noted, until they are `erased`.
         `last`: no header is written after it; ids go on where they ended.
@@ -178,6 +184,8 @@ class Index:
                     self._write_log(txn, before, log, changes, forget=forget)
                 for span, value in put.items():
                     txn.put(_id(span), value, db=self._dbs["spans"])
+                if history:
+                    self._put_history(txn, history, tick)
                 for root, name in (names or {}).items():
                     txn.put(root, name.encode(), db=self._dbs["names"])
                 for span, counts in (heat or {}).items():
