@@ -143,6 +143,61 @@ def test_its_budget_holds_and_the_span_noted_longest_ago_goes() -> None:
     nothing.check()
 
 
+def test_a_span_larger_than_the_budget_costs_no_other_its_history() -> None:
+    """One note of it made room by forgetting all others, unsaved, and then it went itself."""
+    size = Remembered.empty(LAYERS, WINDOWS, W).n_bytes
+    h, large = history(budget=3 * size), 4 * ROWS
+    for span in (1, 2, 3):
+        h.request([replace(note([0]), span=span)])
+    h.request([Note(9, large, 0, 0, large, np.array([0]))])
+    h.check()
+    assert all(h.average(span) is not None for span in (1, 2, 3)) and h.average(9) is None
+    assert set(h.dump()) == {1, 2, 3}
+
+
+def test_what_a_larger_budget_saved_answers_and_costs_no_other_its_history() -> None:
+    size, large = Remembered.empty(LAYERS, WINDOWS, W).n_bytes, 4 * ROWS
+    had = history()
+    had.request([Note(9, large, 0, 0, large, np.array([0]))])
+    h = history(budget=3 * size, saved=had.dump())
+    for span in (1, 2, 3):
+        h.request([replace(note([0]), span=span)])
+    assert np.array_equal(h.average(9), had.average(9))
+    assert np.array_equal(h.scores(9, 0) > 0, had.scores(9, 0) > 0)
+    (value,) = h.carry(9, 10).values()
+    assert np.array_equal(decode(value).average, had.average(9).astype(np.float16))
+    h.check()
+    assert set(h.dump()) == {1, 2, 3}
+
+
+def test_what_is_saved_makes_room_for_what_is_not() -> None:
+    """Reading old spans, as a pass over all does, pushed out what requests had just shown."""
+    size = Remembered.empty(LAYERS, WINDOWS, W).n_bytes
+    old = history()
+    for span in range(10, 20):
+        old.request([replace(note([0]), span=span)])
+    h = history(budget=4 * size, saved=old.dump())
+    for span in (1, 2):
+        h.request([replace(note([0]), span=span)])
+    for span in range(10, 20):
+        assert h.average(span) is not None
+        h.check()
+    assert not h.due and set(h.dump()) == {1, 2}
+
+
+def test_a_save_is_due_before_what_is_unsaved_fills_the_budget() -> None:
+    """Only requests were counted: many spans within few of them went unsaved."""
+    size = Remembered.empty(LAYERS, WINDOWS, W).n_bytes
+    h, saved = history(budget=8 * size), {}
+    for span in range(50):
+        h.request([replace(note([0]), span=span)])
+        if h.due:
+            saved |= h.dump()
+            assert not h.due
+        h.check()
+    assert set(saved | h.dump()) == set(range(50))
+
+
 def test_a_repack_carries_what_is_saved_but_not_in_memory() -> None:
     """A rewrite never asks for history; fetched after the swap, the old value was gone."""
     old = history()

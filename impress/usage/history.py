@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -65,7 +66,9 @@ class Worth(NamedTuple):
 
 
 class History:
-    """Thread-safe. Holds at most budget_bytes; spans noted longest ago are forgotten first."""
+    """Thread-safe. Holds at most budget_bytes; of spans that are saved, those noted longest ago go
+    first. Of a span that is larger than all that, nothing is learnt.
+    """
 
     def __init__(
         self,
@@ -86,7 +89,8 @@ class History:
         self._fetch = fetch
         self._lock = threading.Lock()
         self._spans: OrderedDict[int, Remembered] = OrderedDict()
-        self._changed: set[int] = set()
+        self._changed: set[int] = set()  # since the last dump
+        self._unsaved_bytes = 0  # of these
         self._saved_tick = tick
 
     # ---- learning --------------------------------------------------------------------------
@@ -110,15 +114,18 @@ class History:
     ) -> None:
         """See `Note`. Where nothing was decided, uses are counted and averages stay."""
         window = self._window
+        shape = (self._n_layers, n_rows_of_span // window, window)
+        if Remembered.bytes_of(*shape) > self._budget_bytes:
+            return
         self._recall(span_id)
         with self._lock:
             known = self._spans.get(span_id)
             if known is None or known.n_rows != n_rows_of_span:
-                known = self._put(
-                    span_id, Remembered.empty(self._n_layers, n_rows_of_span // window, window)
-                )
+                known = self._put(span_id, Remembered.empty(*shape))
             self._spans.move_to_end(span_id)
-            self._changed.add(span_id)
+            if span_id not in self._changed:
+                self._changed.add(span_id)
+                self._unsaved_bytes += known.n_bytes
             if ordinals is None:
                 ordinals = np.arange(first_row, first_row + count) if chosen is None else chosen
             uses = known.uses[layer]
@@ -141,17 +148,15 @@ class History:
         with the uses of its layer's most used one. Returns new span -> value, for the transaction
         that deletes the old one's: from then on it is the only one. Empty: nothing is known.
         """
-        self._recall(old_span)
+        known = self._recall(old_span)
+        if known is None:
+            return {}
         with self._lock:
-            known = self._spans.get(old_span)
-            if known is None:
-                return {}
             copy = known.part(first, known.seen.shape[1] - first if count is None else count)
         copy.uses[:] = copy.uses.max(axis=1, keepdims=True, initial=0)
         value = encode(copy)
         with self._lock:
-            self._put(new_span, copy)
-            self._shrink()
+            self._keep(new_span, copy)
         return {new_span: value}
 
     def forget(self, span_id: int) -> None:
@@ -167,12 +172,11 @@ class History:
         A moving average over the requests that looked; 0 where none has, None where nothing was
         ever decided.
         """
-        self._recall(span_id)
+        known = self._recall(span_id)
+        if known is None:
+            return None
         with self._lock:
-            known = self._spans.get(span_id)
-            if known is None or not known.seen.any():
-                return None
-            return known.average.astype(np.float32)
+            return known.average.astype(np.float32) if known.seen.any() else None
 
     def scores(self, span_id: int, layer: int, ordinals: Ids | None = None) -> Floats | None:
         """float32 [n_chunks]: uses × share of important rows (the paper's score of a chunk).
@@ -181,11 +185,10 @@ class History:
         rows' averages, 1 while nothing was decided about them. `ordinals` [n_rows]: where each
         row, in position order, lies in the order of chunks. None: a span nothing is known of.
         """
-        self._recall(span_id)
+        known = self._recall(span_id)
+        if known is None:
+            return None
         with self._lock:
-            known = self._spans.get(span_id)
-            if known is None:
-                return None
             age = self.tick - int(known.ticks[layer])
             uses: Floats = known.uses[layer] * np.float32(_faded(age))
             return uses * _shares(known, layer, ordinals)
@@ -204,11 +207,10 @@ class History:
         self, span_id: int, layer: int, ordinals: Ids | None = None, *, by_uses: bool = False
     ) -> Worth | None:
         """Ranks and shares at once. `by_uses`: ranks of uses alone, whatever the shares."""
-        self._recall(span_id)
+        known = self._recall(span_id)
+        if known is None:
+            return None
         with self._lock:
-            known = self._spans.get(span_id)
-            if known is None:
-                return None
             shares = _shares(known, layer, ordinals)
             weight = np.ones_like(shares) if by_uses else shares
             ranks = _ranks(known.uses[layer], weight, int(known.ticks[layer]))
@@ -219,9 +221,9 @@ class History:
         *, by_uses: bool = False,
     ) -> npt.NDArray[np.float64]:  # fmt: skip
         """float64 [n_chunks]: ranks as they will be when a use of these chunks has been noted."""
-        self._recall(span_id)
+        known = self._recall(span_id)
         with self._lock:
-            known, now = self._spans.get(span_id), self.tick + 1
+            now = self.tick + 1
             uses, shares = np.zeros(n_chunks, dtype=np.float32), np.ones(n_chunks, dtype=np.float32)
             if known is not None and known.seen.shape[1] == n_chunks:
                 uses += known.uses[layer] * np.float32(_faded(now - int(known.ticks[layer])))
@@ -231,12 +233,11 @@ class History:
 
     def shares(self, span_id: int, layer: int, ordinals: Ids | None = None) -> Floats | None:
         """float32 [n_chunks]: the mean of the rows' averages; None where nothing was decided."""
-        self._recall(span_id)
+        known = self._recall(span_id)
+        if known is None:
+            return None
         with self._lock:
-            known = self._spans.get(span_id)
-            if known is None or not known.seen[layer].any():
-                return None
-            return _shares(known, layer, ordinals)
+            return _shares(known, layer, ordinals) if known.seen[layer].any() else None
 
     def summary(self, span_id: int) -> tuple[float, float] | None:
         """(mean score of the span's chunks now, mean share of important rows or nan); cheap.
@@ -271,14 +272,16 @@ class History:
 
     @property
     def due(self) -> bool:
-        """Whether enough was noted since the last `dump` to be worth another."""
-        return self.tick - self._saved_tick >= SAVE_EVERY
+        """Whether enough was noted since the last `dump` for another, or much of the budget."""
+        full = 2 * self._unsaved_bytes > self._budget_bytes
+        return full or self.tick - self._saved_tick >= SAVE_EVERY
 
     def dump(self) -> dict[int, bytes]:
         """Span -> value, of those that changed since the last dump. Compresses outside the lock."""
         with self._lock:
             copies = {span: self._spans[span].copy() for span in self._changed}
             self._changed.clear()
+            self._unsaved_bytes = 0
             self._saved_tick = self.tick
         return {span: encode(known) for span, known in copies.items()}
 
@@ -288,20 +291,23 @@ class History:
             assert self.used_bytes == sum(known.n_bytes for known in self._spans.values())
             assert self.used_bytes <= self._budget_bytes, "history: over its budget"
             assert self._changed <= set(self._spans), "history: a change to nothing"
+            assert self._unsaved_bytes == sum(self._spans[span].n_bytes for span in self._changed)
 
     # ---- inside ----------------------------------------------------------------------------
 
-    def _recall(self, span: int) -> None:
-        """Bring back what was saved of a span, unless it is here. No lock is held while reading."""
+    def _recall(self, span: int) -> Remembered | None:
+        """What is known of a span; what was saved is brought back. No lock is held while reading.
+
+        To be looked at under the lock, and only to answer: it may not be here (any more).
+        """
         with self._lock:
-            if span in self._spans:
-                return
-        known = self._saved(span)
-        if known is not None:
-            with self._lock:
-                if span not in self._spans:
-                    self._put(span, known)
-                    self._shrink()
+            known = self._spans.get(span)
+        if known is None:
+            known = self._saved(span)
+            if known is not None:
+                with self._lock:
+                    known = self._spans.get(span) or self._keep(span, known)
+        return known
 
     def _saved(self, span: int) -> Remembered | None:
         """None also for what is damaged, newer, or of another shape: it is forgotten."""
@@ -320,6 +326,13 @@ class History:
         except FormatError:
             return None
 
+    def _keep(self, span: int, known: Remembered) -> Remembered:
+        """What is saved, or will be at once; where it is larger than all there may be, not here."""
+        if known.n_bytes <= self._budget_bytes:
+            self._put(span, known)
+            self._shrink()
+        return known
+
     def _put(self, span: int, known: Remembered) -> Remembered:
         self._take_out(span)
         self._spans[span] = known
@@ -328,13 +341,22 @@ class History:
 
     def _take_out(self, span: int) -> None:
         known = self._spans.pop(span, None)
-        self._changed.discard(span)
         if known is not None:
             self.used_bytes -= known.n_bytes
+            if span in self._changed:
+                self._changed.remove(span)
+                self._unsaved_bytes -= known.n_bytes
 
     def _shrink(self) -> None:
+        """What is saved comes back, so it goes first; never what came last.
+
+        Where nearly all is unsaved nobody saves, or not soon enough: changes go like all else.
+        """
         while self.used_bytes > self._budget_bytes:
-            self._take_out(next(iter(self._spans)))
+            spare = self._changed if 4 * self._unsaved_bytes <= 3 * self._budget_bytes else ()
+            others = islice(self._spans, len(self._spans) - 1)
+            oldest = next(iter(self._spans))
+            self._take_out(next((span for span in others if span not in spare), oldest))
 
 
 def budget_of(dram_bytes: int) -> int:

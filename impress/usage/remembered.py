@@ -56,8 +56,13 @@ class Remembered:
 
     @property
     def n_bytes(self) -> int:
-        rows = self.average.nbytes + self.seen.nbytes
-        return rows + self.uses.nbytes + self.ticks.nbytes
+        n_layers, n_windows = self.seen.shape
+        return self.bytes_of(n_layers, n_windows, self.window)
+
+    @staticmethod
+    def bytes_of(n_layers: int, n_windows: int, window: int) -> int:
+        """What a span takes in memory: average, seen and uses of its windows, ticks."""
+        return n_layers * (n_windows * (2 * window + 1 + 4) + 8)
 
     def copy(self) -> Remembered:
         average, seen, uses = self.average.copy(), self.seen.copy(), self.uses.copy()
