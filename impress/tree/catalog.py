@@ -196,7 +196,8 @@ class Catalog:
         with self.lock:
             self._kept[new] = split_index(encode_index(record))[0]
             first = place_of(self._kept[old])[0] if old in self._kept else 0
-            nodes = self._tree.replace(old, new, record.first_window - first)
+            nodes = self._tree.of_span(old)
+            self._tree.replace(nodes, new, record.first_window - first)
             self._views[new] = len(nodes)
             if not nodes:
                 self._retired.add(new)
@@ -369,8 +370,12 @@ class Catalog:
 
     def _remove(self, node: int) -> bool:
         """Take a leaf out; True when that retired its span."""
-        _, _, n_windows = span, *_ = self._tree.view(node)
+        span, _, n_windows = self._tree.view(node)
         self._tree.remove(node)
+        return self._unview(span, n_windows)
+
+    def _unview(self, span: int, n_windows: int) -> bool:
+        """A node views these windows of a span no more; True when that retired it."""
         self._views[span] -= 1
         if self._views[span]:
             self._note_dead(span, n_windows)

@@ -1,8 +1,9 @@
 """One tree of several shards: a process's own spans, and those that others wrote and it follows.
 
 A prefix may go from span to span whoever wrote them. A process evicts, purges and rewrites only its
-own; another's leave the tree when their writer took them out. What hangs from them goes too: its
-own are orphans then, to be deleted; of others some may be found again elsewhere, so they wait.
+own; another's leave the tree when their writer took them out, once others' that have the same
+windows (a repacked copy, one stored at once) have taken their places. What hangs from a place that
+none takes goes too: its own are orphans then, to be deleted; others' may find one yet: they wait.
 
     put ─admit─> in the tree ─withdraw─> out, what hung below: orphans (own), waiting (others')
          └─ here already, or its ancestors are not: it waits; `retry` when the tree has changed
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
 
+from impress.errors import FormatError
 from impress.spans.format import SpanRecord, decode_index, extents_of, place_of, split_index
 from impress.tree.catalog import Catalog
 from impress.tree.eviction import Dead, Score
@@ -43,10 +46,11 @@ class MergedCatalog(Catalog):
         with self.lock:
             return span in self._kept
 
-    def admit(self, span: int, value: bytes, before: bytes) -> bool:
+    def admit(self, span: int, value: bytes, before: bytes, gone: Collection[int] = ()) -> bool:
         """Show another's span. `before`: the labels before it. False: it waits. Raises FormatError.
 
-        It waits where its windows are stored in another span, or its ancestors are not here.
+        It waits where its windows are stored in another span, or its ancestors are not here. Of
+        those spans that are `gone` it takes the places.
         """
         kept, labels = split_index(value, self.window)
         record = decode_index(span, kept, labels)
@@ -54,25 +58,50 @@ class MergedCatalog(Catalog):
             if self._views.get(span):
                 return True
             self._retired.discard(span)
-        if self.publish(record, before + labels) > 0:
+        added = self.publish(record, before + labels)
+        if self._inherit(record, before + labels, gone) or added > 0:
             return True
         self._wait(span, before)
         return False
 
-    def swap(self, old: int, span: int, value: bytes) -> bool:
-        """Another's repacked span takes the old one's place; False: it cannot, windows differ."""
-        kept, labels = split_index(value, self.window)
-        record = decode_index(span, kept, labels)
+    def _inherit(self, record: SpanRecord, prefix: bytes, gone: Collection[int]) -> int:
+        """Nodes on the way to a span's end that view one that is `gone` view it instead, as far as
+        it reaches: cut where they must be, and all that hangs from them stays. How many."""
+        n_given, tree = 0, self._tree
         with self.lock:
-            whole = old in self._kept and self._views.get(old)
-            first = place_of(self._kept[old])[0] if whole else NONE
-            same = first == record.first_window
-            if not same or self._record(old).n_windows != record.n_windows:
-                return False
-        return self.replace(old, record)
+            match = tree.match(record.root, prefix)
+            for node in match.nodes if gone else ():
+                span, first, n_windows = tree.view(node)
+                start = tree.end[node] - n_windows
+                low, high = max(start, record.first_window), min(tree.end[node], match.n_windows)
+                if span not in gone or low >= high:
+                    continue
+                if low > start:  # `node` is the lower part from here on
+                    _, split = tree.end_at(node, first + low - start - 1)
+                    self._views[split] += 1
+                upper, split = tree.end_at(node, first + high - start - 1)
+                if split != NONE:
+                    self._views[split] += 1
+                self._give(upper, record)
+                n_given += 1
+        return n_given
+
+    def _give(self, node: int, record: SpanRecord) -> bool:
+        """A node views a span that has all its windows; True when that retired the one before."""
+        span, first, n_windows = self._tree.view(node)
+        new, start = record.span_id, self._tree.end[node] - n_windows
+        self._tree.replace([node], new, first - (start - record.first_window))
+        n_dead = self._dead.pop(new, 0)
+        if not self._views[new]:
+            self._retired.discard(new)
+            self._n_spans += 1
+            n_dead = record.n_windows
+        self._views[new] += 1
+        self._note_dead(new, n_dead - n_windows)
+        return self._unview(span, n_windows)
 
     def withdraw(self, spans: Collection[int]) -> list[int]:
-        """Take spans out of the tree, held or not, and all that hangs from them.
+        """Take spans out of the tree, held or not, and all that hangs from them and from no heir.
 
         Returns those of this process's own that are in no node any more.
         """
@@ -80,9 +109,34 @@ class MergedCatalog(Catalog):
         with self.lock:
             nodes = of_spans(self._tree, spans)
             for node in nodes.tolist():
-                if self._tree.view(node).span in spans:  # else it went with an earlier subtree
-                    gone += [below for below in self._cut(node, spans) if below in self.own]
-        return gone
+                span = self._tree.view(node).span
+                if span not in spans:
+                    continue  # it went with an earlier subtree
+                heir = self._heir(node, spans)
+                if heir is None:
+                    gone += self._cut(node, spans)
+                elif self._give(node, heir):
+                    gone.append(span)
+        return [span for span in gone if span in self.own]
+
+    def _heir(self, node: int, spans: Collection[int]) -> SpanRecord | None:
+        """Another's span below a node that has the node's windows too, dead until now. (None of
+        one's own: a rewrite of it may be under way, without them.)"""
+        start = self._tree.end[self._tree.parent(node)]
+        for below in self._tree.subtree(node):
+            span = self._tree.view(below).span
+            known = span in self._dead and span not in spans and span not in self.own
+            if known and place_of(self._kept[span])[0] <= start:
+                return self._record(span)
+        return None
+
+    def n_heirs(self, spans: Collection[int]) -> int:
+        """How many of others' wait, and may be heirs, if any of one's own hangs from these."""
+        with self.lock:
+            nodes = of_spans(self._tree, spans).tolist() if self._waiting else []
+            below = (n for node in nodes for n in self._tree.subtree(node))
+            mine = any(self._tree.view(node).span in self.own for node in below)
+            return len(self._waiting) if mine else 0
 
     def _cut(self, node: int, spans: Collection[int]) -> list[int]:
         """Remove a subtree; spans retired by that. Others' that nobody withdrew wait."""
@@ -126,16 +180,19 @@ class MergedCatalog(Catalog):
         view = self._tree.view(node)
         return labels[: len(labels) - view.first * 4 * self.window]
 
-    def retry(self, n: int, value_of: Callable[[int], bytes | None]) -> int:
-        """Try the n spans that waited longest again; how many are shown now."""
+    def retry(
+        self, n: int, value_of: Callable[[int], bytes | None], gone: Collection[int] = ()
+    ) -> int:
+        """Try the n spans that waited longest again; how many are shown now. `gone`: see admit."""
         shown = 0
         with self.lock:
             todo = [self._waiting.popitem(last=False) for _ in range(min(n, len(self._waiting)))]
             self._waiting_bytes -= sum(len(before) for _, before in todo)
         for span, before in todo:
-            value = value_of(span)
-            if value is not None and self.knows(span):
-                shown += self.admit(span, value, before)
+            with suppress(FormatError):  # damaged: nobody finds it
+                value = value_of(span)
+                if value is not None and self.knows(span):
+                    shown += self.admit(span, value, before, gone)
         return shown
 
     def _wait(self, span: int, before: bytes) -> None:

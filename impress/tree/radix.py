@@ -16,7 +16,7 @@ Not thread-safe: the store calls it under its metadata lock.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -244,13 +244,11 @@ class RadixTree:
             used[node] = tick
             hits[node] += 1
 
-    def replace(self, span: int, by: int, skip: int = 0) -> list[int]:
-        """Nodes that view a span view another, which lacks its first `skip` windows; the nodes."""
-        nodes = self.of_span(span)
+    def replace(self, nodes: Iterable[int], by: int, skip: int) -> None:
+        """Nodes that view a span view another, which lacks its first `skip` windows."""
         for node in nodes:
             self._span[node] = by
             self._first[node] -= skip
-        return nodes
 
     def remove(self, node: int) -> None:
         """Take a leaf out."""

@@ -139,12 +139,13 @@ class Follower:
             if self._stop.is_set():
                 return False
             self._discover()
-            changed = False
+            changed, gone = False, set[int]()
             for neighbour in self.neighbours.values():
                 try:
-                    changed |= self._catch_up(neighbour)
+                    changed |= self._catch_up(neighbour, gone)
                 except (ImpressError, OSError) as err:
                     self._leave_out(neighbour.shard, _stamp(neighbour.shard), err)
+            self._take_out(gone)  # at last: what is new, in any shard, takes places of theirs
             if changed or self._catalog.n_removed != self._n_removed:
                 self._n_removed = self._catalog.n_removed
                 self._catalog.retry(RETRIES, self.value)
@@ -210,52 +211,48 @@ class Follower:
             log.warning("%s: shard %s is left out: %s", self._path, shard.name, err)
         self._failed[shard.number] = (stamp, before == stamp)
 
-    def _catch_up(self, n: Neighbour) -> bool:
+    def _catch_up(self, n: Neighbour, gone: set[int]) -> bool:
+        """Show what is new in a shard; what is to be taken out is added to `gone`."""
         if n.index.replaced():
             n.reopen()
-            return self._compare(n)
+            return self._compare(n, gone)
         if n.index.version() == n.version:
             return False
         found = n.index.changes(n.generation)
         if found is None:
-            return n.index.refresh() != n.generation and self._compare(n)
+            return n.index.refresh() != n.generation and self._compare(n, gone)
         n.version, n.generation, changes, values = found
         if changes:
             self._ssd.drop_deleted(2 * self._grace_s)  # before what is new in files of their names
-            self._apply(n, changes, values)
+            self._apply(n, changes, values, gone)
         return bool(changes)
 
-    def _apply(self, n: Neighbour, changes: list[Change], values: dict[int, bytes]) -> None:
+    def _apply(
+        self, n: Neighbour, changes: list[Change], values: dict[int, bytes], gone: set[int]
+    ) -> None:
         """In the tree, what its writer did in its own."""
-        gone = {change.old for change in changes if change.old}
-        puts: dict[int, bytes] = {}
-        swapped: set[int] = set()
-        for new, old, prefix in changes:
-            if new not in values or self._catalog.knows(new) or new not in n.shard.spans:
-                continue
-            if old and self._catalog.swap(old, new, values[new]):
-                swapped.add(old)
-            else:
-                puts[new] = prefix
-        self._take_out({span for span in gone if self._catalog.knows(span)}, swapped)
-        for span, prefix in puts.items():
-            with suppress(FormatError):
-                self._catalog.admit(span, values[span], _before(values[span], prefix))
+        gone.update(c.old for c in changes if c.old and self._catalog.knows(c.old))
+        for span, _, prefix in changes:
+            if span in values and not self._catalog.knows(span) and span in n.shard.spans:
+                with suppress(FormatError):
+                    before = _before(values[span], prefix)
+                    self._catalog.admit(span, values[span], before, gone)
 
-    def _take_out(self, gone: set[int], swapped: set[int]) -> None:
-        """Spans whose writer deleted them. `swapped`: those whose nodes view another by now."""
+    def _take_out(self, gone: set[int]) -> None:
+        """Spans whose writer deleted them."""
         if not gone:
             return
         self._catalog.forget_waiting(gone)
-        self._orphaned(self._catalog.withdraw(gone - swapped))
+        self._catalog.retry(self._catalog.n_heirs(gone), self.value, gone)
+        self._orphaned(self._catalog.withdraw(gone))
         self._reclaim(self._catalog.deleted(gone))
 
-    def _compare(self, n: Neighbour) -> bool:
+    def _compare(self, n: Neighbour, gone: set[int]) -> bool:
         """Read a shard whole, and take over what differs."""
         values = n.read()
         known = self._catalog.ids(n.shard.spans)
         self._ssd.drop_deleted(2 * self._grace_s)
-        self._take_out(known - values.keys(), set())
+        gone |= known - values.keys()
         new = values.keys() - known
         if new:
             whole = MergedCatalog(self._catalog.window, range(0))
@@ -263,7 +260,7 @@ class Follower:
             whole.load(chain(self._own_values(), *theirs), {})
             for span, before in whole.before(new):
                 with suppress(FormatError):
-                    self._catalog.admit(span, values[span], before)
+                    self._catalog.admit(span, values[span], before, gone)
         return True
 
     def _own_values(self) -> Iterable[tuple[int, bytes]]:

@@ -1,0 +1,180 @@
+"""Spans that their writer moved or left out of a rewrite: what others hung from them stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from conftest import assert_serves, kv_of, prompt
+from test_shards import APART, check, look, ready
+
+import impress
+import impress.write.reclaim
+from impress.usage.history import Note
+
+Open = Callable[..., impress.PrefixStore]
+Pair = tuple[impress.PrefixStore, impress.PrefixStore]
+
+
+@pytest.fixture
+def stores(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], impress.PrefixStore]:
+    """Each call opens one more shard of one directory; they follow when told."""
+    monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
+    return lambda: open_store(geometry, **APART)
+
+
+@pytest.fixture
+def pair(stores: Callable[[], impress.PrefixStore]) -> Pair:
+    return stores(), stores()
+
+
+@pytest.fixture(params=["log", "index"])
+def trimmed(request: pytest.FixtureRequest) -> Callable[[impress.PrefixStore], None]:
+    """Forgets a writer's log, or not: who follows then reads its index whole."""
+
+    def trim(store: impress.PrefixStore) -> None:
+        if request.param == "index":
+            ready(store, prompt(64, 90), tenant="passing")
+            ready(store, prompt(64, 91), tenant="passing")
+            store.purge("passing")
+
+    return trim
+
+
+def at_once(store: impress.PrefixStore, late: np.ndarray, early: Callable[[], object]) -> None:
+    """A prompt as two writers store it: `early` shows its head, so that it only adds its end."""
+    keys, values = kv_of(late, store.geometry)
+    with store.writer(late) as writer:
+        early()
+        for layer in range(store.geometry.n_layers):
+            writer.put(layer, 0, keys[layer], values[layer])
+    assert writer.stored.wait(60)
+
+
+def forked(seed: int) -> np.ndarray:
+    """768 tokens, of which the first 384 are those of any other seed."""
+    return np.concatenate([prompt(384), prompt(384, seed)])
+
+
+def rewrite(store: impress.PrefixStore) -> None:
+    assert store.repack().spans[0].outcome == "rewritten"
+
+
+def assert_own(store: impress.PrefixStore, n_spans: int) -> None:
+    store.flush()
+    assert len(store.catalog.own_records()) == len(list(store.index.spans())) == n_spans
+
+
+def test_a_rewrite_leaves_what_another_stored_behind_it(
+    pair: Pair, trimmed: Callable[[impress.PrefixStore], None]
+) -> None:
+    """The copy lacked the dead head; the follower cut all below, and erased what was its own."""
+    a, b = pair
+    at_once(a, forked(1)[:640], lambda: ready(a, prompt(384)))
+    look(b)
+    ready(b, forked(1), start=640)
+    look(a)
+    with b.lease(forked(1)):
+        heat = b.catalog.heat()
+    rewrite(a)
+    trimmed(a)
+    look(b, a)
+    assert_own(b, 1)
+    assert b.catalog.heat() == heat
+    for store in pair:
+        assert_serves(store, forked(1), 768)
+    check(a, b)
+
+
+def test_a_repack_that_is_found_by_comparing_leaves_what_hangs_from_it(
+    pair: Pair, trimmed: Callable[[impress.PrefixStore], None]
+) -> None:
+    a, b = pair
+    ready(a, prompt(512)[:256])
+    look(b)
+    ready(b, prompt(512), start=256)
+    look(a)
+    (record,) = a.catalog.own_records()
+    for layer in range(a.geometry.n_layers):
+        for _ in range(8):
+            a.history.request([Note(record.span_id, 256, layer, 0, 256, np.arange(0, 256, 16))])
+    assert a.repack().moved == 1
+    trimmed(a)
+    look(b, a)
+    assert_own(b, 1)
+    for store in pair:
+        assert_serves(store, prompt(512), 512)
+    check(a, b)
+
+
+def test_of_a_rewritten_span_only_what_its_writer_evicted_goes(
+    pair: Pair, trimmed: Callable[[impress.PrefixStore], None]
+) -> None:
+    """Of windows that are evicted others hear when their span is rewritten, or all of it goes."""
+    a, b = pair
+    ready(a, prompt(640))
+    for tail in (prompt(64, 7), np.concatenate([prompt(192), prompt(64, 2)])):
+        ready(a, tail)
+        assert_serves(a, tail, len(tail))
+    look(b)
+    stays = np.concatenate([prompt(128), prompt(128, 3)])
+    ready(b, stays, start=128)
+    goes = np.concatenate([prompt(640), prompt(64, 4)])
+    ready(b, goes, start=640)
+    a.evict(1)
+    assert a.lookup(prompt(640)) == 192
+    rewrite(a)
+    trimmed(a)
+    look(b, a)
+    assert_own(b, 1)
+    for store in pair:
+        assert_serves(store, stays, 256)
+        assert_serves(store, goes, 192)
+    check(a, b)
+
+
+def test_windows_that_a_rewrite_left_to_its_writers_other_span_are_found_there(
+    stores: Callable[[], impress.PrefixStore], trimmed: Callable[[impress.PrefixStore], None]
+) -> None:
+    """A tree made by ids, not in the order of commits, views the other one of two alike heads."""
+    a = stores()
+    at_once(a, forked(2)[:640], lambda: ready(a, forked(1)))
+    b = stores()
+    assert a.catalog.views_of(a.catalog.own) != b.catalog.views_of(a.catalog.own)
+    longer = [np.concatenate([of, prompt(64, 5)]) for of in (forked(1), forked(2)[:640])]
+    for tokens in longer:
+        ready(b, tokens, start=640)
+    look(a)
+    rewrite(a)
+    trimmed(a)
+    look(b, a)
+    assert_own(b, 2)
+    for store in (a, b):
+        for tokens in longer:
+            assert_serves(store, tokens, len(tokens))
+    check(a, b)
+
+
+def test_windows_that_a_rewrite_left_to_a_third_writer_are_found_there(
+    pair: Pair,
+    stores: Callable[[], impress.PrefixStore],
+    trimmed: Callable[[impress.PrefixStore], None],
+) -> None:
+    """They waited: who follows had come upon the span that was rewritten first."""
+    (a, b), c = pair, stores()
+    tokens = forked(1)
+    at_once(a, tokens[:640], lambda: (ready(c, prompt(384)), a.follow()))
+    look(b)
+    assert b.catalog.views_of(a.catalog.own) and not b.catalog.views_of(c.catalog.own)
+    ready(b, tokens, start=640)
+    look(a, c)
+    rewrite(a)
+    trimmed(a)
+    look(b, a, c)
+    assert_own(b, 1)
+    for store in (a, b, c):
+        assert_serves(store, tokens, 768)
+    check(a, b, c)
