@@ -8,6 +8,7 @@ import pkgutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -332,6 +333,26 @@ def test_a_file_that_was_deleted_and_made_again_is_read_anew(pair: Pair) -> None
     assert [p.name for p in (a.path / "shards/main/segments").iterdir()] == ["00000000.seg"]
     look(b)
     assert_serves(b, prompt(128, 2), 128)
+
+
+def test_a_reader_lets_go_of_segments_that_were_deleted_though_nothing_else_happens(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go after the commit that takes their spans out, and another need not follow: the file
+    system kept their blocks for as long as the reader lived."""
+    a, b = pair
+    monkeypatch.setattr(b._home.others, "_grace_s", 0)
+    ready(a, prompt(128, 1))
+    look(b, a)
+    assert_serves(b, prompt(128, 1), 128)
+    a.evict(1 << 30)
+    look(b, a)
+    a.evict(1)  # gives the empty segment back
+    assert not list((a.path / "shards/main/segments").iterdir())
+    look(b)
+    look(b)
+    links = [entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert not [link for link in links if str(a.path) in str(link) and "(deleted)" in str(link)]
 
 
 def test_a_purge_leaves_no_byte_in_any_shard(pair: Pair) -> None:

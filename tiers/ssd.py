@@ -94,12 +94,7 @@ class SsdTier:
                 theirs = self._read_only or segment // SEGMENTS != self._number
                 if theirs and os.fstat(fd).st_nlink == 0:
                     self._deleted.append((now, self._fds.pop(segment)))
-        self.close_deleted(grace_s)
-
-    def close_deleted(self, grace_s: float) -> None:
-        """Those let go of longer ago than a read takes."""
-        with self._lock:
-            while self._deleted and monotonic() - self._deleted[0][0] > grace_s:
+            while self._deleted and now - self._deleted[0][0] > grace_s:
                 os.close(self._deleted.pop(0)[1])
 
     def claim(self, extents: Iterable[Extent]) -> None:
