@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from impress.errors import ConfigError, StoreFailed
 from impress.spans.tables import read_header
 from impress.tree.eviction import ByWorth, by_last_use, by_prefix, by_uses, least, score_of
 from impress.tree.radix import RadixTree
+from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
 from impress.usage.history import HALF_LIFE
 from impress.write.budget import DAY_S, WriteBudget
@@ -400,6 +402,33 @@ def test_a_budget_goes_on_after_a_restart() -> None:
     assert nothing.left_bytes is None and nothing.allow(1 << 60) and len(nothing.dump()) == 16
 
 
+def test_a_process_without_a_limit_leaves_the_next_one_what_is_spent() -> None:
+    """Its "0 spent" stood in the index: `impress repack` or `purge` gave a new day's bytes."""
+    now = [5.0]
+
+    def left(saved: bytes) -> int | None:
+        return WriteBudget(1000, lambda: now[0], saved).left_bytes
+
+    one = WriteBudget(1000, lambda: now[0])
+    assert one.allow(600)
+    now[0] += DAY_S / 10
+    idle = WriteBudget(None, lambda: now[0], one.dump())
+    assert left(idle.dump()) == one.left_bytes == 500
+    assert idle.allow(250) and idle.allow(100)
+    idle.refund(100)
+    assert 150 <= (left(idle.dump()) or 0) <= 250  # as much as there is, or a little less
+    assert idle.allow(1 << 40) and left(idle.dump()) == 0
+    now[0] += DAY_S / 2
+    assert left(idle.dump()) == 500  # and counts for a day at most
+    steady = WriteBudget(None, lambda: now[0])
+    for _ in range(1000):
+        now[0] += DAY_S / 100
+        assert steady.allow(7)
+    assert 300 >= (left(steady.dump()) or 0) >= 295  # of 700 a day
+    for damaged in (float("nan"), float("inf"), -1.0):
+        assert left(struct.pack("<dd", damaged, now[0])) == 1000
+
+
 def test_the_days_writes_bound_stores_and_survive(
     open_store: Open, geometry: impress.Geometry, clock: list[float]
 ) -> None:
@@ -420,6 +449,49 @@ def test_the_days_writes_bound_stores_and_survive(
     clock[0] += DAY_S / 2
     assert put_prompt(store, prompt(256, 3)).wait(60)
     sound(store)
+
+
+@pytest.mark.parametrize("what", ["an abandoned store", "a pass stopped by close"])
+def test_what_came_to_nothing_is_spent_after_a_restart_too(
+    open_store: Open, geometry: impress.Geometry, clock: list[float], what: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Only what was stored was saved: the last transaction said nothing of the day's writes."""
+    config = {"window": WINDOW, "daily_write_bytes": 20 * MIB}
+    store = open_store(geometry, **config)
+    assert put_prompt(store, prompt(256)).wait(60)
+    before = store.stats()["writes_left_bytes"]
+    if what == "an abandoned store":
+        with store.writer(prompt(256, 1)) as writer:
+            pass
+        assert not writer.stored.wait(60)
+    else:
+        look(store, prompt(256))
+        real = store.ssd.write
+
+        def write(*args: Any) -> None:
+            assert store._repacker is not None
+            store._repacker._stop.set()
+            real(*args)
+
+        monkeypatch.setattr(store.ssd, "write", write)
+        assert store.repack().spans == []
+    left = store.stats()["writes_left_bytes"]
+    assert left <= before - MIB
+    store.close()
+    assert open_store(geometry, **config).stats()["writes_left_bytes"] == left
+
+
+def test_a_rebuild_keeps_what_is_spent(
+    open_store: Open, geometry: impress.Geometry, clock: list[float]
+) -> None:
+    with open_store(geometry, window=WINDOW, daily_write_bytes=20 * MIB) as store:
+        assert put_prompt(store, prompt(256)).wait(60)
+        left = store.stats()["writes_left_bytes"]
+    assert rebuild_store(store.path).spans == 1
+    with open_store(geometry, window=WINDOW, daily_write_bytes=20 * MIB) as store:
+        assert store.stats()["writes_left_bytes"] == left < 20 * MIB
+        assert_serves(store, prompt(256), 256)
 
 
 # ---- a disk that fails ---------------------------------------------------------------------

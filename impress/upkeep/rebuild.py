@@ -5,8 +5,8 @@ segments ─scan→ header records ─resolve→ one owner for each byte, verifi
 Every page of every segment is looked at: a header record begins on a page with the magic, a right
 checksum and this store's uuid. Rows are judged by their sums. Of sound spans that claim the same
 bytes the higher generation wins; of those that hold the same windows too. The old index is set
-aside, not deleted, and takes part in nothing but this: what it notes as still to be erased, where
-it can be read, stays away and is noted in the new one.
+aside, not deleted, and takes part in nothing but this, where it can be read: what it notes as still
+to be erased stays away and is noted in the new one, and so is what is spent of the day's writes.
 """
 
 from __future__ import annotations
@@ -73,6 +73,13 @@ with lmdb.open(sys.argv[1], max_dbs=1, readonly=True, lock=False) as env:
         for span, note in txn.cursor():
             print(span.hex(), note.hex())
 """
+#: What it says of the day's writes (impress.write.budget). Apart: the list counts more.
+_ASK_WEAR: Final = """
+import lmdb, sys
+with lmdb.open(sys.argv[1], max_dbs=1, readonly=True, lock=False) as env:
+    with env.begin(db=env.open_db(b"history", create=False)) as txn:
+        print((txn.get(b"wear") or b"").hex())
+"""
 _MAGIC_WORD: Final = np.frombuffer(MAGIC, dtype=np.uint64)[0]
 
 Progress = Callable[[str, int, int], None]  # what, bytes done, of so many
@@ -138,7 +145,7 @@ def _rebuild(path: Path, shard: Shard, found: Rebuilt, say: Progress, *, dry_run
     found.n_bytes += sum(h.record.owned_bytes for h in sound)
     if not dry_run:
         last = max((header.record.span_id for header in ours), default=0)
-        _install(shard, sound, notes, max([last, *notes]))
+        _install(shard, sound, notes, max([last, *notes]), _wear(shard))
 
 
 # ---- scan ------------------------------------------------------------------------------------
@@ -197,16 +204,27 @@ def _to_erase(shard: Shard, found: Rebuilt) -> dict[int, bytes]:
     """What the old index notes of spans that are to be erased. Says so where it cannot be read."""
     if not shard.index.exists():
         return {}
-    command = [sys.executable, "-c", _TO_ERASE, str(shard.index)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+    said = _asked(shard, _TO_ERASE)
+    if said is None:
         found.notes.append(
             f"the index of shard {shard.name} could not be asked what was still to be erased; "
             "where a purge was cut off, purge again"
         )
         return {}
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in said.splitlines()]
     return {int(span, 16): bytes.fromhex(note) for span, note in lines}
+
+
+def _wear(shard: Shard) -> bytes:
+    """What the old index says of the day's writes; empty where it cannot be read."""
+    return bytes.fromhex(_asked(shard, _ASK_WEAR) or "") if shard.index.exists() else b""
+
+
+def _asked(shard: Shard, script: str) -> str | None:
+    """What the old index answers; None: it did not."""
+    command = [sys.executable, "-c", script, str(shard.index)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return None if done.returncode else done.stdout
 
 
 def _spared(
@@ -332,11 +350,11 @@ def _rows_match(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferP
 
 
 def _install(
-    shard: Shard, headers: Sequence[SpanHeader], notes: Mapping[int, bytes], last: int
+    shard: Shard, headers: Sequence[SpanHeader], notes: Mapping[int, bytes], last: int, wear: bytes
 ) -> None:
     """A new index beside the old one, then in its place. A crash leaves one of the two.
 
-    `last`: the highest id found, of whatever became of it.
+    `last`: the highest id found, of whatever became of it. `wear`: of the old one, where known.
     """
     draft, aside = shard.path / "index.new", shard.path / OLD
     try:
@@ -349,7 +367,7 @@ def _install(
                 names = {h.record.root: h.name for h in part if h.name}
                 puts = {h.record.span_id: encode_index(h.record) for h in part}
                 index.commit(puts, names=names)
-            index.carry(notes, last)
+            index.carry(notes, last, wear)
         finally:
             index.close()
         if shard.index.exists():

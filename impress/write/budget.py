@@ -56,11 +56,9 @@ class Bucket:
             return max(0.0, self._level), self._burst_bytes - self._level, self._filled_s
 
     def resume(self, missing_bytes: float, at_s: float) -> None:
-        """Begin as a bucket that at some time missed so much."""
-        if not (math.isfinite(missing_bytes) and math.isfinite(at_s)):
-            return
+        """Begin as a bucket that at some time missed so much: all it holds at most."""
         with self._lock:
-            self._level = min(self._burst_bytes, self._burst_bytes - missing_bytes)
+            self._level = max(0.0, self._burst_bytes - missing_bytes)
             self._filled_s = at_s
             self._fill()
 
@@ -86,26 +84,33 @@ class Pace:
 class WriteBudget:
     """Bytes that may be written in a day, for the sake of the disk. Thread-safe.
 
-    A bucket that holds a day's bytes and is filled over a day; None: no limit. `clock`: seconds of
-    the wall, because what was spent before a restart counts: `dump` is handed in again as `saved`.
+    A bucket that holds a day's bytes and is filled over a day; None: no limit, and counted for
+    the next process, which may have one. `clock`: seconds of the wall, because what was spent
+    before a restart counts: `dump` is handed in again as `saved`.
     """
 
     def __init__(self, daily_bytes: int | None, clock: Clock, saved: bytes = b"") -> None:
         self._clock = clock
+        self._lock = threading.Lock()  # of what is spent where there is no limit
+        self._spent, self._at_s = _spent(saved) or (0.0, clock())
         self._bucket = None
         if daily_bytes is not None:
             self._bucket = Bucket(daily_bytes / DAY_S, daily_bytes, clock)
-            if len(saved) == _SPENT.size:
-                self._bucket.resume(*_SPENT.unpack(saved))
+            self._bucket.resume(self._spent, self._at_s)
 
     def allow(self, n_bytes: int) -> bool:
         """Whether n_bytes may be written today; if so they are counted."""
-        return self._bucket is None or self._bucket.try_take(n_bytes)
+        if self._bucket is not None:
+            return self._bucket.try_take(n_bytes)
+        self._count(n_bytes)
+        return True
 
     def refund(self, n_bytes: int) -> None:
         """They were allowed and not written."""
         if self._bucket is not None:
             self._bucket.give(n_bytes)
+        else:
+            self._count(-n_bytes)
 
     @property
     def left_bytes(self) -> int | None:
@@ -114,6 +119,26 @@ class WriteBudget:
 
     def dump(self) -> bytes:
         """What is spent and when that was so, to go on from after a restart."""
-        if self._bucket is None:
-            return _SPENT.pack(0.0, self._clock())
-        return _SPENT.pack(*self._bucket.state()[1:])
+        if self._bucket is not None:
+            return _SPENT.pack(*self._bucket.state()[1:])
+        with self._lock:
+            return _SPENT.pack(self._spent, self._at_s)
+
+    def _count(self, n_bytes: int) -> None:
+        """Without a limit, so without a rate to fill at: what was spent fades over a day.
+
+        Never faster than a bucket fills that it was taken from, and to a day's bytes where as much
+        is written every day.
+        """
+        with self._lock:
+            now_s = self._clock()
+            left = self._spent * math.exp(-max(0.0, now_s - self._at_s) / DAY_S)
+            self._spent, self._at_s = max(0.0, left + n_bytes), now_s
+
+
+def _spent(saved: bytes) -> tuple[float, float] | None:
+    """What `dump` packed; None: that is not it."""
+    if len(saved) != _SPENT.size:
+        return None
+    spent, at_s = _SPENT.unpack(saved)
+    return (spent, at_s) if math.isfinite(spent) and math.isfinite(at_s) and spent >= 0 else None

@@ -177,7 +177,8 @@ class Committer:
             self._retry()
             if self.undone:
                 log.warning("%d deleted spans are back at the next open", len(self.undeleted))
-            self._index.commit({}, heat=self._catalog.heat(), last=True)
+            wear = self._duties.wear()  # also of what came to nothing
+            self._index.commit({}, heat=self._catalog.heat(), wear=wear, last=True)
         except StoreFailed as err:
             self.fail(err)
 

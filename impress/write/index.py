@@ -237,14 +237,16 @@ class Index:
         with self._read() as txn, txn.cursor(self._dbs["erase"]) as cursor:
             return {int.from_bytes(key, "big"): bytes(note) for key, note in cursor}
 
-    def carry(self, notes: Mapping[int, bytes], last: int) -> None:
-        """From the index before this one: what is still to be erased, the highest id of a header.
+    def carry(self, notes: Mapping[int, bytes], last: int, wear: bytes) -> None:
+        """From the index before: what is still to be erased, the highest id of a header, `wear`.
 
         Raises StoreFailed.
         """
         try:
             with self._env.begin(write=True) as txn:
                 txn.put(_LAST, last.to_bytes(8, "little"), db=self._dbs["history"])
+                if wear:
+                    txn.put(_WEAR, wear, db=self._dbs["history"])
                 for span, note in notes.items():
                     txn.put(_id(span), note, db=self._dbs["erase"])
         except (lmdb.Error, OSError) as err:
