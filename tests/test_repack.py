@@ -456,6 +456,70 @@ def test_a_span_that_goes_bad_while_it_is_copied_is_left_alone(
     sound(store)
 
 
+def test_a_header_without_room_gives_back_the_room_for_rows(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Where no segment can be made (out of files, say) a megabyte was nobody's until reopening."""
+    store = open_store(geometry, dram_bytes=0)
+    put_prompt(store, prompt(256)).wait(60)
+    look(store, prompt(256))
+    rest = store.ssd.reserve(store.ssd.usage().free)
+    data = store.ssd.reserve(256 * geometry.token_bytes)
+    assert rest is not None and data is not None and store.ssd.usage().free == 0
+    store.ssd.free(data)  # room for the rows, and a new segment for the header
+    taken = store.ssd.folder / f"{data.parts[0].segment + 1:08d}.seg"
+    taken.touch()
+    assert [span.outcome for span in store.repack().spans] == ["no room for a copy"]
+    assert store.ssd.usage().free == data.n_bytes
+    taken.unlink()
+    store.ssd.free(rest)
+    assert store.repack().moved == 1
+    assert_serves(store, prompt(256), 256)
+    sound(store)
+
+
+def test_a_commit_that_outlasts_the_wait_is_told_apart_from_the_next_copy(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said to have failed. When it landed the next copy, half written, was nobody's."""
+    store = open_store(geometry, dram_bytes=0)
+    for seed in range(2):
+        put_prompt(store, prompt(256, seed)).wait(60)
+        look(store, prompt(256, seed))
+    repacker, committer, land = store._repacker, store._home.committer, threading.Event()
+    assert repacker is not None and committer is not None
+    write, commit = store.ssd.write, store.index.commit
+    places: list[Any] = []  # of the copies' rows
+    seen: list[tuple[int, bool]] = []
+
+    def late(*args: Any, **named: Any) -> None:
+        assert land.wait(60)
+        commit(*args, **named)
+
+    def watched(slot: Any, *args: Any) -> None:
+        if threading.current_thread().name != "impress-commit" and slot.parts not in places:
+            places.append(slot.parts)
+            if len(places) == 2:  # the first byte of the second copy
+                monkeypatch.undo()
+                seen.append((len(repacker.drafts()), repacker.writing))
+                land.set()
+                assert committer.barrier(60)
+                seen.append((len(repacker.drafts()), repacker.writing))
+        write(slot, *args)
+
+    monkeypatch.setattr(impress.repacking.repack, "COMMIT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(store.index, "commit", late)
+    monkeypatch.setattr(store.ssd, "write", watched)
+    report = store.repack()
+    assert [span.outcome for span in report.spans] == ["not committed yet", "moved"]
+    assert seen == [(2, True), (1, True)]
+    assert repacker.drafts() == [] and not repacker.writing
+    assert all(order is not None and order.epoch == 1 for order in orders_of(store))
+    for seed in range(2):
+        assert_serves(store, prompt(256, seed), 256)
+    sound(store)
+
+
 @pytest.mark.parametrize("what", ["quarantine", "purge", "split", "lease", "close"])
 def test_what_happens_while_a_span_is_copied(
     open_store: Open, geometry: impress.Geometry, what: str, monkeypatch: pytest.MonkeyPatch

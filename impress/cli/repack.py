@@ -16,6 +16,7 @@ from impress.repacking.repack import RepackReport
 from impress.store import PrefixStore
 from impress.terminal import err, out, size
 from impress.write.directory import Identity, Shard, read_identity, shards_of
+from impress.write.jobs import Swapped
 
 
 def repack(
@@ -68,7 +69,8 @@ def repack(
         raise typer.Exit(2)
     if str(json_file) != "-":
         _print(where, report)
-    if busy or any(span.outcome == "failed" for span in report.spans):
+    failed = (Swapped.FAILED.value, Swapped.LATE.value)
+    if busy or any(span.outcome in failed for span in report.spans):
         raise typer.Exit(1)
 
 

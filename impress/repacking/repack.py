@@ -123,7 +123,7 @@ class Repacker:
         )
         self._pass = threading.Lock()  # held for a whole pass; only passes take it
         self._looked: dict[int, int] = {}  # span -> its leases when the background last looked
-        self._draft: SpanRecord | None = None  # space that no span owns yet
+        self._drafts: dict[int, SpanRecord] = {}  # space that no span owns yet
         self._sync_failures = 0  # the tier's, when it was reserved
         self._thread: threading.Thread | None = None
         if config.repack_every_s:
@@ -152,14 +152,13 @@ class Repacker:
             return self._run(due, False, None)
 
     def drafts(self) -> list[SpanRecord]:
-        """The copy under way: space that no span owns yet."""
-        draft = self._draft
-        return [] if draft is None else [draft]
+        """Copies under way, of a late commit too: space that no span owns yet."""
+        return list(self._drafts.values())
 
     @property
     def writing(self) -> bool:
         """Whether a copy is under way."""
-        return self._draft is not None
+        return bool(self._drafts)
 
     def close(self, timeout_s: float) -> None:
         """Stop after the slice under way; what is half copied is given back."""
@@ -266,28 +265,29 @@ class Repacker:
         """Room for the copy where there is some; nothing is evicted for it."""
         ssd, record = self._home.ssd, move.held.record
         self._sync_failures = ssd.sync_failures
+        data = meta = None
         with suppress(MediumError):
             data = ssd.reserve(move.layout.data_bytes)
-            if data is None:
-                return None
-            size = meta_bytes(
-                len(data.parts), move.part.count, record.window, self._geometry.n_layers,
-                move.layout.n_sums,
-            )  # fmt: skip
-            meta = ssd.reserve(size)
-            if meta is not None and len(meta.parts) == 1:  # a header is one extent, for scans
-                span = next(self._home.span_ids)
-                self._draft = move.part.record(span, meta.parts[0], data.parts)
-                return self._draft
-            for slot in (data, meta):
-                if slot is not None:
-                    ssd.free(slot)
+            if data is not None:
+                size = meta_bytes(
+                    len(data.parts), move.part.count, record.window, self._geometry.n_layers,
+                    move.layout.n_sums,
+                )  # fmt: skip
+                meta = ssd.reserve(size)
+        # A header is one extent, for scans.
+        if data is not None and meta is not None and len(meta.parts) == 1:
+            draft = move.part.record(next(self._home.span_ids), meta.parts[0], data.parts)
+            self._drafts[draft.span_id] = draft
+            return draft
+        for slot in (data, meta):
+            if slot is not None:
+                ssd.free(slot)
         return None
 
     def _give_back(self, draft: SpanRecord) -> None:
         self._home.leaving.spoil([draft.span_id])
         self._home.scrap([draft])
-        self._draft = None
+        del self._drafts[draft.span_id]
 
     def _move(self, move: _Move, draft: SpanRecord) -> Swapped:
         """Copy, then commit. Raises Stopped; whatever happens, the space is somebody's."""
@@ -318,11 +318,11 @@ class Repacker:
     def _commit(self, move: _Move, header: SpanHeader) -> Swapped:
         """Hand the copy to the committer, which owns it from here on."""
         assert self._home.committer is not None
-        ended, outcomes = threading.Event(), [Swapped.FAILED]
+        ended, outcomes = threading.Event(), [Swapped.LATE]
 
         def done(outcome: Swapped) -> None:
             outcomes.append(outcome)
-            self._draft = None
+            del self._drafts[header.record.span_id]  # the next copy may be under way by now
             ended.set()
 
         old, skip = move.held.record.span_id, move.part.first

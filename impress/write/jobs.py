@@ -54,11 +54,15 @@ class SwapJob:
 
 
 class Swapped(Enum):
-    """What came of a SwapJob. But for YES the new span's space is free again, or soon will be."""
+    """What came of a SwapJob. But for YES the new span's space is free again, or soon will be.
+
+    LATE: it is not known yet, and nobody waits any more.
+    """
 
     YES = "moved"
     GONE = "the span left the tree meanwhile"
     FAILED = "failed"
+    LATE = "not committed yet"
 
 
 @dataclass(slots=True)
