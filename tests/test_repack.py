@@ -361,11 +361,35 @@ def test_a_pass_keeps_to_its_bounds_and_says_so(tmp_path: Path, geometry: impres
         with impress.PrefixStore.open(tmp_path / str(i), geometry, "test", config) as store:
             put_prompt(store, prompt(256)).wait(60)
             look(store, prompt(256))
-            report = store.repack(max_bytes=None if bounds else data)
-            assert [span.outcome for span in report.spans] == [outcome]
-            assert (report.moved, report.moved_bytes) == (0, 0)
+            for dry_run in (True, False):
+                report = store.repack(dry_run=dry_run, max_bytes=None if bounds else data)
+                assert [span.outcome for span in report.spans] == [outcome]
+                assert (report.moved, report.moved_bytes) == (0, 0)
             assert_serves(store, prompt(256), 256)
             sound(store)
+
+
+@pytest.mark.parametrize("bound", ["max_bytes", "daily_write_bytes"])
+def test_a_dry_run_stops_where_the_run_does(
+    open_store: Open, geometry: impress.Geometry, bound: str
+) -> None:
+    """What would have moved before was not counted: all three would, and one did."""
+    daily = 8 * MIB if bound == "daily_write_bytes" else None
+    store = open_store(geometry, daily_write_bytes=daily)
+    for seed in range(3):
+        put_prompt(store, prompt(256, seed)).wait(60)
+        look(store, prompt(256, seed))
+    if daily is not None:
+        store._home.budget.allow(store.stats()["writes_left_bytes"] - 3 * MIB // 2)
+    most = 3 * MIB // 2 if bound == "max_bytes" else None
+    would = store.repack(dry_run=True, max_bytes=most)
+    report = store.repack(max_bytes=most)
+    as_said = {"would move": "moved"}
+    outcomes = [span.outcome for span in report.spans]
+    assert [as_said.get(span.outcome, span.outcome) for span in would.spans] == outcomes
+    assert outcomes.count("moved") == 1 and len(outcomes) == 3
+    assert would.picked_bytes == report.picked_bytes == report.moved_bytes > would.moved_bytes == 0
+    sound(store)
 
 
 def test_the_background_looks_at_what_was_leased_since(

@@ -109,9 +109,6 @@ def _print(where: Path, report: RepackReport) -> None:
         )  # fmt: skip
     if report.spans:
         out.print(table)
-    would = [span for span in report.spans if span.outcome == "would move"]
-    what = f"{len(report.spans)} spans looked at, {report.moved} moved ({size(report.moved_bytes)})"
-    if report.dry_run:
-        n_bytes = sum(span.move_bytes for span in would)
-        what = f"{len(report.spans)} spans looked at, {len(would)} would move ({size(n_bytes)})"
+    done = f"{len(report.picked)} {'would move' if report.dry_run else 'moved'}"
+    what = f"{len(report.spans)} spans looked at, {done} ({size(report.picked_bytes)})"
     out.print(f"{where}: {what}", markup=False, soft_wrap=True)

@@ -45,9 +45,14 @@ NAP_S = 0.002
 LEAST_LEASES = 8
 #: A span of which more than this share is dead is rewritten without it.
 DEAD_SHARE = 0.5
+#: Outcomes of a span that is left for another time, in a dry run too.
+NO_ROOM = "no room for a copy"
+SPENT = "daily_write_bytes are spent"
 #: Outcomes by which a copy took a span's place.
 REWRITTEN = "rewritten"
 DONE = (Swapped.YES.value, REWRITTEN)
+#: And those of a dry run that stand for them.
+WOULD = ("would move", "would rewrite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,15 @@ class RepackReport:
     @property
     def moved_bytes(self) -> int:
         return sum(s.move_bytes for s in self.spans if s.outcome in DONE)
+
+    @property
+    def picked(self) -> list[SpanReport]:
+        """Spans moved or rewritten; of a dry run, those that would be."""
+        return [span for span in self.spans if span.outcome in DONE + WOULD]
+
+    @property
+    def picked_bytes(self) -> int:
+        return sum(span.move_bytes for span in self.picked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +197,7 @@ class Repacker:
         return dict.fromkeys(d.span for d in dead if d.n_dead > DEAD_SHARE * d.n_windows)
 
     def _run(self, spans: list[int], dry_run: bool, max_bytes: int | None) -> RepackReport:
-        report = RepackReport(dry_run)
+        report, n_bytes = RepackReport(dry_run), 0  # written, or would be
         dead = self._mostly_dead()
         for span in [*dead, *(span for span in spans if span not in dead)]:
             found = self._home.catalog.hold_span(span)
@@ -194,8 +208,10 @@ class Repacker:
                 runs = [(view.first, view.n_windows) for view in views]
                 move = self._examine(held, runs, rewrite=span in dead)
                 if move is not None:
-                    left = None if max_bytes is None else max_bytes - report.moved_bytes
-                    report.spans.append(move.report(self._deal_with(move, dry_run, left)))
+                    left = None if max_bytes is None else max_bytes - n_bytes
+                    outcome = self._deal_with(move, left, n_bytes if dry_run else None)
+                    report.spans.append(move.report(outcome))
+                    n_bytes += move.n_bytes if outcome in DONE + WOULD else 0
             except Stopped:
                 break
             finally:
@@ -233,24 +249,24 @@ class Repacker:
         plan = plan_repack(worth, chosen, header.order, groups, planes, window, gap)
         return _Move(held, SpanPart(header, 0, n_windows, plan.slots), layout, plan)
 
-    def _deal_with(self, move: _Move, dry_run: bool, left: int | None) -> str:
-        """Move it, or say why not."""
+    def _deal_with(self, move: _Move, left: int | None, planned: int | None) -> str:
+        """Move it, or say why not. `planned`: bytes of a dry run so far; None: it is none."""
         if move.plan is not None and not move.plan.worth_it:
             return "lies well"
         if move.n_bytes > self._config.repack_space_bytes:
             return "larger than repack_space_bytes"
         if left is not None and move.n_bytes > left:
             return "over this pass's bytes"
-        if dry_run:
-            return "would move" if move.plan is not None else "would rewrite"
+        if planned is not None:
+            return self._would(move, planned)
         if self._home.health.refusal():
             return "read-only"
         draft = self._reserve(move)
         if draft is None:
-            return "no room for a copy"
+            return NO_ROOM
         if not self._home.budget.allow(move.n_bytes):
             self._give_back(draft)
-            return "daily_write_bytes are spent"
+            return SPENT
         outcome = self._move(move, draft)
         self._counters.add(f"repacks/{outcome.name.lower()}")
         if outcome is Swapped.YES:  # with its leases, which it keeps
@@ -258,6 +274,16 @@ class Repacker:
             if move.plan is None:
                 return REWRITTEN
         return str(outcome.value)
+
+    def _would(self, move: _Move, planned: int) -> str:
+        """What would come of it, by what is free now, after so many bytes of moves before it."""
+        usage, left = self._home.ssd.usage(), self._home.budget.left_bytes
+        capacity = self._home.ssd.capacity_bytes
+        if capacity is not None and usage.used + move.n_bytes > max(capacity, usage.total):
+            return NO_ROOM
+        if left is not None and planned + move.n_bytes > left:
+            return SPENT
+        return WOULD[0] if move.plan is not None else WOULD[1]
 
     # ---- a move ----------------------------------------------------------------------------
 
