@@ -648,10 +648,13 @@ def run_repack(*args: str | Path) -> subprocess.CompletedProcess[str]:
 def test_the_command_says_what_would_move_and_moves_it(
     tmp_path: Path, geometry: impress.Geometry
 ) -> None:
-    folder, config = tmp_path / "store", impress.Config(**SMALL)
+    folder = tmp_path / "store"
+    sizes = {**SMALL, "segment_bytes": 4 * MIB, "daily_write_bytes": 20 * MIB}
+    config = impress.Config(**sizes)
     with impress.PrefixStore.open(folder, geometry, "test", config) as store:
         put_prompt(store, prompt(256)).wait(60)
         look(store, prompt(256))
+        left = store.stats()["writes_left_bytes"]
         held = run_repack("--store", folder, "--dry-run")
         assert held.returncode == 2 and "open for writing by process" in held.stderr
     would = run_repack("--store", folder, "--dry-run")
@@ -664,10 +667,30 @@ def test_the_command_says_what_would_move_and_moves_it(
     assert span["after"]["n_bytes"] < span["before"]["n_bytes"]
     assert "1 spans looked at, 0 moved" in run_repack("--store", folder).stdout
     with impress.PrefixStore.open(folder, geometry, "test", config) as store:
+        assert store.stats()["writes_left_bytes"] < left - MIB // 2  # it was a new day's bytes
         assert_serves(store, prompt(256), 256)
         sound(store)
     missing = run_repack("--store", tmp_path / "none")
     assert missing.returncode == 2 and missing.stderr.count("\n") == 1
+
+
+def test_the_command_adds_no_segment_to_a_full_shard(
+    tmp_path: Path, geometry: impress.Geometry
+) -> None:
+    """It does not know the server's disk_bytes, and left 3 MiB of segments in a shard of 2."""
+    folder, config = tmp_path / "store", impress.Config(**SMALL, disk_bytes=2 * MIB)
+    with impress.PrefixStore.open(folder, geometry, "test", config) as store:
+        put_prompt(store, prompt(256)).wait(60)
+        look(store, prompt(256))
+        assert [span.outcome for span in store.repack().spans] == ["no room for a copy"]
+        segments = store.ssd.folder
+    for options, said in ((["--dry-run"], "0 would move (0 B)"), ([], "0 moved (0 B)")):
+        done = run_repack("--store", folder, *options)
+        assert done.returncode == 0 and said in done.stdout, done
+        assert sum(path.stat().st_size for path in segments.iterdir()) == 2 * MIB
+    with impress.PrefixStore.open(folder, geometry, "test", config) as store:
+        assert_serves(store, prompt(256), 256)
+        sound(store)
 
 
 REPACKER = """

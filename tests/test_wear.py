@@ -17,7 +17,7 @@ import torch
 from conftest import MIB, assert_serves, kv_of, prompt, put_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_repack import look, sound
+from test_repack import look, run_repack, sound
 from test_sparse import POLICIES, retrieve_all
 
 import impress
@@ -292,22 +292,48 @@ def test_what_is_mostly_dead_is_rewritten(
     assert not verify_store(tmp_path / "store").problems
 
 
+def test_the_command_says_what_it_would_rewrite_and_gives_empty_segments_back(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Its dry run said "0 would move", and moved one; segments stayed whose rows had left them."""
+    store = open_store(geometry, window=WINDOW)
+    tokens, other, segments = *dead_head(store), store.ssd.folder
+    store.close()
+    before = sum(path.stat().st_size for path in segments.iterdir())
+    would = run_repack("--store", store.path, "--dry-run").stdout
+    assert "would rewrite" in would and "1 would move (2" in would, would
+    assert sum(path.stat().st_size for path in segments.iterdir()) == before
+    done = run_repack("--store", store.path).stdout
+    assert "rewritten" in done
+    assert would.splitlines()[-1].replace("would move", "moved") == done.splitlines()[-1]
+    assert sum(path.stat().st_size for path in segments.iterdir()) <= before - MIB
+    with open_store(geometry, window=WINDOW) as store:
+        for asked in (tokens, other):
+            assert_serves(store, asked, 256)
+        sound(store)
+
+
 def answers(store: impress.PrefixStore, tokens: np.ndarray) -> list[tuple[torch.Tensor, ...]]:
     """What every policy brings of every layer."""
     with store.lease(tokens) as lease:
         return [layer for policy in POLICIES for layer in retrieve_all(lease, policy)[0]]
 
 
-def test_a_dead_head_is_left_out_too(open_store: Open, geometry: impress.Geometry) -> None:
+def dead_head(store: impress.PrefixStore) -> tuple[np.ndarray, np.ndarray]:
     """Two stores of prompts that begin alike, at once: the second to commit adds its end."""
-    store = open_store(geometry, window=WINDOW, dram_bytes=0)
     tokens, other = prompt(256), np.concatenate([prompt(256)[:192], prompt(64, 3)])
-    keys, values = kv_of(other, geometry)
+    keys, values = kv_of(other, store.geometry)
     with store.writer(other) as late:
         put_prompt(store, tokens).wait(60)
-        for layer in range(geometry.n_layers):
+        for layer in range(store.geometry.n_layers):
             late.put(layer, 0, keys[layer], values[layer])
     assert late.stored.wait(60)
+    return tokens, other
+
+
+def test_a_dead_head_is_left_out_too(open_store: Open, geometry: impress.Geometry) -> None:
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    tokens, other = dead_head(store)
     (dead,) = store.catalog.dead()
     assert (dead.n_dead, dead.n_windows) == (12, 16)
     look(store, other)

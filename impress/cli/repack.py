@@ -39,6 +39,9 @@ def repack(
     neither choices nor importance, are left out. A shard that is open for writing elsewhere is
     named and left alone.
 
+    A copy wants room in the segment files there are: none is added, so that disk_bytes holds, and
+    one that is left empty goes. What is written counts in daily_write_bytes of whoever serves next.
+
     What a request reads is an estimate: rows are taken to be chosen independently of each other.
 
     **Exit status**
@@ -75,14 +78,18 @@ def repack(
 
 
 def _repacked(where: Path, shard: Shard, identity: Identity, dry_run: bool) -> RepackReport:
-    sizes = (path.stat().st_size for path in shard.segments.glob("*.seg"))
+    # Its disk_bytes is known to its server alone: no segment is added, and nothing is evicted.
+    n_bytes = sum(path.stat().st_size for path in shard.segments.glob("*.seg"))
     config = Config(
         window=identity.window, dram_bytes=0, repack_every_s=0, shard=shard.number,
-        segment_bytes=max(sizes, default=256 * MIB) // MIB * MIB,
+        segment_bytes=MIB, disk_bytes=max(1, -(-n_bytes // MIB)) * MIB, disk_high=1.0, disk_low=1.0,
     )  # fmt: skip
     with PrefixStore.open(where, identity.geometry, b"repack", config) as opened:
         with err.status("planning" if dry_run else "repacking"):
-            return opened.repack(dry_run=dry_run)
+            report = opened.repack(dry_run=dry_run)
+        if not dry_run:
+            opened.ssd.trim()
+        return report
 
 
 def _plain(where: Path, report: RepackReport, busy: list[str]) -> dict[str, Any]:
