@@ -1,10 +1,11 @@
 """Every experiment of the paper's figures and of what came before, each in a process of its own.
 
-    python -m experiments.all --quick            about 20 minutes on two quiet cores
+    python -m experiments.all --quick            some 20 minutes on two quiet cores
     python -m experiments.all --resume           the full sizes; goes on where a run stopped
 
-Reports and plots go to docs/results, and the tables of docs/RESULTS.md and docs/LINEAGE.md are
-filled from them. One that fails is named at the end, and the rest goes on.
+Reports and plots go to docs/results, over those that are there, and the tables of docs/RESULTS.md
+and docs/LINEAGE.md are filled from them. fio measures the disk, unless --disk-gb-s says its rate.
+One that fails is named at the end, and the rest goes on.
 """
 
 from __future__ import annotations

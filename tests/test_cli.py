@@ -348,4 +348,4 @@ def test_run_without_torch_says_what_to_install(tmp_path):
         run()
     """
     done = ended([sys.executable, "-c", code])
-    assert_refused(done, "pip install 'impress-kv[hf]'")
+    assert_refused(done, "pip install '.[hf]' in impress's clone")

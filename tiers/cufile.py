@@ -1,4 +1,4 @@
-"""kvikio: NVIDIA's cuFile, where there is a GPU. An extra (`impress-kv[gpu]`), imported lazily.
+"""kvikio: NVIDIA's cuFile, where there is a GPU. An extra (`gpu`), imported lazily.
 
 Without a CUDA driver its host reads fail, and with a broken one they can hang (measured on kvikio
 26.10): so it is probed first, and then proves itself in a process of its own. It reads into host
@@ -42,7 +42,7 @@ with tempfile.NamedTemporaryFile() as file:
 def why_not() -> str:
     """Why kvikio cannot be used here, in one line; "" when it proved that it can."""
     if importlib.util.find_spec("kvikio") is None:
-        return "kvikio is not installed: pip install 'impress-kv[gpu]'"
+        return "kvikio is not installed: pip install '.[gpu]' in impress's clone"
     lacking = no_device()
     if lacking:
         return lacking

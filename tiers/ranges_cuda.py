@@ -1,4 +1,4 @@
-"""Ranges on a CUDA device, by the driver's own calls. An extra (`impress-kv[gpu]`).
+"""Ranges on a CUDA device, by the driver's own calls. An extra (`gpu`).
 
     reserve: cuMemAddressReserve     back:   cuMemCreate or a page kept, cuMemMap, cuMemSetAccess
     end:     cuMemAddressFree        unback: cuMemUnmap; the page is kept for the next `back`
@@ -143,7 +143,7 @@ def _driver() -> Any:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError:
         raise MediumError(
-            "KV buffers on CUDA need cuda-bindings: pip install 'impress-kv[gpu]'"
+            "KV buffers on CUDA need cuda-bindings: pip install '.[gpu]' in impress's clone"
         ) from None
 
 

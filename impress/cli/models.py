@@ -31,7 +31,7 @@ def engine_module() -> ModuleType:
         from impress.engines import hf
     except ImportError as error:
         raise Unsupported(
-            f"running a model needs {error.name or 'torch'}: pip install 'impress-kv[hf]'"
+            f"running a model needs {error.name or 'torch'}: pip install '.[hf]' in impress's clone"
         ) from None
     return hf
 
@@ -43,7 +43,8 @@ def load_tokenizer(model_dir: Path) -> Any:
         from transformers.utils import logging
     except ImportError as error:
         raise Unsupported(
-            f"a tokenizer needs {error.name or 'transformers'}: pip install 'impress-kv[hf]'"
+            f"a tokenizer needs {error.name or 'transformers'}: "
+            "pip install '.[hf]' in impress's clone"
         ) from None
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -30,7 +30,7 @@ def check_installed() -> None:
     for name in ("torch", "transformers", "tokenizers", "safetensors"):
         if find_spec(name) is None:
             raise Unsupported(
-                f"the demo runs a model and needs {name}: pip install 'impress-kv[hf]'"
+                f"the demo runs a model and needs {name}: pip install '.[hf]' in impress's clone"
             )
 
 

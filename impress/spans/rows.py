@@ -165,9 +165,7 @@ def torch_module() -> Any:
     try:
         import torch
     except ImportError:
-        raise Unsupported(
-            "reading needs torch: pip install 'impress-kv[hf]' (or torch by itself)"
-        ) from None
+        raise Unsupported("reading needs torch: pip install torch") from None
     return torch
 
 

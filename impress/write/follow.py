@@ -149,9 +149,7 @@ class Follower:
             if changed or self._catalog.n_removed != self._n_removed:
                 self._n_removed = self._catalog.n_removed
                 self._catalog.retry(RETRIES, self.value)
-            self._ssd.drop_deleted(
-                2 * self._grace_s
-            )  # files go after their spans
+            self._ssd.drop_deleted(2 * self._grace_s)  # files go after their spans
             self.say()
             return changed
 

