@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import SMALL, assert_serves, kv_of, prompt, put_prompt
+from test_repack import look
 from typer.testing import CliRunner
 
 import impress
@@ -102,6 +104,29 @@ def test_a_purge_reaches_the_copy_that_a_killed_repack_left_behind(tmp_path: Pat
         assert store.purge() == (2, 0)
     assert row_of(prompt(256, 1)) not in bytes_of(segments(path))
     assert rebuild_store(path).spans == 0
+
+
+def test_a_purge_reaches_the_copy_that_a_repack_makes_meanwhile(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took the place of what the purge had just listed: it stayed, and was served."""
+    store = open_store(GEOMETRY, repack_every_s=0)
+    tokens = prompt(256, 1)
+    put_prompt(store, tokens).wait(60)
+    look(store, tokens)
+    listed, moved = store.catalog.own_records, []
+
+    def repacked_behind() -> list[Any]:
+        found = listed()
+        monkeypatch.undo()
+        moved.append(store.repack().moved)
+        return found
+
+    monkeypatch.setattr(store.catalog, "own_records", repacked_behind)
+    assert store.purge()[0] == 1 and moved == [1]
+    assert store.lookup(tokens) == 0
+    assert row_of(tokens) not in bytes_of(segments(store.path))
+    store.check()
 
 
 def test_what_is_noted_to_be_erased_is_left_alone_where_another_span_lies_by_now(
