@@ -128,6 +128,8 @@ def test_earning_is_exact_and_every_request_a_shadow():
     for _ in range(6):  # it will not earn it: from here on no request is slowed for that
         ledger.note(OVER)
     assert ledger.decide(0.01) == ("exact", True, False, False)
+    unobserved = Ledger(0.1, 3, n_dropped=6)  # nor where shadows come to nothing
+    assert not unobserved.decide(0.01).wanted
 
 
 @settings(max_examples=20, deadline=None)

@@ -21,7 +21,7 @@ from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt, wait_
 
 import impress
 import tiers.slots
-from impress.policy import Exact, StaticH2O
+from impress.policy import AllHeads, Exact, StaticH2O
 from tiers.base import Extent
 from tiers.iopool import Lane
 
@@ -542,20 +542,21 @@ def no_more_memory(store: impress.PrefixStore, after: int = 0) -> Iterator[None]
         yield
 
 
-@pytest.mark.parametrize("after", range(3))
+@pytest.mark.parametrize("after", range(9))
 def test_a_process_out_of_memory_misses_and_keeps_nothing_pinned(
-    open_store: Open, geometry: impress.Geometry, after: int
+    open_store: Open, after: int
 ) -> None:
     """An OSError went through the engine, which would have computed the prompt instead, and the
     copies it had been about to read could never be evicted again."""
+    geometry = impress.Geometry(4, 4, 2, 128, "float32")
     store = open_store(geometry, dram_bytes=1 << 20)
     tokens = prompt(128)
-    scores = np.random.default_rng(0).random((2, 128), dtype=np.float32)
+    scores = np.random.default_rng(0).random((4, 128), dtype=np.float32)
     put_prompt(store, tokens, importance=scores).wait(60)
     assert_serves(store, tokens, 128)
     wait_for_promotions(store)
     query = torch.zeros(geometry.n_heads, 1, geometry.head_dim)
-    for policy in (Exact(), StaticH2O(keep=0.5)):
+    for policy in (Exact(), StaticH2O(keep=0.5), AllHeads(keep=0.5)):
         lost = 0
         for ahead in (False, True):
             with store.lease(tokens) as lease, lease.session(policy) as session:
@@ -563,10 +564,11 @@ def test_a_process_out_of_memory_misses_and_keeps_nothing_pinned(
                     lost += 1
                     if ahead:
                         session.prefetch()
-                    session.retrieve(0, query)
-                    session.retrieve(1, query)
+                    for layer in range(4):
+                        session.retrieve(layer, query, suffix_lse=torch.zeros(geometry.n_heads, 1))
                     lost -= 1
         assert lost or after
+    wait_for_promotions(store)  # and for reads that were given up
     assert store.buffers.used_bytes == 0
     assert not any(cache._pins.any() for cache in store._copies.chunks)
     store.drop_caches()

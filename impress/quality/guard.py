@@ -122,7 +122,7 @@ class Ledger:
         """The next request's way. `share` of trusted requests become shadows, drawn by a hash."""
         self.n_requests += 1
         if self.state != "trusted":
-            wanted = self.n_shadows < _TRIES * self.n_wanted
+            wanted = self.n_shadows + self.n_dropped < _TRIES * self.n_wanted
             return Decision("exact", shadow=True, wanted=wanted)
         shadow, again = _drawn(self.n_requests, salt)
         watched = shadow < share

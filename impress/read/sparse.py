@@ -158,9 +158,13 @@ class SparseSession(Session):
             rows = Load(
                 self._r, self._sources, layer, self._r.copies.chunks, planes, positions, ahead=ahead
             )
-            self._start_keys(layer + 1)  # behind them
-            self._check_ended()
-            self._foresight.plan(layer + 1, positions, planes)  # while this layer is read
+            try:
+                self._start_keys(layer + 1)  # behind them
+                self._check_ended()
+                self._foresight.plan(layer + 1, positions, planes)  # while this layer is read
+            except BaseException:
+                rows.abandon()
+                raise
             used.append(self._read(rows))
             self._foresight.start()
             k, v = rows.tensors() if keys is None else (keys.tensor(positions), rows.tensor())

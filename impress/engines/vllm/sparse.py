@@ -46,8 +46,15 @@ class SparseRequest:
             self.lost = f"the lease has {self._lease.n_tokens} of {spec.end} tokens"
             self.close()
             return
-        self._session = self._lease.session(policy=spec.policy)
-        self._session.prefetch()
+        try:
+            self._session = self._lease.session(policy=spec.policy)
+            self._session.prefetch()
+        except PrefixLost as err:
+            self.lost = err.reason
+            self.close()
+        except BaseException:
+            self.close()
+            raise
 
     def choose(
         self, layer: int, query: torch.Tensor, new_keys: torch.Tensor, scaling: float

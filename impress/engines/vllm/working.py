@@ -52,9 +52,15 @@ class ExactLoad:
         if self.end > spec.first:
             # What vLLM has itself is not read; of a window that begins before `first`, all is.
             self._begin = spec.first // store.window * store.window
-            self._session = self._lease.session(first=self._begin)
-            self._session.prefetch()
             self._slots = slots_of(spec.block_ids, block_size, spec.first, self.end)
+            try:
+                self._session = self._lease.session(first=self._begin)
+                self._session.prefetch()
+            except PrefixLost as err:
+                self._give_up(err)
+            except BaseException:
+                self.close()
+                raise
 
     def write(self, layer: int, kv_cache: torch.Tensor, layout: Layout) -> None:
         """Wait for a layer's rows and lay them into its blocks."""
@@ -63,11 +69,15 @@ class ExactLoad:
         try:
             k, v, _ = self._session.retrieve(layer, None)
         except PrefixLost as err:
-            self.lost, self.end = err.reason, self.spec.first
-            self.close()
+            self._give_up(err)
             return
         rows = slice(self.spec.first - self._begin, self.end - self._begin)
         layout.load(kv_cache, k[:, rows], v[:, rows], self._slots)
+
+    def _give_up(self, err: PrefixLost) -> None:
+        """Nothing of it is written any more."""
+        self.lost, self.end = err.reason, self.spec.first
+        self.close()
 
     def report(self) -> AccessReport | None:
         return self._session.report() if self._session is not None else None
