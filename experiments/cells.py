@@ -45,7 +45,7 @@ class Cells:
         draft.replace(self._path)
 
     def __contains__(self, params: Mapping[str, Any]) -> bool:
-        return _key(params) in self._done
+        return bool(self._done.get(_key(params), {}).get("rows"))
 
     def __getitem__(self, params: Mapping[str, Any]) -> list[Row]:
         rows: list[Row] = self._done[_key(params)]["rows"]

@@ -77,8 +77,11 @@ def scratch(parent: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not leave data behind
+        # A second one must not leave data behind: gigabytes take a while to delete.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, before)
 
 

@@ -85,11 +85,14 @@ class Options:
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One measurement. `params`, in JSON's types, say which; equal ones are never measured twice
-    where `--resume` is given. `seconds`: about how long `measure` takes."""
+    where `--resume` is given, unless they gave no rows. `seconds`: about how long `measure` takes.
+    `again`: it says whether this run's others can be believed, so it is measured with them.
+    """
 
     params: Mapping[str, Any]
     measure: Callable[[], Sequence[Row]]
     seconds: float = 1.0
+    again: bool = False
 
 
 Figures = dict[str, float]
@@ -190,7 +193,11 @@ def _run(
     done = Cells(args.json, resume=args.resume)
     chosen = _chosen(experiment.cells(options), args.cells)
     cells = [(common | dict(cell.params), cell) for cell in chosen]
-    todo = [(params, cell) for params, cell in cells if params not in done]
+    missing = any(params not in done for params, cell in cells if not cell.again)
+    todo = [
+        (params, cell) for params, cell in cells
+        if params not in done or (cell.again and missing)
+    ]  # fmt: skip
     seconds = sum(cell.seconds for _, cell in todo)
     console.print(
         f"{experiment.about} Estimated time: {duration(seconds)} "

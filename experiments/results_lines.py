@@ -84,11 +84,12 @@ LINES: Final = (
          "it has to try a mode to know it, and goes by the mean"),
     Line("Fig 17", "I/O time against AS+H2O+LFU", "1.5–3.8× less",
          (Ours("ttft", "io_time_vs_as_h2o_lfu"),), "measured", _SLICE),
-    Line("Fig 18", "share of the gain: identification / reordering / caching",
-         "60/30/10 (30B RTE), 36/8/56 (13B COPA)",
+    Line("Fig 18", "what p50 loses without identification / reordering / caching, as shares of the "
+         "three losses", "of the gain: 60/30/10 (30B RTE), 36/8/56 (13B COPA)",
          tuple(Ours("ablation", f"opt-6.7b.{name}.share", "{:.0%}", f"{name} ")
                for name in ("identification", "reordering", "caching")), "emulated",
-         "hangs on how requests look at rows (knobs) and on the cache ratio"),
+         "each is left out alone here: the three losses are more than the whole gain; hangs on how "
+         "requests look at rows (knobs) and on the cache ratio"),
     Line("Fig 20", "chunks touched, before ÷ after reordering", "1.2×",
          (Ours("chunks", "chunks_times_fewer.64"),), "computed", _AT),
     Line("Fig 20", "I/O time of a packed sparse read ÷ sequential floor, overlap ≥ .9", "",

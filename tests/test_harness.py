@@ -20,19 +20,27 @@ from impress.report import host
 class Doubling:
     """An experiment whose cells double a number, and which may be stopped at one of them."""
 
-    def __init__(self, numbers: Sequence[int], stop_at: int | None = None) -> None:
+    def __init__(
+        self, numbers: Sequence[int], stop_at: int | None = None, *, nothing: bool = False
+    ) -> None:
+        """`nothing`: but of the first, which is a check, there are no rows."""
         self.measured: list[int] = []
         self._numbers = numbers
         self._stop_at = stop_at
+        self._nothing = nothing
+        self.check: int | None = None
 
     def _cells(self, options: Options) -> list[Cell]:
-        return [Cell({"number": n}, lambda n=n: self._double(n), 30) for n in self._numbers]
+        return [
+            Cell({"number": n}, lambda n=n: self._double(n), 30, again=n == self.check)
+            for n in self._numbers
+        ]
 
     def _double(self, number: int) -> list[Row]:
         if number == self._stop_at:
             raise KeyboardInterrupt
         self.measured.append(number)
-        return [{"twice": 2 * number}]
+        return [] if self._nothing and number != self.check else [{"twice": 2 * number}]
 
     def _figures(self, rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
         return {f"of{row['number']}": float(row["twice"]) for row in rows}, rows
@@ -88,6 +96,19 @@ def test_a_stopped_run_keeps_its_cells_and_resume_measures_the_rest(
     said = json.loads(report.read_text())
     assert said["figures"] == {"of1": 2.0, "of2": 4.0, "of3": 6.0}
     assert said["meta"]["cells"]["kept"] == 2
+
+
+def test_a_withdrawn_run_is_measured_again_by_resume_and_checked_again(
+    tmp_path: Path, report: Path
+) -> None:
+    """On a busy machine the emulator was off; its cells stood there as finished, without a row, and
+    every resume withdrew them anew."""
+    for nothing, measured in ((True, [1, 2, 3]), (False, [1, 2, 3]), (False, [])):
+        again = Doubling([1, 2, 3], nothing=nothing)
+        again.check = 1
+        assert again.run(tmp_path, "--json", str(report), "--resume") == 0
+        assert again.measured == measured
+    assert json.loads(report.read_text())["figures"] == {"of1": 2.0, "of2": 4.0, "of3": 6.0}
 
 
 @pytest.mark.parametrize("change", [["--seed", "2"], ["--quick"]])

@@ -49,7 +49,7 @@ class Plan:
 
 def check_cell(verdict: Verdict) -> Cell:
     """The emulator's check: first of all cells."""
-    return Cell({"part": "check"}, verdict.check, 25.0)
+    return Cell({"part": "check"}, verdict.check, 25.0, again=True)
 
 
 def cell(plan: Plan, label: str, n: int, **factors: Any) -> Cell:
