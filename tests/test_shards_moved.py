@@ -178,3 +178,83 @@ def test_windows_that_a_rewrite_left_to_a_third_writer_are_found_there(
     for store in (a, b, c):
         assert_serves(store, tokens, 768)
     check(a, b, c)
+
+
+@pytest.mark.parametrize("end", [640, 384], ids=["to its end", "and it goes on"])
+def test_what_took_a_place_in_part_is_found_whole_when_the_rest_goes_too(
+    pair: Pair,
+    stores: Callable[[], impress.PrefixStore],
+    trimmed: Callable[[impress.PrefixStore], None],
+    end: int,
+) -> None:
+    """It was remembered no more, and the rest of it was a miss until the store was opened again."""
+    (a, b), c = pair, stores()
+    tokens = prompt(640)
+    ready(a, tokens[:256])
+    look(b)
+    ready(b, tokens[:end], start=256)
+    ready(c, tokens)
+    look(b)
+    a.evict(1 << 30)
+    trimmed(a)
+    look(b)
+    assert_own(b, 1)
+    assert_serves(b, tokens, 640)
+    check(b)
+    assert b.evict(1 << 30) > 0
+    look(b)
+    assert_own(b, 0)
+    for store in (a, b):
+        look(store)
+        assert_serves(store, tokens, 640)
+    check(a, b, c)
+
+
+def test_what_took_a_place_in_part_takes_the_rest_from_another_too(
+    pair: Pair,
+    stores: Callable[[], impress.PrefixStore],
+    trimmed: Callable[[impress.PrefixStore], None],
+) -> None:
+    """What was one's own behind them was erased with the second of the two."""
+    (a, b), c, d = pair, stores(), stores()
+    tokens = prompt(768)
+    ready(a, tokens[:256])
+    look(c)
+    ready(c, tokens[:640], start=256)
+    look(b)
+    ready(b, tokens, start=640)
+    ready(d, tokens[:640])
+    for goes in (a, c):
+        look(b)
+        goes.evict(1 << 30)
+        trimmed(goes)
+        look(b)
+        assert_own(b, 1)
+        assert_serves(b, tokens, 768)
+        check(b)
+    look(a, c, d)
+    for store in (a, b, c, d):
+        assert_serves(store, tokens, 768)
+    check(a, b, c, d)
+
+
+def test_what_took_a_place_in_part_and_is_bad_stays_out(
+    pair: Pair, stores: Callable[[], impress.PrefixStore]
+) -> None:
+    (a, b), c = pair, stores()
+    tokens = prompt(640)
+    ready(a, tokens[:256])
+    look(b)
+    ready(b, tokens, start=256)
+    ready(c, tokens)
+    look(b)
+    a.evict(1 << 30)
+    look(b)
+    with b.lease(tokens[:256]) as lease:
+        (held,) = lease.held
+    assert held.record.span_id in c.catalog.own
+    b._home.leaving.quarantine(held.record.span_id)
+    ready(a, prompt(64, 6))
+    look(b)
+    assert b.lookup(tokens) == 0
+    check(a, b, c)

@@ -6,7 +6,8 @@ windows (a repacked copy, one stored at once) have taken their places. What hang
 none takes goes too: its own are orphans then, to be deleted; others' may find one yet: they wait.
 
     put ─admit─> in the tree ─withdraw─> out, what hung below: orphans (own), waiting (others')
-         └─ here already, or its ancestors are not: it waits; `retry` when the tree has changed
+         └─ its end is here already, or its ancestors are not: it waits, also where nodes view a
+            part of it; `retry` when the tree has changed
 """
 
 from __future__ import annotations
@@ -49,56 +50,71 @@ class MergedCatalog(Catalog):
     def admit(self, span: int, value: bytes, before: bytes, gone: Collection[int] = ()) -> bool:
         """Show another's span. `before`: the labels before it. False: it waits. Raises FormatError.
 
-        It waits where its windows are stored in another span, or its ancestors are not here. Of
-        those spans that are `gone` it takes the places.
+        It waits where its last window is stored in another span (it may be wanted when that goes),
+        or its ancestors are not here. Of those spans that are `gone` it takes the places.
         """
         kept, labels = split_index(value, self.window)
-        record = decode_index(span, kept, labels)
+        record, prefix = decode_index(span, kept, labels), before + labels
         with self.lock:
-            if self._views.get(span):
+            self._kept[span] = kept
+            if not self._views.setdefault(span, 0):
+                self._retired.add(span)  # until a node views it
+            self._complete(record, prefix)
+            self._inherit(record, prefix, gone)
+            match = self._tree.match(record.root, prefix)
+            whole = match.n_windows == record.end_window
+            if whole and self._tree.view(match.nodes[-1]).span == span:
                 return True
-            self._retired.discard(span)
-        added = self.publish(record, before + labels)
-        if self._inherit(record, before + labels, gone) or added > 0:
-            return True
-        self._wait(span, before)
-        return False
+            self._wait(span, before)
+            return False
 
-    def _inherit(self, record: SpanRecord, prefix: bytes, gone: Collection[int]) -> int:
+    def _complete(self, record: SpanRecord, prefix: bytes) -> None:
+        """Show what is not stored of a span, of which nodes may view a part by now."""
+        span, above = record.span_id, self._tree.root(record.root)
+        graft = self._tree.graft(above, prefix, span, record.first_window)
+        if graft.added:
+            self._tree.used[graft.node] = self._tick  # as in `publish`
+            self._view(record, graft.added)
+        if graft.split != NONE:
+            self._views[graft.split] += 1
+
+    def _inherit(self, record: SpanRecord, prefix: bytes, gone: Collection[int]) -> None:
         """Nodes on the way to a span's end that view one that is `gone` view it instead, as far as
-        it reaches: cut where they must be, and all that hangs from them stays. How many."""
-        n_given, tree = 0, self._tree
-        with self.lock:
-            match = tree.match(record.root, prefix)
-            for node in match.nodes if gone else ():
-                span, first, n_windows = tree.view(node)
-                start = tree.end[node] - n_windows
-                low, high = max(start, record.first_window), min(tree.end[node], match.n_windows)
-                if span not in gone or low >= high:
-                    continue
-                if low > start:  # `node` is the lower part from here on
-                    _, split = tree.end_at(node, first + low - start - 1)
-                    self._views[split] += 1
-                upper, split = tree.end_at(node, first + high - start - 1)
-                if split != NONE:
-                    self._views[split] += 1
-                self._give(upper, record)
-                n_given += 1
-        return n_given
+        it reaches: cut where they must be, and all that hangs from them stays."""
+        tree = self._tree
+        match = tree.match(record.root, prefix)
+        for node in match.nodes if gone else ():
+            span, first, n_windows = tree.view(node)
+            start = tree.end[node] - n_windows
+            low, high = max(start, record.first_window), min(tree.end[node], match.n_windows)
+            if span not in gone or low >= high:
+                continue
+            if low > start:  # `node` is the lower part from here on
+                _, split = tree.end_at(node, first + low - start - 1)
+                self._views[split] += 1
+            upper, split = tree.end_at(node, first + high - start - 1)
+            if split != NONE:
+                self._views[split] += 1
+            self._give(upper, record)
 
     def _give(self, node: int, record: SpanRecord) -> bool:
         """A node views a span that has all its windows; True when that retired the one before."""
         span, first, n_windows = self._tree.view(node)
         new, start = record.span_id, self._tree.end[node] - n_windows
         self._tree.replace([node], new, first - (start - record.first_window))
-        n_dead = self._dead.pop(new, 0)
-        if not self._views[new]:
-            self._retired.discard(new)
+        self._view(record, n_windows)
+        return self._unview(span, n_windows)
+
+    def _view(self, record: SpanRecord, n_windows: int) -> None:
+        """One more node views so many windows of a span."""
+        span = record.span_id
+        n_dead = self._dead.pop(span, 0)
+        if not self._views[span]:
+            self._retired.discard(span)
             self._n_spans += 1
             n_dead = record.n_windows
-        self._views[new] += 1
-        self._note_dead(new, n_dead - n_windows)
-        return self._unview(span, n_windows)
+        self._views[span] += 1
+        self._note_dead(span, n_dead - n_windows)
 
     def withdraw(self, spans: Collection[int]) -> list[int]:
         """Take spans out of the tree, held or not, and all that hangs from them and from no heir.
@@ -139,15 +155,15 @@ class MergedCatalog(Catalog):
             return len(self._waiting) if mine else 0
 
     def _cut(self, node: int, spans: Collection[int]) -> list[int]:
-        """Remove a subtree; spans retired by that. Others' that nobody withdrew wait."""
+        """Remove a subtree; spans retired by that. Others' that nobody withdrew wait, also those
+        that a node further up views still."""
         retired = []
         for below in self._tree.subtree(node):
             span = self._tree.view(below).span
-            before = self._before(below) if self._views[span] == 1 else b""
+            if span not in spans and span not in self.own and span not in self._waiting:
+                self._wait(span, self._before(below))
             if self._remove(below):
                 retired.append(span)
-                if span not in spans and span not in self.own:
-                    self._wait_locked(span, before)
         return retired
 
     def before(self, spans: Iterable[int]) -> Iterator[tuple[int, bytes]]:
@@ -196,15 +212,17 @@ class MergedCatalog(Catalog):
         return shown
 
     def _wait(self, span: int, before: bytes) -> None:
-        with self.lock:
-            self._wait_locked(span, before)
-
-    def _wait_locked(self, span: int, before: bytes) -> None:
         self._waiting_bytes += len(before) - len(self._waiting.pop(span, b""))
         self._waiting[span] = before
         while self._waiting_bytes > MOST_WAITING_BYTES:
             self._waiting_bytes -= len(self._waiting.popitem(last=False)[1])
             self.n_strays += 1
+
+    def quarantine(self, span: int) -> list[int]:
+        """As `Catalog.quarantine`; nor does the bad one wait for the rest of its place."""
+        retired = super().quarantine(span)
+        self.forget_waiting([span])
+        return retired
 
     def forget_waiting(self, spans: Iterable[int]) -> None:
         with self.lock:
