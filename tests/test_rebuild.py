@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -187,6 +189,45 @@ def test_a_header_cut_off_by_a_crash_is_torn_not_served(
     found = rebuild_store(path)
     assert (found.torn, found.spans) == (1, 2)
     assert_serves(open_store(geometry), longer_prompt(), 256)
+
+
+@pytest.mark.parametrize("whole_file", [False, True])
+def test_a_sector_that_cannot_be_read_costs_what_lies_there_and_no_more(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, whole_file: bool
+) -> None:
+    """One EIO ended the command, which named no file and found no span of any segment.
+
+    Where other pages lay before it in the same read there was no error, and what lay behind was
+    left out without a word.
+    """
+    path = fill(open_store, geometry)
+    with open_store(geometry), open_store(geometry) as other_shard:
+        put_prompt(other_shard, prompt(256, 50)).wait(60)
+        records = list(other_shard.catalog.records())
+    at = sorted(records, key=lambda r: r.span_id)[1].meta
+    segment = path / f"shards/main/segments/{at.segment:08d}.seg"
+    bad = range(segment.stat().st_size) if whole_file else range(at.off, at.off + PAGE)
+    read = os.pread
+
+    def on_a_bad_disk(fd: int, n_bytes: int, off: int) -> bytes:
+        """As the kernel does: what lies before the bad place, or EIO where that is nothing."""
+        if not os.path.samestat(os.fstat(fd), segment.stat()) or off >= bad.stop:
+            return read(fd, n_bytes, off)
+        if off >= bad.start:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, min(n_bytes, bad.start - off), off)
+
+    monkeypatch.setattr(os, "pread", on_a_bad_disk)
+    done = CliRunner().invoke(app, ["rebuild", "--store", str(path), "--json"])
+    found = json.loads(done.stdout)
+    lost = [r for r in records if r.meta.segment == at.segment and r.meta.off in bad]
+    assert 0 < len(lost) < len(records)
+    assert (found["spans"], found["torn"], found["damaged"]) == (len(records) - len(lost), 0, 0)
+    n_pages = len(bad) // PAGE
+    assert found["unreadable"] == n_pages
+    assert found["notes"] == [f"{segment}: {n_pages} pages unreadable"]
+    assert done.exit_code == 1
+    open_store(geometry).check()
 
 
 def test_the_identity_can_be_lost_too(open_store: Open, geometry: impress.Geometry) -> None:

@@ -1,12 +1,16 @@
-"""Small files written whole, what makes a new name survive a power cut, holes, and locks."""
+"""Small files written whole, what makes a new name survive a power cut, holes, locks, and what can
+be read of a file that cannot be read whole."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import secrets
 from pathlib import Path
+
+from tiers.base import PAGE
 
 _locked: set[int] = set()  # files this process holds locks on
 
@@ -92,3 +96,28 @@ def _in_a_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_a_child)
+
+
+def read_pages(fd: int, n_bytes: int, off: int) -> tuple[bytes, int]:
+    """n_bytes of a file, which has them: zeros for pages that the disk does not give, and how many
+    those are. Raises OSError where it is memory that lacks: that says nothing of the disk."""
+    found = _readable(fd, n_bytes, off)
+    if len(found) == n_bytes:
+        return found, 0
+    end, pages, lost = off + n_bytes, [], 0
+    for at in range(off, end, PAGE):
+        size = min(PAGE, end - at)
+        page = _readable(fd, size, at)
+        lost += len(page) < size
+        pages.append(page if len(page) == size else bytes(size))
+    return b"".join(pages), lost
+
+
+def _readable(fd: int, n_bytes: int, off: int) -> bytes:
+    """What lies before the first page that cannot be read: that much the kernel gives."""
+    try:
+        return os.pread(fd, n_bytes, off)
+    except OSError as err:
+        if err.errno == errno.ENOMEM:
+            raise
+        return b""

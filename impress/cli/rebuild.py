@@ -43,7 +43,7 @@ def rebuild(
         print_json({"store": str(where), "dry_run": dry_run, **asdict(found)})
     else:
         _print(where, found, dry_run)
-    if found.torn or found.damaged:
+    if found.torn or found.damaged or found.unreadable:
         raise typer.Exit(1)
 
 
@@ -80,4 +80,4 @@ def _print(where: Path, found: Rebuilt, dry_run: bool) -> None:
         if n:
             out.print(f"  {n} {what}", markup=False)
     for note in found.notes:
-        out.print(f"  {note}", markup=False)
+        out.print(f"  {note}", markup=False, soft_wrap=True)

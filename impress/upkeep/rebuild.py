@@ -48,7 +48,7 @@ from impress.write.index import Index
 from tiers.base import PAGE, Extent, Read, Slot
 from tiers.coalesce import slices
 from tiers.errors import MediumError
-from tiers.files import sync_path
+from tiers.files import read_pages, sync_path
 from tiers.iopool import IoPool, Lane
 from tiers.slots import BufferPool
 from tiers.space import Space
@@ -98,6 +98,7 @@ class Rebuilt:
     torn: int = 0  # headers that do not read back whole: a store the crash cut off
     damaged: int = 0  # sound headers whose rows do not match: cut off, or gone bad
     foreign: int = 0  # headers of another store
+    unreadable: int = 0  # pages: what they held is not looked at
     notes: list[str] = field(default_factory=list)
 
 
@@ -156,12 +157,14 @@ def _scan(folder: Path, found: Rebuilt, say: Progress) -> Iterator[SpanHeader]:
     paths = sorted(folder.glob("[0-9]*.seg"))
     total, done = sum(p.stat().st_size for p in paths), 0
     for path in paths:
+        lost = 0
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = os.fstat(fd).st_size // PAGE * PAGE
             for start in range(0, size, _BLOCK_BYTES):
                 say("scanning", done + start, total)
-                block = os.pread(fd, min(_BLOCK_BYTES, size - start), start)
+                block, n_lost = read_pages(fd, min(_BLOCK_BYTES, size - start), start)
+                lost += n_lost
                 firsts = np.frombuffer(block, dtype=np.uint64)[:: PAGE // 8]
                 for page in np.flatnonzero(firsts == _MAGIC_WORD).tolist():
                     header = _header_at(fd, int(path.stem), start + page * PAGE)
@@ -173,15 +176,18 @@ def _scan(folder: Path, found: Rebuilt, say: Progress) -> Iterator[SpanHeader]:
         finally:
             os.close(fd)
         done += size
+        if lost:
+            found.unreadable += lost
+            found.notes.append(f"{path}: {lost} pages unreadable")
     say("scanning", total, total)
 
 
 def _header_at(fd: int, segment: int, off: int) -> SpanHeader | None:
     try:
-        length = header_page_length(os.pread(fd, PAGE, off))
+        length = header_page_length(read_pages(fd, PAGE, off)[0])
         if length > os.fstat(fd).st_size - off:
             return None
-        return decode_header(os.pread(fd, length, off), Extent(segment, off, length))
+        return decode_header(read_pages(fd, length, off)[0], Extent(segment, off, length))
     except FormatError:
         return None
 
