@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,21 @@ def test_every_engine_is_named_with_a_rate_or_a_reason(
         assert (engine["random_gbps"] > 0) == (engine["why_not"] == "")
     assert found["folder"] == str(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_is_a_mount_point_is_measured_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parent was, and with it another disk: that of /mnt for /mnt/nvme."""
+    disk = Path("/dev/shm")
+    if not os.path.ismount(disk) or not os.access(disk, os.W_OK):
+        pytest.skip("no mount point to write to")
+    monkeypatch.setattr(impress.upkeep.doctor, "TEST_BYTES", 8 << 20)
+    before = set(disk.glob(".impress-doctor-*"))
+    done = CliRunner().invoke(app, ["doctor", "--store", str(disk), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["folder"] == str(disk)
+    assert not set(disk.glob(".impress-doctor-*")) - before
+    below = ["doctor", "--store", str(disk / "store"), "--json", "--no-measure"]
+    assert json.loads(CliRunner().invoke(app, below).stdout)["folder"] == str(disk)
 
 
 def test_without_measuring_nothing_is_written(tmp_path: Path) -> None:

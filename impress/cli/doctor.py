@@ -31,8 +31,8 @@ def doctor(
     """Say which I/O engines go here, why the others do not, and how fast the disk is by each.
 
     Measures verified reads on the file system of the store's directory (which need not exist yet):
-    256 MiB of test data are written beside it and removed. `Config.io_engine` picks an engine;
-    "auto" takes the one marked.
+    256 MiB of test data are written beside it, or in it where it is a mount point, and removed.
+    `Config.io_engine` picks an engine; "auto" takes the one marked.
 
     **Examples**
 
@@ -50,8 +50,12 @@ def doctor(
 
 
 def _nearest(path: Path) -> Path:
-    """The store's parent, or the first directory above it that is there."""
-    path = path.absolute().parent
+    """The store's parent, or the first directory above it that is there; a store that is on another
+    file system than its parent, a mount point say, itself."""
+    path = path.absolute()
+    if path.is_dir() and path.stat().st_dev != path.parent.stat().st_dev:
+        return path
+    path = path.parent
     while not path.is_dir():
         path = path.parent
     return path

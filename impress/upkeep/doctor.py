@@ -1,6 +1,6 @@
 """What this machine can do for a store: which engines go here, and how fast the disk is by each.
 
-No torch, no store needed. Data goes to a new directory beside the store's and is removed again.
+No torch, no store needed. Data goes to a new directory on the store's disk and is removed again.
 """
 
 from __future__ import annotations
