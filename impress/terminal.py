@@ -8,7 +8,9 @@ from typing import Final
 
 import lmdb
 from rich.console import Console
+from rich.segment import Segments
 from rich.table import Table
+from rich.tree import Tree
 
 from impress.errors import ImpressError
 from tiers.errors import MediumError
@@ -27,12 +29,11 @@ out: Final = _Out(highlight=False, width=_WIDTH)
 err: Final = Console(stderr=True, highlight=False)
 
 
-def show(table: Table) -> None:
-    """Print a table with all its cells, even where the terminal is too narrow and wraps lines."""
-    needed = out.measure(table, options=out.options.update(width=1 << 12)).maximum
-    if needed > out.width:
-        table.width = needed
-    out.print(table, crop=False)
+def show(drawing: Table | Tree) -> None:
+    """Print all cells or branches, even where the terminal is too narrow and wraps lines."""
+    needed = out.measure(drawing, options=out.options.update(width=1 << 12)).maximum
+    wide = out.options.update(width=max(needed, out.width))
+    out.print(Segments(out.render(drawing, wide)), crop=False)
 
 
 def line_of(error: Exception) -> str | None:

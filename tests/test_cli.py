@@ -80,6 +80,19 @@ def test_inspect_shows_what_is_stored(path):
         assert word in done.stdout
 
 
+def test_inspect_draws_every_node_of_a_long_conversation(tmp_path):
+    """Each turn is drawn further right: past the terminal's width was nothing, and no word."""
+    turns = 70
+    with opened(tmp_path / "store") as store:
+        for turn in range(1, turns + 1):
+            put(store, list(range(64 * turn)))
+    done = run("inspect", "--store", tmp_path / "store", "--tree")
+    assert done.returncode == 0 and f"{turns} tree nodes" in done.stdout
+    drawn = [line for line in done.stdout.splitlines() if "── windows" in line]
+    assert len(drawn) == turns
+    assert all(f"· span {n} · 0 leases" in line for n, line in enumerate(drawn, 1))
+
+
 def test_inspect_json_counts_tiers_spans_and_namespaces(path):
     done, found = run_json("inspect", "--store", path, "--tree")
     assert done.returncode == 0

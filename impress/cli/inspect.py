@@ -232,7 +232,7 @@ def _print_tree(found: dict[str, Any]) -> None:
         branches.append(branch)
     for branches in drawn.values():
         out.print()
-        out.print(branches[0])
+        show(branches[0])
     left = len(found["tree"]) - MOST_LINES
     if left > 0:
         out.print(f"… and {left:,} more nodes: --json lists all")
