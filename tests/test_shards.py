@@ -420,6 +420,25 @@ def test_inspect_shows_the_shards_in_use(pair: Pair) -> None:
     assert repacked.stderr.count("stop that process, then repeat") == 2
 
 
+def test_inspect_counts_the_same_shards_beside_a_running_process(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """The SSD's bytes became those of that process's shard, beside the chunks of all shards."""
+    settings = {**APART, "metrics_port": 0}
+    a, b = open_store(geometry, **settings), open_store(geometry, **APART)
+    ready(a, prompt(256, 1))
+    ready(b, prompt(512, 2))
+    look(a)
+    seen = []
+    for live in ([], ["--metrics", str(a.metrics_port)]):
+        shown = CliRunner().invoke(app, ["inspect", "--store", str(a.path), "--json", *live])
+        assert shown.exit_code == 0, shown.output
+        ssd = json.loads(shown.stdout)["tiers"]["ssd"]
+        seen.append({key: ssd[key] for key in ("total", "used", "free", "chunks")})
+    assert seen[0] == seen[1]
+    assert seen[0]["used"] == a.ssd.usage().used + b.ssd.usage().used
+
+
 # ---- at random -----------------------------------------------------------------------------------
 
 

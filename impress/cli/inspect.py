@@ -89,11 +89,15 @@ def inspect(
 
 
 def _take_live_tiers(found: dict[str, Any]) -> None:
-    """The tiers as the running process has them; one it has no budget for stays None."""
+    """The tiers as the running process has them; one it has no budget for stays None.
+
+    Of the SSD's bytes it knows those of its own shard alone: the directory's stay.
+    """
     running = found["live"]["tiers"]
     for name in ("hbm", "dram"):
         found["tiers"][name] = running.get(name)
-    found["tiers"]["ssd"] |= running.get("ssd", {})
+    own = running.get("ssd", {})
+    found["tiers"]["ssd"] |= {key: own[key] for key in own.keys() - {"total", "used", "free"}}
 
 
 def _print(found: dict[str, Any]) -> None:
