@@ -6,8 +6,10 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -164,6 +166,26 @@ def test_inspect_asks_a_running_process_for_its_counters(path):
     assert found["tiers"]["dram"]["total"] > 0
     assert "hit tokens" in shown and "not_stored 1" in shown
     assert_refused(run("inspect", "--store", path, "--metrics", port), str(port))
+
+
+def test_a_port_that_speaks_another_protocol_is_one_line_and_2(path):
+    """The port of an SSH server, say: a traceback and status 1, which is "found something wrong"."""
+
+    def greet():
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b"SSH-2.0-x\x1b[31m\r\n")
+            while connection.recv(4096):  # until whoever asked is gone
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=greet)
+        thread.start()
+        port = server.getsockname()[1]
+        done = run("inspect", "--store", path, "--metrics", port)
+        thread.join()
+    assert_refused(done, str(port), "no HTTP", "metrics_port")
+    assert "\x1b" not in done.stderr
 
 
 def test_inspect_shows_three_tiers_with_and_without_a_running_process(path):

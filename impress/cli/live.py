@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http.client import HTTPException
 from typing import Any, Final
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
@@ -69,4 +70,9 @@ def _scrape(port: int) -> str:
         raise StoreFailed(
             f"port {port}: nobody serves metrics there ({reason}); "
             "open the store with Config(metrics_port=...)"
+        ) from None
+    except HTTPException as err:  # another protocol, which may put anything into the error's text
+        raise StoreFailed(
+            f"port {port}: what answers there is no HTTP that can be read ({type(err).__name__}); "
+            "name the port of Config(metrics_port=...)"
         ) from None
