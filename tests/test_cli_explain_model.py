@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import impress
 from impress.cli.explain import explain
+from impress.cli.run import run
 from impress.engines import hf
 from impress.errors import BadInput, StoreMismatch
 from impress.namespace import namespace_of
@@ -143,6 +145,22 @@ def test_a_prompt_longer_than_the_model_takes_is_refused(here):
     (here / "long").write_text(TEXT * 4)
     with pytest.raises(BadInput, match="more than the model's 512"):
         told(here, text="long", query="w1")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "empty"])
+def test_weights_whose_download_was_cut_off_are_refused(here, tmp_path, kind):
+    """SafetensorError and what torch raises are nobody's OSError: a traceback, and status 1."""
+    saved_model(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    if kind != "safetensors":
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        weights.unlink()
+        weights = tmp_path / "pytorch_model.bin"
+        torch.save(model.state_dict(), weights)
+    os.truncate(weights, 0 if kind == "empty" else weights.stat().st_size // 2)
+    with pytest.raises(BadInput, match="fetch them again"):
+        run(tmp_path, here / "text", "w1", tmp_path / "store")
+    assert not (tmp_path / "store").exists()
 
 
 def _of(here):

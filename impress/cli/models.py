@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any
 
@@ -55,9 +56,13 @@ def load_tokenizer(model_dir: Path) -> Any:
 
 
 def load(model_dir: Path) -> tuple[Any, Any]:
-    """The model in the dtype it was saved in, and its tokenizer; from this directory only."""
+    """The model in the dtype it was saved in, and its tokenizer; from this directory only.
+
+    Raises BadInput where they do not load.
+    """
     with err.status("loading the model"):
         tokenizer = load_tokenizer(model_dir)
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
         try:
@@ -66,6 +71,11 @@ def load(model_dir: Path) -> tuple[Any, Any]:
             )
         except (OSError, ValueError, KeyError) as error:
             raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
+        except (SafetensorError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise BadInput(
+                f"--model {model_dir}: its weights do not load; where their download was cut off, "
+                f"fetch them again ({str(error)[:200] or type(error).__name__})"
+            ) from None
     return model.eval(), tokenizer
 
 
