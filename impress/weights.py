@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from impress.config import cache_dir
-from impress.errors import BadInput
+from impress.errors import BadInput, ConfigError
 
 SAMPLE_BYTES = 64 << 10
 _WHOLE_BYTES = 1 << 20  # a tensor of no more is read whole
@@ -61,7 +61,7 @@ def weights_of(directory: Path) -> bytes:
         # ctime tells a copy that kept size and mtime
         stamp.append([path.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
     cached = _cache_path(directory)
-    known = _read_cached(cached, stamp)
+    known = None if cached is None else _read_cached(cached, stamp)
     if known is not None:
         return known
     digest = hashlib.blake2b(digest_size=32, person=b"impress-wts-v1")
@@ -72,7 +72,8 @@ def weights_of(directory: Path) -> bytes:
                 add_tensor(digest, name, dtype, shape, n_bytes, tensor.read)
         else:
             _add_file(digest, path)
-    _write_cached(cached, stamp, digest.digest())
+    if cached is not None:
+        _write_cached(cached, stamp, digest.digest())
     return digest.digest()
 
 
@@ -170,9 +171,13 @@ def _add_file(digest: hashlib.blake2b, path: Path) -> None:
 # --- the cached digest ----------------------------------------------------------------------------
 
 
-def _cache_path(directory: Path) -> Path:
+def _cache_path(directory: Path) -> Path | None:
+    """None where this user has no place for it: the digest is computed each time."""
     name = hashlib.blake2b(str(directory).encode(), digest_size=16).hexdigest()
-    return cache_dir() / "weights" / f"{name}.json"
+    try:
+        return cache_dir() / "weights" / f"{name}.json"
+    except ConfigError:
+        return None
 
 
 def _read_cached(path: Path, stamp: list[list[Any]]) -> bytes | None:

@@ -263,6 +263,15 @@ def test_a_cache_that_cannot_be_written_is_harmless(saved, tmp_path, monkeypatch
     assert namespace_of(saved) == true
 
 
+def test_a_user_without_a_home_has_no_cache_and_the_same_namespace(saved, monkeypatch):
+    """A container's user, unknown to the system: a RuntimeError, and no server on the model."""
+    true = namespace_of(saved)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    assert namespace_of(saved) == true
+
+
 # --- models in memory -----------------------------------------------------------------------------
 
 

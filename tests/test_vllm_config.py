@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -78,6 +79,26 @@ def test_the_store_is_the_same_wherever_the_server_runs(
         printed = CliRunner().invoke(app, ["vllm-config", "--store", given])
         extra = json.loads(printed.stdout)["kv_connector_extra_config"]
         assert extra["store"] == str(stored)
+
+
+def test_a_home_that_nobody_knows_is_one_line_and_2() -> None:
+    """Python says RuntimeError of it: a traceback, and status 1."""
+    printed = CliRunner().invoke(app, ["vllm-config", "--store", "~no-such-user/s"])
+    assert printed.exit_code == 2 and printed.stderr.count("\n") == 1
+    assert "~no-such-user/s" in printed.stderr and "in full" in printed.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "vllm-config"])
+def test_a_user_without_a_home_is_told_to_name_the_store(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """A container's user may have no HOME and be unknown to the system."""
+    for name in ("HOME", "XDG_CACHE_HOME", "IMPRESS_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    told = CliRunner().invoke(app, [command])
+    assert told.exit_code == 2 and told.stderr.count("\n") == 1
+    assert "--store" in told.stderr and "home" in told.stderr
 
 
 @pytest.mark.parametrize(

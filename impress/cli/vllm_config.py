@@ -45,7 +45,13 @@ def vllm_config(
 
     vllm serve MODEL --kv-transfer-config "$(impress vllm-config --store DIR)"
     """
-    where = store_dir(store).expanduser().absolute()  # the server may run in another directory
+    where = store_dir(store)
+    try:
+        where = where.expanduser().absolute()  # the server may run in another directory
+    except RuntimeError:
+        raise BadInput(
+            f"--store {where}: no such home directory is known; write the path in full"
+        ) from None
     typer.echo(json.dumps(_config(str(where), policy, floor, dram_mib, disk_gib)))
 
 
