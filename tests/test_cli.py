@@ -302,6 +302,16 @@ def test_a_closed_stdout_is_no_matter(path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("args", [["inspect", "--tree"], ["inspect", "--help"]])
+def test_a_stdout_that_cannot_spell_a_dash_gets_the_rest(path, encoding, args):
+    """A UnicodeEncodeError at "·" or "–": a traceback, and status 1."""
+    store = [] if "--help" in args else ["--store", path]
+    done = run(*args, *store, env={**os.environ, "PYTHONIOENCODING": encoding}, encoding=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("?" in done.stdout) and ("important" in done.stdout)
+
+
 def test_a_narrow_terminal_gets_every_cell(path):
     terminal, behind = pty.openpty()
     command = [str(SCRIPT), "inspect", "--store", str(path)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -77,6 +78,8 @@ def run() -> None:
     """Entry point of the console script. Ends the process."""
     if sys.stdout is None:  # closed by whoever started us; this stays open to the end
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+    if isinstance(sys.stdout, TextIOWrapper):  # Latin-1 has no dash; stderr escapes by itself
+        sys.stdout.reconfigure(errors="replace")
     try:
         status = app(standalone_mode=not sys.argv[1:])  # alone it shows its help
     except KeyboardInterrupt:
