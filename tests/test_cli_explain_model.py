@@ -134,6 +134,19 @@ def test_token_ids_and_a_query_go_together(here):
     assert told(here, text="ids.json", query="w1")["request"]["hit_tokens"] == 192
 
 
+@pytest.mark.parametrize("query", [None, "w1"])
+def test_integers_apart_by_white_space_are_token_ids_with_a_model_too(here, capsys, query):
+    """As the help says: their digits were tokenised as a text, and a stored prompt was a miss."""
+    ids = [WORDS.index(word) + 1 for word in TEXT.split()]
+    (here / "ids.txt").write_text("\n".join(map(str, ids)) + "\n")
+    found = told(here, text="ids.txt", query=query)
+    assert (found["read_as"], found["found"][0]["windows"]) == ("token ids", 3)
+    assert "read as token ids" in capsys.readouterr().out
+    (here / "almost.txt").write_text(f"{ids[0]} w1")
+    assert told(here, text="almost.txt", query=query)["read_as"] == "text"
+    assert "read as text" in capsys.readouterr().out
+
+
 def test_a_request_that_misses_says_so(here, capsys):
     (here / "new").write_text(" ".join(reversed(WORDS)))
     request = told(here, text="new", query="w1")["request"]

@@ -36,7 +36,7 @@ def explain(
         typer.Option(
             metavar="FILE", readable=False,
             help="The prompt: token ids as a JSON list, integers apart by white space or a .npy "
-            "array; with --model also text (UTF-8).",
+            "array; with --model any other file is text (UTF-8).",
         ),
     ],
     query: Annotated[
@@ -111,17 +111,21 @@ def _explained(
     with opened:
         if model is None:
             tokens = _token_ids(file)
-        elif query is None:
-            tokens, namespace, mismatch = _of_model(file, model, identity)
+            prompt: str | Tokens = tokens
         else:
-            from impress.cli.asking import ask
             from impress.cli.models import check_model_dir
 
             check_model_dir(model)
             prompt = _prompt(file)
-            tokens, namespace, request = ask(model, where, identity, prompt, query, policy)
+            if query is None:
+                tokens, namespace, mismatch = _of_model(file, prompt, model, identity)
+            else:
+                from impress.cli.asking import ask
+
+                tokens, namespace, request = ask(model, where, identity, prompt, query, policy)
         found: dict[str, Any] = {
             "store": str(where), "window": identity.window, "mismatch": mismatch,
+            "read_as": "text" if isinstance(prompt, str) else "token ids",
             "assumed": None if namespace is None else _ASSUMED,
             **match_prompt(opened, tokens, namespace),
         }  # fmt: skip
@@ -130,12 +134,12 @@ def _explained(
     return found
 
 
-def _of_model(file: Path, model: Path, identity: Identity) -> tuple[Tokens, bytes, str]:
+def _of_model(
+    file: Path, prompt: str | Tokens, model: Path, identity: Identity
+) -> tuple[Tokens, bytes, str]:
     """The prompt in a model's tokens, its namespace, and why the store can never serve it."""
-    from impress.cli.models import check_model_dir, identity_of, load_tokenizer
+    from impress.cli.models import identity_of, load_tokenizer
 
-    check_model_dir(model)
-    prompt = _prompt(file)
     namespace, geometry = identity_of(model)
     if isinstance(prompt, str):
         import numpy as np
@@ -151,18 +155,27 @@ def _of_model(file: Path, model: Path, identity: Identity) -> tuple[Tokens, byte
 
 
 def _prompt(file: Path) -> str | Tokens:
-    """Text, or token ids where the file is an array or a JSON list."""
+    """Token ids where `read_token_file` would take the file for such, else text."""
     if file.suffix == ".npy":
         return read_token_file(file)
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise BadInput(f"--prefix {file}: not UTF-8 text") from None
+    return read_token_file(file) if _is_ids(text) else text
+
+
+def _is_ids(text: str) -> bool:
+    """Whether it is a JSON list, or integers apart by white space and nothing else. Pure."""
     try:
-        listed = isinstance(json.loads(text), list)
+        if isinstance(json.loads(text), list):
+            return True
     except ValueError:
-        listed = False
-    return read_token_file(file) if listed else text
+        pass
+    try:
+        return bool([int(word) for word in text.split()])
+    except ValueError:
+        return False
 
 
 def _token_ids(file: Path) -> Tokens:

@@ -21,7 +21,7 @@ def print_match(found: dict[str, Any]) -> None:
     tail = f" and {found['tail_tokens']} more" if found["tail_tokens"] else ""
     say(
         f"the prompt: {found['tokens']:,} tokens, {found['windows']:,} windows of "
-        f"{found['window']}{tail}"
+        f"{found['window']}{tail}; its file was read as {found['read_as']}"
     )
     if found["mismatch"]:
         say(f"[bold]never a hit[/bold]: {escape(found['mismatch'])}; use another directory")
