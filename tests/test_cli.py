@@ -169,7 +169,7 @@ def test_inspect_asks_a_running_process_for_its_counters(path):
 
 
 def test_a_port_that_speaks_another_protocol_is_one_line_and_2(path):
-    """The port of an SSH server, say: a traceback and status 1, which is "found something wrong"."""
+    """The port of an SSH server, say: a traceback and status 1, that of a damaged store."""
 
     def greet():
         connection, _ = server.accept()
