@@ -109,6 +109,7 @@ def test_a_user_without_a_home_is_told_to_name_the_store(
         ({"store_new": 0}, "'store_new' is true or false"),
         ({"config": None}, "'config' is an object"),
         ({"config": [1]}, "'config' is an object"),
+        ({"store": "~no-such-user/s"}, "'~no-such-user/s': no such user's home"),
     ],
 )
 def test_a_setting_of_another_kind_is_refused_by_name(extra: dict[str, object], said: str) -> None:

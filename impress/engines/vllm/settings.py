@@ -78,6 +78,10 @@ class Settings:
             raise ConfigError(
                 f"vllm: 'config' is an object of impress.Config's settings, got {given['config']!r}"
             )
+        try:
+            store = Path(given["store"]).expanduser()
+        except RuntimeError:
+            raise ConfigError(f"vllm: store {given['store']!r}: no such user's home") from None
         policy = policy_of(given["policy"] or {"name": "exact"})
         floor = policy_of(given["floor"]) if given["floor"] else policy
         if not at_least(policy, floor):
@@ -86,7 +90,7 @@ class Settings:
         config = Config(**given["config"])
         wanted = dict.fromkeys([*config.probes, *probes])
         return cls(
-            Path(given["store"]).expanduser(),
+            store,
             policy,
             floor,
             config.model_copy(update={"probes": tuple(wanted)}),
