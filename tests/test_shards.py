@@ -321,14 +321,19 @@ def test_what_is_on_its_way_out_is_not_made_up_for_by_more(
     check(a)
 
 
+def deleted_under(reader: impress.PrefixStore, writer: impress.PrefixStore) -> None:
+    """A segment that the reader has read is the writer's no more."""
+    ready(writer, prompt(128, 1))
+    look(reader, writer)
+    assert_serves(reader, prompt(128, 1), 128)
+    writer.evict(1 << 30)
+    look(reader, writer)
+    writer.evict(1)  # gives the empty segment back
+
+
 def test_a_file_that_was_deleted_and_made_again_is_read_anew(pair: Pair) -> None:
     a, b = pair
-    ready(a, prompt(128, 1))
-    look(b, a)
-    assert_serves(b, prompt(128, 1), 128)
-    a.evict(1 << 30)
-    look(b, a)
-    a.evict(1)  # gives the empty segment back
+    deleted_under(b, a)
     ready(a, prompt(128, 2))
     assert [p.name for p in (a.path / "shards/main/segments").iterdir()] == ["00000000.seg"]
     look(b)
@@ -342,12 +347,7 @@ def test_a_reader_lets_go_of_segments_that_were_deleted_though_nothing_else_happ
     system kept their blocks for as long as the reader lived."""
     a, b = pair
     monkeypatch.setattr(b._home.others, "_grace_s", 0)
-    ready(a, prompt(128, 1))
-    look(b, a)
-    assert_serves(b, prompt(128, 1), 128)
-    a.evict(1 << 30)
-    look(b, a)
-    a.evict(1)  # gives the empty segment back
+    deleted_under(b, a)
     assert not list((a.path / "shards/main/segments").iterdir())
     look(b)
     look(b)

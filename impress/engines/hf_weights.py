@@ -73,13 +73,18 @@ class _HostSample:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        size, n = tensor.element_size(), tensor.numel()
-        step = max(1, -(-n // SAMPLES))
+        size, (n, step) = tensor.element_size(), _spread(tensor.numel())
         self.__array_interface__ = {
-            "version": 3, "typestr": np.dtype(_WORDS[size]).str, "shape": (-(-n // step),),
+            "version": 3, "typestr": np.dtype(_WORDS[size]).str, "shape": (n,),
             "strides": (step * size,), "data": (tensor.data_ptr(), True),
         }  # fmt: skip
         self.words = np.asarray(self)
+
+
+def _spread(n: int) -> tuple[int, int]:
+    """Of n elements in a row how many are looked at, at most SAMPLES, and each how many further."""
+    step = max(1, -(-n // SAMPLES))
+    return -(-n // step), step
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -115,6 +120,6 @@ def _copied(tensors: Sequence[torch.Tensor]) -> list[bytes]:
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """At most SAMPLES elements of a tensor, spread over it: a view [n] where it is contiguous."""
     if tensor.is_contiguous():
-        step = max(1, -(-tensor.numel() // SAMPLES))
-        return tensor.as_strided((-(-tensor.numel() // step),), (step,))
+        n, step = _spread(tensor.numel())
+        return tensor.as_strided((n,), (step,))
     return tensor[tuple(slice(None, None, -(-n // 5) or 1) for n in tensor.shape)].reshape(-1)

@@ -92,15 +92,15 @@ class Load:
         self.flight: Flight | None = None  # others may copy what it brings
         self.tickets: dict[str, Ticket] = {}
         try:
-            self._begin(len(caches))
+            self._begin()
         except BaseException:  # no memory to read into, say
             self.abandon()
             raise
 
-    def _begin(self, n_caches: int) -> None:
+    def _begin(self) -> None:
         """Find where everything lies, and ask for it."""
         ahead = self._ahead
-        for i in range(len(self.parts) if n_caches > 1 else 0):
+        for i in range(len(self.parts) if len(self.caches) > 1 else 0):
             self._only_fastest(i)
         with self.map_spent:
             self._direct = self._divided()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from impress.errors import BadInput, ImpressError, PrefixLost
+from impress.errors import BadInput, ImpressError
 from impress.policy import Exact, KeepAll, Policy
 from impress.read.early import Foresight
 from impress.read.load import Load
@@ -32,7 +32,7 @@ from impress.spans.rows import host_words
 from impress.spans.tables import read_header
 from impress.tree.catalog import Held
 from tiers.base import Bytes
-from tiers.errors import MediumError, ReadFailed
+from tiers.errors import ReadFailed
 from tiers.iopool import Lane
 
 if TYPE_CHECKING:
@@ -259,20 +259,18 @@ class SparseSession(Session):
         return given[:, rows]
 
     def _header_of(self, held: Held) -> SpanHeader:
-        """Raises PrefixLost."""
+        """Raises MediumError, which `retrieve` takes for a loss."""
         found: list[SpanHeader] = []
-        limit_s, reason = self._r.config.read_timeout_s, "late"
-        detail = f"a header took more than {limit_s:g} s"
+        limit_s = self._r.config.read_timeout_s
         read = [lambda: found.append(read_header(self._r.ssd, held.record))]
         try:
             if self._r.pool.submit(Lane.DEMAND, read).wait(limit_s):
                 return found[0]
-        except MediumError as err:
-            reason, detail = err.reason, str(err)
-            if isinstance(err, ReadFailed) and not err.harmless:
+        except ReadFailed as err:
+            if not err.harmless:
                 self._r.quarantine(held.record.span_id)
-        self._r.counters.add(f"lost/{reason}")
-        raise PrefixLost(reason, detail)
+            raise
+        raise ReadFailed("late", f"a header took more than {limit_s:g} s")
 
     def _note(
         self, layer: int, selection: Selection, used: list[Load], rows: Load, begin_s: float,
