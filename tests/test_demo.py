@@ -18,6 +18,7 @@ from impress.demo.checkpoints import make_tokenizer, unseen
 from impress.demo.documents import documents
 from impress.demo.figures import figures_of
 from impress.demo.lookup.tokenizer import decode
+from impress.demo.stage import prepared
 from impress.report import write_report
 
 SCRIPT = Path(sys.executable).parent / "impress"
@@ -204,6 +205,17 @@ def test_a_folder_that_is_not_the_demos_is_refused_untouched(tmp_path):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["store"]
     assert (tmp_path / "store" / "mine").read_text() == "mine"
+
+
+def test_a_second_demo_in_the_same_folder_leaves_the_first_ones_stores(tmp_path):
+    """Between two acts nobody held their locks: they were removed under the first one's feet."""
+    with prepared(tmp_path):
+        (tmp_path / "store").mkdir()
+        done = run("demo", "--quick", "--dir", tmp_path)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+        assert "another impress demo" in done.stderr and (tmp_path / "store").exists()
+    with prepared(tmp_path):
+        assert not (tmp_path / "store").exists()
 
 
 def test_the_documents_are_long_and_the_same_every_time():

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +19,7 @@ from impress.demo import CHECKPOINTS
 from impress.errors import BadInput, ImpressError, Unsupported
 from impress.terminal import err
 from impress.write.directory import Shard, shards_of
+from tiers.files import lock_file, unlock_file
 
 MARKER: Final = "impress-demo.json"  # stands in a folder the demo made
 LOG: Final = "worker.log"
@@ -39,8 +42,10 @@ def lookup_place(folder: Path, checkpoint: str) -> Path:
     return folder / "lookup" / checkpoint
 
 
-def prepare(folder: Path) -> None:
-    """An empty or new folder, or one the demo made: of that, only its stores are removed."""
+@contextmanager
+def prepared(folder: Path) -> Iterator[None]:
+    """An empty or new folder, or one the demo made: of that, only its stores are removed. Nobody
+    else's demo plays there until the block ends."""
     marker = folder / MARKER
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"--dir {folder}: not a directory")
@@ -51,9 +56,16 @@ def prepare(folder: Path) -> None:
                 f"--dir {folder}: not empty, and not made by impress demo; name another directory"
             )
         marker.write_text(json.dumps({"made_by": "impress demo"}) + "\n")
-    for place in (folder, *(lookup_place(folder, name) for name in CHECKPOINTS)):
-        if (place / "store").exists():
-            _remove(place / "store")
+    fd = lock_file(marker, wait=False)
+    if fd is None:
+        raise BadInput(f"--dir {folder}: another impress demo plays there; name another directory")
+    try:
+        for place in (folder, *(lookup_place(folder, name) for name in CHECKPOINTS)):
+            if (place / "store").exists():
+                _remove(place / "store")
+        yield
+    finally:
+        unlock_file(fd)
 
 
 def _remove(store: Path) -> None:

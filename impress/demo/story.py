@@ -13,7 +13,7 @@ from impress.demo import CHECKPOINTS, SEED, SIZES, n_asked
 from impress.demo.checkpoints import DOCUMENT_TOKENS, unseen
 from impress.demo.figures import Row, figures_of
 from impress.demo.lookup.tasks import questions
-from impress.demo.stage import THREADS, check_installed, lookup_place, prepare, run_step
+from impress.demo.stage import THREADS, check_installed, lookup_place, prepared, run_step
 from impress.demo.tables import choice_table, reuse_table
 from impress.report import write_report
 from impress.terminal import out, size
@@ -29,8 +29,7 @@ def tell(folder: Path, *, quick: bool, json_file: Path | None) -> bool:
     check_installed()
     which = "quick" if quick else "full"
     started = perf_counter()
-    with redirect_stdout(sys.stderr if str(json_file) == "-" else sys.stdout):
-        prepare(folder)
+    with redirect_stdout(sys.stderr if str(json_file) == "-" else sys.stdout), prepared(folder):
         rows, meta = _reuse(folder, which)
         rows += _choice(folder, which)
         rows += _repacked(folder, which, figures_of(rows))
