@@ -19,8 +19,9 @@ from impress.spans.format import (
 )
 from impress.tree.eviction import ALL, Dead, Score, least
 from impress.tree.places import Places, split_all
-from impress.tree.radix import NONE, Graft, RadixTree, View
+from impress.tree.radix import Graft, RadixTree, View
 from impress.tree.trace import Trace, path_of, trace, walk
+from impress.tree.views import Views
 from impress.types import Prefix
 from tiers.base import Extent
 
@@ -44,13 +45,10 @@ class Catalog:
         self.window = window
         self._tree = RadixTree(4 * window)
         self._kept: dict[int, bytes] = {}  # span -> index value without labels
-        self._views: dict[int, int] = {}  # span -> nodes that view it
+        self._views = Views()
         self._pins: dict[int, int] = {}
         self._heirs: dict[int, int] = {}  # replaced while pinned -> what its holders keep instead
         self._gone: set[int] = set()  # retired, its index value deleted: reclaim when unpinned
-        self._retired: set[int] = set()  # no node views it; the index may still hold it
-        self._dead: dict[int, int] = {}  # span in the tree -> its windows that no node views
-        self._n_spans = 0  # with a view
         self._tick = 0
 
     # ---- a request ------------------------------------------------------------------------
@@ -104,17 +102,10 @@ class Catalog:
         `prefix`: labels from the root to the span's end. 0 when all of it is stored by now, -1
         when its ancestors went bad meanwhile: then the span is retired.
         """
-        span = record.span_id
         with self.lock:
-            self._kept[span] = split_index(encode_index(record))[0]
-            above = self._tree.root(record.root)
-            graft = self._tree.graft(above, prefix, span, record.first_window)
-            self._views[span] = 0
-            self._count_graft(span, graft, record.n_windows)
-            if graft.added:
-                self._tree.used[graft.node] = self._tick  # new is not the same as never wanted
-                return graft.added
-            self._retired.add(span)
+            self._keep(record.span_id, split_index(encode_index(record))[0])
+            if added := self._show(record, prefix):
+                return added
             is_stored = self._tree.match(record.root, prefix).n_windows >= record.end_window
             return 0 if is_stored else -1
 
@@ -174,7 +165,7 @@ class Catalog:
     def hold_span(self, span: int) -> tuple[Held, list[View]] | None:
         """Pin all of a span that is in the tree, and how nodes view it; None: it is not."""
         with self.lock:
-            if not self._views.get(span):
+            if span not in self._views:
                 return None
             self._pins[span] = self._pins.get(span, 0) + 1
             views = [self._tree.view(node) for node in self._tree.of_span(span)]
@@ -194,19 +185,13 @@ class Catalog:
         """
         new = record.span_id
         with self.lock:
-            self._kept[new] = split_index(encode_index(record))[0]
-            first = place_of(self._kept[old])[0] if old in self._kept else 0
+            self._keep(new, split_index(encode_index(record))[0])
             nodes = self._tree.of_span(old)
-            self._tree.replace(nodes, new, record.first_window - first)
-            self._views[new] = len(nodes)
             if not nodes:
-                self._retired.add(new)
                 return False
-            viewed = sum(self._tree.view(node).n_windows for node in nodes)
-            self._dead.pop(old, None)
-            self._note_dead(new, record.n_windows - viewed)
-            self._views[old] = 0
-            self._retired.add(old)
+            skip = record.first_window - place_of(self._kept[old])[0]
+            for node in nodes:
+                self._give(node, record, skip)
             if old in self._pins:
                 self._heirs[old] = new
                 self._pins[new] = self._pins.get(new, 0) + 1
@@ -240,7 +225,6 @@ class Catalog:
             for _, span, own in sorted(early):
                 if not self._replant(span, own, places, heat):
                     retired.append(span)
-            self._retired.update(retired)
         return retired, damaged
 
     def _replant(
@@ -248,17 +232,15 @@ class Catalog:
     ) -> bool:
         """Hang a loaded span where it belongs; False when it adds nothing, or nowhere is left."""
         first, root, before, after = place_of(self._kept[span])
-        self._views[span] = 0
+        self._views.add(span)
         if not first:
             above = self._tree.root(root)
         elif before in places.of:
             above, split = self._tree.end_at(*places.of[before])
-            if split != NONE:
-                self._views[split] += 1
+            self._views.split(split)
         else:
             return False
-        graft = self._tree.graft(above, labels, span, 0)
-        self._count_graft(span, graft, len(labels) // (4 * self.window))
+        graft = self._graft(above, labels, span, 0, len(labels) // (4 * self.window))
         if not graft.added:
             return False
         if span in heat:
@@ -269,14 +251,6 @@ class Catalog:
     def _warm(self, node: int, heat: tuple[int, int]) -> None:
         self._tree.hits[node], self._tree.used[node] = heat
         self._tick = max(self._tick, heat[1])
-
-    def _count_graft(self, span: int, graft: Graft, n_windows: int) -> None:
-        if graft.added:
-            self._views[span] = 1
-            self._n_spans += 1
-            self._note_dead(span, n_windows - graft.added)
-        if graft.split != NONE:
-            self._views[graft.split] += 1
 
     # ---- looking --------------------------------------------------------------------------
 
@@ -305,7 +279,7 @@ class Catalog:
     def records(self) -> list[SpanRecord]:
         """Every span in the tree."""
         with self.lock:
-            return [self._record(span) for span, n in self._views.items() if n]
+            return [self._record(span) for span in self._views]
 
     def all_records(self) -> list[SpanRecord]:
         """Every span that still owns space: in the tree, or retired and not yet reclaimed."""
@@ -328,39 +302,30 @@ class Catalog:
     def counts(self) -> dict[str, int]:
         with self.lock:
             return {
-                "spans": self._n_spans,
+                "spans": len(self._views),
                 "nodes": self._tree.n_nodes,
                 "windows": self._tree.n_windows,
                 "pinned_spans": len(self._pins),
-                "retired_spans": len(self._retired),
+                "retired_spans": len(self._views.retired),
             }
 
     def dead(self) -> list[Dead]:
         """What spans in the tree own of windows that are no longer in it: kept for the others."""
         with self.lock:
-            rows = [(span, self._kept[span], n) for span, n in self._dead.items()]
+            rows = [(span, self._kept[span], n) for span, n in self._views.dead.items()]
         return [Dead.of(decode_index(span, kept), n) for span, kept, n in rows]
 
     def check(self) -> None:
         """Assert that tree, views, pins and retirements account for every span."""
         with self.lock:
             self._tree.check()
-            views: dict[int, int] = {}
-            viewed: dict[int, int] = {}
-            for node in self._tree.nodes().tolist():
-                view = self._tree.view(node)
-                views[view.span] = views.get(view.span, 0) + 1
-                viewed[view.span] = viewed.get(view.span, 0) + view.n_windows
-                record = self._record(view.span)
-                assert view.first >= 0 and view.first + view.n_windows <= record.n_windows
-            dead = {span: self._record(span).n_windows - n for span, n in viewed.items()}
-            assert {s: n for s, n in dead.items() if n} == self._dead, "dead windows miscounted"
-            assert views == {s: n for s, n in self._views.items() if n}, "views miscounted"
-            assert len(views) == self._n_spans, "spans miscounted"
-            assert set(self._kept) == set(views) | self._retired, "a span is nobody's"
-            assert self._gone <= self._retired, "reclaimable but not retired"
+            views = map(self._tree.view, self._tree.nodes().tolist())
+            self._views.check(views, lambda span: self._record(span).n_windows)
+            retired = self._views.retired
+            assert set(self._kept) == {*self._views, *retired}, "a span is nobody's"
+            assert self._gone <= retired, "reclaimable but not retired"
             assert set(self._pins) <= set(self._kept), "a pinned span is gone"
-            assert set(self._heirs) <= set(self._pins) & self._retired, "an heir too early"
+            assert set(self._heirs) <= set(self._pins) & retired, "an heir too early"
             assert set(self._heirs.values()) <= set(self._pins), "an heir is not kept"
 
     # ---- inside ---------------------------------------------------------------------------
@@ -368,31 +333,44 @@ class Catalog:
     def _record(self, span: int) -> SpanRecord:
         return decode_index(span, self._kept[span])
 
+    def _keep(self, span: int, kept: bytes) -> None:
+        """A span owns space from now on; `kept`: its index value without labels."""
+        self._kept[span] = kept
+        self._views.add(span)
+
+    def _show(self, record: SpanRecord, prefix: bytes) -> int:
+        """Hang what is not stored yet of a span into the tree; the windows that this added."""
+        above = self._tree.root(record.root)
+        graft = self._graft(above, prefix, record.span_id, record.first_window, record.n_windows)
+        if graft.added:
+            self._tree.used[graft.node] = self._tick  # new is not the same as never wanted
+        return graft.added
+
+    def _graft(self, above: int, labels: bytes, span: int, start: int, n_windows: int) -> Graft:
+        """As `RadixTree.graft`, of a span of so many windows, and counted."""
+        graft = self._tree.graft(above, labels, span, start)
+        if graft.added:
+            self._views.view(span, graft.added, n_windows)
+        self._views.split(graft.split)
+        return graft
+
+    def _give(self, node: int, record: SpanRecord, skip: int) -> bool:
+        """A node views this span, which lacks the first `skip` windows of the one before, instead;
+        True when that retired the one before."""
+        span, _, n_windows = self._tree.view(node)
+        self._tree.replace([node], record.span_id, skip)
+        self._views.view(record.span_id, n_windows, record.n_windows)
+        return self._views.unview(span, n_windows)
+
     def _remove(self, node: int) -> bool:
         """Take a leaf out; True when that retired its span."""
         span, _, n_windows = self._tree.view(node)
         self._tree.remove(node)
-        return self._unview(span, n_windows)
-
-    def _unview(self, span: int, n_windows: int) -> bool:
-        """A node views these windows of a span no more; True when that retired it."""
-        self._views[span] -= 1
-        if self._views[span]:
-            self._note_dead(span, n_windows)
-            return False
-        self._dead.pop(span, None)
-        self._n_spans -= 1
-        self._retired.add(span)
-        return True
-
-    def _note_dead(self, span: int, n_windows: int) -> None:
-        if n_windows:
-            self._dead[span] = self._dead.get(span, 0) + n_windows
+        return self._views.unview(span, n_windows)
 
     def _forget(self, span: int) -> SpanRecord:
         record = self._record(span)
         self._gone.discard(span)
-        self._retired.discard(span)
-        self._views.pop(span, None)
+        self._views.forget(span)
         del self._kept[span]
         return record

@@ -23,7 +23,7 @@ from impress.errors import FormatError
 from impress.spans.format import SpanRecord, decode_index, extents_of, place_of, split_index
 from impress.tree.catalog import Catalog
 from impress.tree.eviction import Dead, Score
-from impress.tree.radix import NONE, Ids, RadixTree
+from impress.tree.radix import Ids, RadixTree
 from tiers.base import Extent
 
 #: Labels before spans that wait; beyond this the oldest are found again only by reading it all.
@@ -56,10 +56,8 @@ class MergedCatalog(Catalog):
         kept, labels = split_index(value, self.window)
         record, prefix = decode_index(span, kept, labels), before + labels
         with self.lock:
-            self._kept[span] = kept
-            if not self._views.setdefault(span, 0):
-                self._retired.add(span)  # until a node views it
-            self._complete(record, prefix)
+            self._keep(span, kept)
+            self._show(record, prefix)  # the rest of it, where nodes view a part by now
             self._inherit(record, prefix, gone)
             match = self._tree.match(record.root, prefix)
             whole = match.n_windows == record.end_window
@@ -67,16 +65,6 @@ class MergedCatalog(Catalog):
                 return True
             self._wait(span, before)
             return False
-
-    def _complete(self, record: SpanRecord, prefix: bytes) -> None:
-        """Show what is not stored of a span, of which nodes may view a part by now."""
-        span, above = record.span_id, self._tree.root(record.root)
-        graft = self._tree.graft(above, prefix, span, record.first_window)
-        if graft.added:
-            self._tree.used[graft.node] = self._tick  # as in `publish`
-            self._view(record, graft.added)
-        if graft.split != NONE:
-            self._views[graft.split] += 1
 
     def _inherit(self, record: SpanRecord, prefix: bytes, gone: Collection[int]) -> None:
         """Nodes on the way to a span's end that view one that is `gone` view it instead, as far as
@@ -91,30 +79,16 @@ class MergedCatalog(Catalog):
                 continue
             if low > start:  # `node` is the lower part from here on
                 _, split = tree.end_at(node, first + low - start - 1)
-                self._views[split] += 1
+                self._views.split(split)
             upper, split = tree.end_at(node, first + high - start - 1)
-            if split != NONE:
-                self._views[split] += 1
-            self._give(upper, record)
+            self._views.split(split)
+            self._give_all(upper, record)
 
-    def _give(self, node: int, record: SpanRecord) -> bool:
-        """A node views a span that has all its windows; True when that retired the one before."""
-        span, first, n_windows = self._tree.view(node)
-        new, start = record.span_id, self._tree.end[node] - n_windows
-        self._tree.replace([node], new, first - (start - record.first_window))
-        self._view(record, n_windows)
-        return self._unview(span, n_windows)
-
-    def _view(self, record: SpanRecord, n_windows: int) -> None:
-        """One more node views so many windows of a span."""
-        span = record.span_id
-        n_dead = self._dead.pop(span, 0)
-        if not self._views[span]:
-            self._retired.discard(span)
-            self._n_spans += 1
-            n_dead = record.n_windows
-        self._views[span] += 1
-        self._note_dead(span, n_dead - n_windows)
+    def _give_all(self, node: int, record: SpanRecord) -> bool:
+        """As `_give`, to a span that has all of the node's windows."""
+        _, first, n_windows = self._tree.view(node)
+        start = self._tree.end[node] - n_windows
+        return self._give(node, record, first - (start - record.first_window))
 
     def withdraw(self, spans: Collection[int]) -> list[int]:
         """Take spans out of the tree, held or not, and all that hangs from them and from no heir.
@@ -131,7 +105,7 @@ class MergedCatalog(Catalog):
                 heir = self._heir(node, spans)
                 if heir is None:
                     gone += self._cut(node, spans)
-                elif self._give(node, heir):
+                elif self._give_all(node, heir):
                     gone.append(span)
         return [span for span in gone if span in self.own]
 
@@ -141,7 +115,7 @@ class MergedCatalog(Catalog):
         start = self._tree.end[self._tree.parent(node)]
         for below in self._tree.subtree(node):
             span = self._tree.view(below).span
-            known = span in self._dead and span not in spans and span not in self.own
+            known = span in self._views.dead and span not in spans and span not in self.own
             if known and place_of(self._kept[span])[0] <= start:
                 return self._record(span)
         return None
@@ -285,7 +259,8 @@ class MergedCatalog(Catalog):
     def retired_bytes(self, spans: Iterable[int] | None = None) -> int:
         """What one's own spans (of these) hold that are in no node any more, until reclaimed."""
         with self.lock:
-            these = self._retired if spans is None else self._retired.intersection(spans)
+            retired = self._views.retired
+            these = retired if spans is None else retired.intersection(spans)
             records = [self._record(span) for span in these if span in self.own]
         return sum(r.owned_bytes for r in records)
 

@@ -1,0 +1,84 @@
+"""How many nodes view each span, and how many of its windows none does: the accounts of the tree.
+
+add ─> retired ─view─> in the tree ─last unview─> retired ─forget─> unknown
+                       └─ view, split: one node more; unview: one less, and its windows are dead
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from impress.tree.radix import NONE, View
+
+
+class Views:
+    """As a collection: the spans in the tree. Not thread-safe: the catalog's lock guards it.
+
+    Told of all that is done to nodes, it knows what a walk over every one of them would find.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, int] = {}  # span in the tree -> nodes that view it
+        self.retired: set[int] = set()  # no node views it; the index may still hold it
+        self.dead: dict[int, int] = {}  # span in the tree -> its windows that no node views
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._nodes)
+
+    def __contains__(self, span: int) -> bool:
+        return span in self._nodes
+
+    def add(self, span: int) -> None:
+        """A span is kept from now on: retired until a node views it. Nothing new if one does."""
+        if span not in self._nodes:
+            self.retired.add(span)
+
+    def view(self, span: int, n_windows: int, of: int) -> None:
+        """One more node views so many windows, none's until now, of a span `of` so many."""
+        n_dead = self.dead.pop(span, 0)
+        if span not in self._nodes:
+            self.retired.discard(span)
+            self._nodes[span] = 0
+            n_dead = of
+        self._nodes[span] += 1
+        self._note_dead(span, n_dead - n_windows)
+
+    def split(self, span: int) -> None:
+        """A node of this span (NONE: of none) was cut in two that view what it did."""
+        if span != NONE:
+            self._nodes[span] += 1
+
+    def unview(self, span: int, n_windows: int) -> bool:
+        """A node views these windows of a span no more; True when that retired it."""
+        self._nodes[span] -= 1
+        if self._nodes[span]:
+            self._note_dead(span, n_windows)
+            return False
+        del self._nodes[span]
+        self.dead.pop(span, None)
+        self.retired.add(span)
+        return True
+
+    def forget(self, span: int) -> None:
+        """A retired span is kept no more."""
+        self.retired.discard(span)
+
+    def _note_dead(self, span: int, n_windows: int) -> None:
+        if n_windows:
+            self.dead[span] = self.dead.get(span, 0) + n_windows
+
+    def check(self, views: Iterable[View], length: Callable[[int], int]) -> None:
+        """Assert that nodes with these views account for everything. `length`: a span's windows."""
+        nodes, viewed = Counter[int](), Counter[int]()
+        for span, first, n_windows in views:
+            assert first >= 0 and first + n_windows <= length(span), "a view beyond its span"
+            nodes[span] += 1
+            viewed[span] += n_windows
+        dead = {span: length(span) - n for span, n in viewed.items()}
+        assert {span: n for span, n in dead.items() if n} == self.dead, "dead windows miscounted"
+        assert dict(nodes) == self._nodes, "views miscounted"
+        assert self.retired.isdisjoint(nodes), "retired, and in the tree"
