@@ -35,8 +35,10 @@ VARIED: Final[dict[str, tuple[Any, ...]]] = {
     "shape": ("opt-13b", "opt-30b", "llama-3-8b"),
     "agreement": (0.95, 0.6, 0.45, 0.3, 0.1),
 }
-#: Requests measured in the base cell (1,000 and more give a p99) and in the others.
+#: Requests measured in the base cell (1,000 and more give a p99) and in the others. In a row: more,
+#: since one that lasts drags those behind it along, and what is chosen hangs on what was seen.
 N_BASE: Final = {False: 1000, True: 40}
+N_IN_A_ROW: Final = {False: 200, True: 40}
 N_OTHER: Final = 40
 
 
@@ -46,11 +48,12 @@ def cells(options: Options) -> list[Cell]:
     if options.quick:
         plan = Plan(options, verdict, n_warm=24, most_windows=3)
     varied = {"in_a_row": VARIED["in_a_row"]} if options.quick else VARIED
+    n_of = {"in_a_row": N_IN_A_ROW[options.quick]}
     return [
         check_cell(verdict),
         cell(plan, "base", N_BASE[options.quick]),
         *(
-            cell(plan, f"{name} {value}", N_OTHER, **{name: value})
+            cell(plan, f"{name} {value}", n_of.get(name, N_OTHER), **{name: value})
             for name, values in varied.items()
             for value in values
         ),
