@@ -44,7 +44,11 @@ class Reports:
         if value is None:
             withdrawn = report["figures"].get("emulator_error", 0.0) > 0.15
             return "withdrawn" if withdrawn else _NOT_RUN
-        return ours.form.format(value)
+        text = ours.form.format(value)
+        ends = [report["figures"].get(_end(ours.figure, end)) for end in ("low", "high")]
+        if ours.within and None not in ends:
+            text += f" [{', '.join(ours.form.format(end) for end in ends)}]"
+        return text
 
     def when(self) -> str:
         """One line for each report: date, commit, size, machine."""
@@ -59,6 +63,12 @@ class Reports:
             commits = ", ".join(f"`{one}`" for one in meta["cells"]["commits"])
             lines.append(f"| {name} | {meta['date'][:10]} | {commits} | {size} | {off} |")
         return "\n".join(lines) + "\n"
+
+
+def _end(figure: str, end: str) -> str:
+    """The name of an end of a figure's interval: NAME.WHICH has NAME_low.WHICH."""
+    name, dot, which = figure.partition(".")
+    return f"{name}_{end}{dot}{which}"
 
 
 def paper_table(reports: Reports) -> str:
@@ -134,7 +144,7 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
                   "exact": "exact", "fell back": "fell_back"},
     "zero_hit": {"hit %": "hit", "storing": "storing", "TTFT ms": "ttft_ms",
                  "without a store": "plain_ttft_ms", "share before the forward": "share",
-                 "throughput": "throughput_share"},
+                 "TTFT ÷ without": "ttft_ratio", "throughput": "throughput_share"},
     "vbuffers.memory": {"system": "system", "MiB, mean": "mib_mean", "most": "mib_most",
                         "÷ static": "vs_static", "fragmentation": "fragmentation",
                         "resident MiB": "resident_mib", "idle": "idle_share"},
@@ -168,8 +178,8 @@ def fill(page: Path, folder: Path) -> None:
         name = found[2]
         if name in makers:
             text = makers[name]()
-        elif name == "ttft.cells" and "ttft" in reports.by_name:
-            text = across_table(reports.by_name["ttft"])
+        elif name.endswith(".cells") and (report := name[: -len(".cells")]) in reports.by_name:
+            text = across_table(reports.by_name[report])
         elif (report := name.partition(".")[0]) in reports.by_name and name in _COLUMNS:
             text = rows_table(reports.by_name[report], _COLUMNS[name], _ONLY.get(name, ""))
         else:

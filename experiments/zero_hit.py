@@ -21,6 +21,7 @@ import torch
 import impress
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
+from experiments.systems.cell import interval
 from impress.demo.lookup.tasks import document
 from impress.engines import hf, hf_mode, hf_weights
 
@@ -99,15 +100,23 @@ def _compared(engine: hf.Engine, model: Any, prompts: list[torch.Tensor]) -> Row
     shares = [store / all_ for all_, store in firsts[BLOCK:]]
     first, before = np.median(np.array(firsts[BLOCK:]), axis=0)
     plain_first = float(np.median(plain_firsts[BLOCK:]))
+    of_plain = zip(firsts[BLOCK:], plain_firsts[BLOCK:], strict=True)  # the same prompts
     request = engine.last_request
     assert request is not None
     return {
         "n": len(prompts) - BLOCK, "hit_tokens": request.hit_tokens, "ttft_ms": first * 1e3,
-        "plain_ttft_ms": plain_first * 1e3, "ttft_ratio": first / plain_first,
+        "plain_ttft_ms": plain_first * 1e3,
         "before_first_token_ms": before * 1e3, "share": float(np.median(shares)),
-        "throughput_share": float(np.median([plain / mine for mine, _, plain in ours[1:]])),
+        **_median("ttft_ratio", [mine / plain for (mine, _), plain in of_plain]),
+        **_median("throughput_share", [plain / mine for mine, _, plain in ours[1:]]),
         "block_s": block_s, "plain_block_s": plain_s, "flush_s": flush_s,
     }  # fmt: skip
+
+
+def _median(name: str, values: Sequence[float]) -> Row:
+    """A median and its interval of 95 %."""
+    low, high = interval(values, 50)
+    return {name: float(np.median(values)), f"{name}_low": low, f"{name}_high": high}
 
 
 def _stored(engine: hf.Engine, prompt: torch.Tensor) -> tuple[float, float]:
@@ -180,8 +189,9 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     said: Figures = {}
     for row in rows:
         label = f"{row['hit']}{'' if row['storing'] else '_not_storing'}"
-        said[f"throughput_share.{label}"] = row["throughput_share"]
-        said[f"ttft_ratio.{label}"] = row["ttft_ratio"]
+        for name in ("throughput_share", "ttft_ratio"):
+            for end in ("", "_low", "_high"):
+                said[f"{name}{end}.{label}"] = row[name + end]
     nothing = [row for row in rows if row["hit"] == 0]
     said["zero_hit_share"] = max(row["share"] for row in nothing)
     stored = [row["throughput_share"] for row in nothing if row["storing"]]
@@ -195,6 +205,8 @@ EXPERIMENT: Final = Experiment(
     meta=lambda _options: {
         "share": "checks, lookup and choosing a mode ÷ time to first token; of the weights, where "
         "something hits: else they are looked at behind the answer, in the throughput's time",
+        "ttft_ratio": "time to first token with a store ÷ without, of the same prompt; median and "
+        "interval of 95 %",
         "throughput_share": f"time of {BLOCK} prompts without a store ÷ with one, until all is "
         "stored; median",
     },
