@@ -1,7 +1,12 @@
 """Repacking under load: what it writes, and how much it slows requests down meanwhile.
 
 A store learns which rows requests choose, then repacks in the background while the same kind of
-requests goes on. Compute is a wait of the stated roofline (emulated); reads and writes are real.
+requests goes on, one behind the other:
+
+    learning ─> windows of requests, by turns with the repacker held and running ─> after the pass
+
+By turns, so that a disk that gets slower or faster on the way weighs on both alike. Compute is a
+wait of the stated roofline (emulated); reads and writes are real.
 """
 
 from __future__ import annotations
@@ -9,7 +14,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -23,16 +29,19 @@ from experiments.systems.cell import Load, order_of
 from experiments.systems.clock import A100, Clock, Compute
 from experiments.systems.data import NAMESPACE, WINDOW, Data
 from experiments.systems.generate import Knobs
-from experiments.systems.serve import Asking, Server
+from experiments.systems.serve import Asking, Served, Server
 from experiments.systems.shapes import SHAPES
 from experiments.systems.sizes import LAYERS, dilation, meta
 from impress.config import Config
 from impress.policy import Paper
+from impress.repacking.span_copy import Copier
 from impress.store import PrefixStore
 
 POLICY: Final = Paper(0.25)
-#: Least requests before and during repacking, by `quick`.
-N: Final = {False: 1000, True: 100}
+#: Requests with the repacker held, and at most as many with it running, by `quick`.
+N: Final = {False: 1500, True: 100}
+#: Requests in a turn.
+TURN: Final = 25
 N_PREFIXES: Final = {False: 8, True: 4}
 
 
@@ -68,46 +77,90 @@ def measure(options: Options) -> list[Row]:
 
 
 def _phases(server: Server, data: Data, store: PrefixStore, queue: Any, n: int) -> Row:
-    """Requests before, during and after a pass of the repacker."""
+    """Requests before, by turns beside, and after a pass of the repacker."""
 
-    def one() -> float:
+    def one(*, settled: bool = True) -> Served:
         prefix, request = next(queue)
         served = server.serve(Asking(prefix, data.prefixes[prefix].tokens, request % 12))
-        server.settle()
-        return served.ttft_s
+        if settled:
+            server.settle()
+        return served
 
     for _ in range(max(12, n // 8)):
         one()  # learning, and warm caches
-    before = [one() for _ in range(n)]
+    times: dict[str, list[float]] = {"held": [], "during": [], "after": []}
     reports: list[Any] = []
-    thread = threading.Thread(target=lambda: reports.append(store.repack()), daemon=True)
-    begin = time.perf_counter()
-    thread.start()
-    during: list[float] = []
-    while thread.is_alive() and len(during) < 2 * n:
-        during.append(one())
-    thread.join(600)
-    took = time.perf_counter() - begin
-    maps, maps_cpu, ttft, after = 0.0, 0.0, 0.0, []
-    for _ in range(n // 4):
-        prefix, request = next(queue)
-        asking = Asking(prefix, data.prefixes[prefix].tokens, request % 12)
-        served = server.serve(asking)
-        server.settle()
-        after.append(served.ttft_s)
-        maps, maps_cpu = maps + served.map_s, maps_cpu + served.map_cpu_s
-        ttft += served.ttft_s
+    with _gate() as running:
+        thread = threading.Thread(target=lambda: reports.append(store.repack()), daemon=True)
+        begin = time.perf_counter()
+        thread.start()
+        while thread.is_alive() and len(times["during"]) < n:
+            for way in ("held", "during"):
+                running.set() if way == "during" else running.clear()
+                for _ in range(TURN):
+                    # Nothing is waited for between two: that would keep them out of the way of
+                    # what the repacker has under way.
+                    took_s = one(settled=False).ttft_s
+                    if way == "held" or thread.is_alive():
+                        times[way].append(took_s)
+        running.set()
+        thread.join(600)
+        took = time.perf_counter() - begin
+    served = [one() for _ in range(n // 4)]
+    times["after"] = [s.ttft_s for s in served]
+    ttft = sum(times["after"])
     (report,) = reports
     row: Row = {
         "spans": len(report.spans), "moved": report.moved, "moved_bytes": report.moved_bytes,
-        "data_bytes": data.n_bytes, "took_s": took, "n_before": len(before),
-        "n_during": len(during), "map_share_of_ttft": maps / ttft,
-        "map_cpu_share_of_ttft": maps_cpu / ttft,
+        "data_bytes": data.n_bytes, "took_s": took,
+        "map_share_of_ttft": sum(s.map_s for s in served) / ttft,
+        "map_cpu_share_of_ttft": sum(s.map_cpu_s for s in served) / ttft,
     }  # fmt: skip
-    for name, times in (("before", before), ("during", during), ("after", after)):
+    for name, seconds in times.items():
+        row[f"n_{name}"] = len(seconds)
         for q in (50, 90, 99):
-            row[f"p{q}_ms_{name}"] = float(np.percentile(times, q)) * 1e3 if times else None
+            row[f"p{q}_ms_{name}"] = float(np.percentile(seconds, q)) * 1e3 if seconds else None
+    for q in (50, 99):
+        row[f"p{q}_slowdown"], row[f"p{q}_low"], row[f"p{q}_high"] = _slowdown(times, q)
     return row
+
+
+@contextmanager
+def _gate() -> Iterator[threading.Event]:
+    """While the event is not set, the repacker waits before its next read or write."""
+    running, go_on = threading.Event(), Copier._slice
+
+    def waiting(self: Copier, n_bytes: int, task: Any) -> None:
+        running.wait()
+        go_on(self, n_bytes, task)
+
+    Copier._slice = waiting  # type: ignore[method-assign]
+    try:
+        yield running
+    finally:
+        running.set()
+        Copier._slice = go_on  # type: ignore[method-assign]
+
+
+def _slowdown(times: dict[str, list[float]], q: int) -> tuple[float, float, float]:
+    """How much longer a percentile is with the repacker running, and its interval of 95 %: whole
+    turns are drawn, since requests behind each other are alike."""
+    rng = np.random.default_rng(0)
+    turns = [
+        [times[way][at : at + TURN] for at in range(0, len(times[way]), TURN)]
+        for way in ("held", "during")
+    ]
+
+    def of(held: Sequence[list[float]], during: Sequence[list[float]]) -> float:
+        both = (np.percentile(np.concatenate(some), q) for some in (during, held))
+        return float(np.divide(*both)) - 1
+
+    drawn = [
+        of(*([some[i] for i in rng.integers(len(some), size=len(some))] for some in turns))
+        for _ in range(1000)
+    ]
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return of(*turns), float(low), float(high)
 
 
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
@@ -117,17 +170,16 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
             "Repacking under load: ms to the first token",
             [
                 {"": name, **{f"p{q}": row[f"p{q}_ms_{name}"] or "" for q in (50, 90, 99)}}
-                for name in ("before", "during", "after")
+                for name in ("held", "during", "after")
             ],
         )
-        if row["p99_ms_during"]:
-            for q in (50, 99):
-                slow = row[f"p{q}_ms_during"] / row[f"p{q}_ms_before"] - 1
-                said[f"repack_p{q}_slowdown"] = slow
+        for q in (50, 99):
+            for end, figure in (("slowdown", ""), ("low", "_low"), ("high", "_high")):
+                said[f"repack_p{q}_slowdown{figure}"] = row[f"p{q}_{end}"]
         for name in ("map_share_of_ttft", "map_cpu_share_of_ttft"):
             said[name] = row[name]
         said["moved_share"] = row["moved_bytes"] / row["data_bytes"]
-        said["p50_after_vs_before"] = row["p50_ms_after"] / row["p50_ms_before"]
+        said["p50_after_vs_before"] = row["p50_ms_after"] / row["p50_ms_held"]
     return said, rows
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from experiments import repack
 from experiments.systems.catalogue import System, chosen, lacking, reading_ahead, systems
 from experiments.systems.cell import Bench, Load, budgets, order_of
 from experiments.systems.clock import A100, Clock, Compute, Roofline, dilation_of
@@ -26,6 +28,7 @@ from experiments.systems.serve import score_seconds
 from experiments.systems.shapes import SHAPES, Shape
 from impress.config import Config
 from impress.policy import AllHeads, Exact, Paper, Quality
+from impress.repacking.span_copy import Copier
 from impress.selection.quant import dequantise, packed_bytes, unpack_codes
 from impress.store import PrefixStore
 
@@ -251,3 +254,31 @@ def test_zero_hit_times_what_the_engine_calls() -> None:
     with zero_hit._timed() as spent:
         assert hf.find_prefix is not before and spent == []
     assert hf.find_prefix is before
+
+
+def test_a_slowdown_is_told_with_whole_turns_drawn() -> None:
+    rng = np.random.default_rng(1)
+    alike = rng.lognormal(0, 0.3, 40 * repack.TURN).tolist()
+    found, low, high = repack._slowdown({"held": alike, "during": alike[::-1]}, 99)
+    assert found == 0.0
+    assert low < 0 < high
+    slower = [2 * seconds for seconds in alike]
+    found, low, high = repack._slowdown({"held": alike, "during": slower}, 50)
+    assert found == pytest.approx(1.0)
+    assert 0.8 < low < 1 < high < 1.2
+
+
+def test_the_repacker_is_held_before_its_next_slice() -> None:
+    done: list[str] = []
+
+    class Store:  # what a copier has of one
+        _pace = SimpleNamespace(go=lambda _n_bytes: not done.append("paced"))
+        _turn = staticmethod(lambda: True)
+        do = staticmethod(lambda task: task())
+
+    with repack._gate() as running:
+        running.wait = lambda: done.append("waited")
+        Copier._slice(Store(), 1, lambda: done.append("copied"))
+    assert done == ["waited", "paced", "copied"]
+    Copier._slice(Store(), 1, lambda: done.append("copied"))
+    assert done[3:] == ["paced", "copied"]
