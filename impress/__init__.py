@@ -6,24 +6,27 @@ with store.lease(token_ids) as lease: ...
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
-from impress.config import Config
-from impress.errors import (
-    BadInput,
-    ConfigError,
-    FormatError,
-    ImpressError,
-    PrefixLost,
-    StoreFailed,
-    StoreLocked,
-    StoreMismatch,
-    Unsupported,
-)
-from impress.policy import Contiguous, Exact, Pages, Paper, Quality
-from impress.store import PrefixStore
-from impress.types import Geometry
-from impress.write.draft import Stored
+if TYPE_CHECKING:
+    from impress.config import Config
+    from impress.errors import (
+        BadInput,
+        ConfigError,
+        FormatError,
+        ImpressError,
+        PrefixLost,
+        StoreFailed,
+        StoreLocked,
+        StoreMismatch,
+        Unsupported,
+    )
+    from impress.namespace import namespace_of
+    from impress.policy import Contiguous, Exact, Pages, Paper, Quality
+    from impress.store import PrefixStore
+    from impress.types import Geometry
+    from impress.write.draft import Stored
 
 __version__ = "0.1.0"
 
@@ -49,11 +52,23 @@ __all__ = [
     "namespace_of",
 ]
 
+#: Where what is not an error stands.
+_HOME: Final = {
+    "Config": "config", "Contiguous": "policy", "Exact": "policy", "Geometry": "types",
+    "Pages": "policy", "Paper": "policy", "PrefixStore": "store", "Quality": "policy",
+    "Stored": "write.draft", "namespace_of": "namespace",
+}  # fmt: skip
+
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use: the namespace needs a model's files, the engines need transformers.
-    if name == "namespace_of":
-        from impress.namespace import namespace_of
+    # On first use: the store takes a third of a second, the namespace needs a model's files, and
+    # whoever imports a part of the package (a command, vLLM's plug-ins) may want neither.
+    if name not in __all__:
+        raise AttributeError(f"module 'impress' has no attribute {name!r}")
+    found = getattr(import_module(f"impress.{_HOME.get(name, 'errors')}"), name)
+    globals()[name] = found
+    return found
 
-        return namespace_of
-    raise AttributeError(f"module 'impress' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

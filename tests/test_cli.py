@@ -75,6 +75,40 @@ def test_light_commands_import_neither_torch_nor_transformers(path, args):
     assert done.returncode == 0, done.stderr
 
 
+def test_ctrl_c_while_a_command_is_imported_is_one_line():
+    code = """if True:
+        import sys
+
+        class Interrupted:
+            def find_spec(self, name, *_):
+                if name == "impress.cli.main":
+                    raise KeyboardInterrupt
+
+        sys.meta_path.insert(0, Interrupted())
+        from impress.cli.entry import run
+        assert not {"numpy", "impress.store"} & set(sys.modules), "late to be told of Ctrl-C"
+        run()
+    """
+    done = ended([sys.executable, "-c", code])
+    assert (done.returncode, done.stderr) == (2, "impress: interrupted\n")
+
+
+def test_every_name_of_the_package_is_there_on_first_use():
+    code = """if True:
+        import impress
+        for name in impress.__all__:
+            assert name in dir(impress) and getattr(impress, name).__name__ == name, name
+        from impress import *
+        assert PrefixStore is impress.store.PrefixStore
+        try:
+            impress.no_such_name
+        except AttributeError as error:
+            print(error)
+    """
+    done = ended([sys.executable, "-c", code])
+    assert done.stdout == "module 'impress' has no attribute 'no_such_name'\n", done.stderr
+
+
 def test_inspect_shows_what_is_stored(path):
     done = run("inspect", "--store", path, "--tree")
     assert done.returncode == 0 and not done.stderr
