@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import assert_serves, kv_of, prompt
+from test_repack import look as lease_some
 from test_shards import APART, check, look, ready
 
 import impress
 import impress.write.reclaim
+from impress.spans.format import SpanRecord
 from impress.usage.history import Note
 
 Open = Callable[..., impress.PrefixStore]
@@ -258,3 +261,67 @@ def test_what_took_a_place_in_part_and_is_bad_stays_out(
     look(b)
     assert b.lookup(tokens) == 0
     check(a, b, c)
+
+
+def behind_a_system_prompt(pair: Pair) -> tuple[np.ndarray, np.ndarray, int]:
+    """(a document behind the system prompt, the document alone, the span of the first's rows).
+
+    Of the document alone only the beginning is stored.
+    """
+    a, b = pair
+    document = prompt(384, 2)
+    chat = np.concatenate([prompt(128, 1), document])
+    ready(a, chat[:128])
+    ready(a, chat, start=128)
+    ready(a, document[:128])
+    lease_some(a, chat)
+    look(b)
+    (span,) = [r.span_id for r in a.catalog.own_records() if r.first_window]
+    return chat, document, span
+
+
+def test_a_copy_whose_span_left_the_tree_before_its_commit_is_told_nobody_in_a_wrong_place(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Followers were told that it began at the root: they served its rows behind no prompt."""
+    a, b = pair
+    chat, document, span = behind_a_system_prompt(pair)
+    committer = a._home.committer
+    assert committer is not None
+    sync, commit = committer._headers.sync, a.index.commit
+    served = []
+
+    def synced(records: Iterable[SpanRecord]) -> None:
+        records = list(records)
+        sync(records)
+        if any(record.first_window for record in records):
+            a._home.leaving.quarantine(span)
+
+    def committed(*args: Any, **named: Any) -> None:
+        commit(*args, **named)
+        b.follow()
+        served.append(b.lookup(document))
+
+    monkeypatch.setattr(committer._headers, "sync", synced)
+    monkeypatch.setattr(a.index, "commit", committed)
+    assert "the span left the tree meanwhile" in [s.outcome for s in a.repack().spans]
+    a.flush()
+    assert set(served) == {128}, "rows computed behind another prompt"
+    look(b)
+    assert_serves(b, document, 128)
+    assert_serves(b, chat, 128)
+    check(a, b)
+
+
+def test_a_span_that_a_log_puts_in_a_wrong_place_is_not_taken(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key says what comes before it."""
+    a, b = pair
+    chat, document, _ = behind_a_system_prompt(pair)
+    monkeypatch.setattr(a.catalog, "labels_to", lambda *_: b"")
+    assert a.repack().moved == 2
+    look(b)
+    assert_serves(b, document, 128)
+    assert_serves(b, chat, 128)
+    check(a, b)

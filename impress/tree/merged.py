@@ -150,12 +150,13 @@ class MergedCatalog(Catalog):
                 if self._tree.view(node).span == span:
                     yield span, self._before(node)
 
-    def labels_to(self, span: int, window: int) -> bytes:
-        """Labels from the root to a window at or before the first of a span's in the tree."""
+    def labels_to(self, span: int, window: int) -> bytes | None:
+        """Labels from the root to a window at or before the first of a span's in the tree; None:
+        it is not in the tree."""
         with self.lock:
             nodes = self._tree.of_span(span)
             if not nodes:
-                return b""
+                return None
             first = min(nodes, key=lambda node: self._tree.view(node).first)
             labels = b"".join(self._tree.label(above) for above in self._tree.path(first)[:-1])
         return labels[: window * 4 * self.window]

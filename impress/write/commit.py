@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from impress.errors import ImpressError, StoreFailed
 from impress.quality.ledgers import Ledgers
-from impress.spans.format import encode_index
+from impress.spans.format import SpanRecord, encode_index
 from impress.stats import Counters
 from impress.tree.merged import MergedCatalog
 from impress.types import Geometry
@@ -294,17 +294,17 @@ class Committer:
         record = job.header.record
         heat = self._catalog.heat_of(job.old)
         if heat is None:
-            job.spoil([record.span_id])
-            self._scrap([record])
-            return Swapped.GONE
+            return self._gone(job, record)
         try:
             record = self._headers.put(job.header)
             self._headers.check_synced(job.sync_failures)
             self._headers.sync([record])
             put = {record.span_id: encode_index(record)}
             wear = self._duties.wear()
-            prefix = self._catalog.labels_to(job.old, record.first_window) + record.labels
-            change = Change(record.span_id, job.old, prefix)
+            before = self._catalog.labels_to(job.old, record.first_window)
+            if before is None:  # it left the tree since heat_of looked
+                return self._gone(job, record)
+            change = Change(record.span_id, job.old, before + record.labels)
             warm = {record.span_id: heat}
             known = self._history.carry(job.old, record.span_id, job.skip, record.n_windows)
             self._index.commit(
@@ -317,13 +317,19 @@ class Committer:
             job.spoil([record.span_id])
             self._scrap([record])  # and forgotten, what history carried
             return Swapped.FAILED
-        if not self._catalog.replace(job.old, record):  # it left the tree since heat_of looked
+        if not self._catalog.replace(job.old, record):  # or since labels_to did
             job.spoil([record.span_id])
             self._commit(Batch(deletes=[record.span_id]))
             return Swapped.GONE
         job.spoil([job.old])
         self._reclaim(self._catalog.deleted([job.old]))
         return Swapped.YES
+
+    def _gone(self, job: SwapJob, record: SpanRecord) -> Swapped:
+        """Nothing is left to take the place of: the copy was never visible."""
+        job.spoil([record.span_id])
+        self._scrap([record])
+        return Swapped.GONE
 
     def _publish(self, job: StoreJob) -> bool:
         record = job.draft.record

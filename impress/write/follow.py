@@ -16,8 +16,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
+from impress.blockhash import key_after
 from impress.errors import FormatError, ImpressError
-from impress.spans.format import SpanRecord, split_index
+from impress.spans.format import SpanRecord, decode_index, split_index
 from impress.tree.merged import MergedCatalog
 from impress.write.changes import Change
 from impress.write.directory import Shard, shards_of
@@ -235,7 +236,7 @@ class Follower:
         for span, _, prefix in changes:
             if span in values and not self._catalog.knows(span) and span in n.shard.spans:
                 with suppress(FormatError):
-                    before = _before(values[span], prefix)
+                    before = _before(span, values[span], prefix, self._catalog.window)
                     self._catalog.admit(span, values[span], before, gone)
 
     def _take_out(self, gone: set[int]) -> None:
@@ -273,9 +274,14 @@ class Follower:
             index.close()
 
 
-def _before(value: bytes, prefix: bytes) -> bytes:
-    """The labels before a span, of those up to its end."""
-    return prefix[: len(prefix) - len(split_index(value)[1])]
+def _before(span: int, value: bytes, prefix: bytes, window: int) -> bytes:
+    """The labels before a span, of those up to its end, as a log has them. Raises FormatError
+    where they are not those that its key stands for: its rows would be served behind others."""
+    kept, labels = split_index(value, window)
+    record, before = decode_index(span, kept), prefix[: len(prefix) - len(labels)]
+    if key_after(record.root, before, window) != record.key_before:
+        raise FormatError(f"index: the log has span {span} in another place")
+    return before
 
 
 def _stamp(shard: Shard) -> Stamp:
