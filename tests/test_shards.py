@@ -171,6 +171,35 @@ def test_both_stored_the_same_and_one_evicts_it(pair: Pair) -> None:
     check(a, b)
 
 
+@pytest.mark.parametrize("how", ["opened again", "read", "compared"])
+def test_what_hangs_from_within_a_span_stays_where_another_stored_that_part_too(
+    pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The part has a span to its end, which adds nothing: nobody looked for its end any more, and
+    the next open took what hangs there for an orphan and erased it."""
+    a, b = pair
+    head = prompt(256, 1)
+    whole, forked = (np.concatenate([head, prompt(256, seed)]) for seed in (2, 3))
+    stores = [a, b]
+    if how == "compared":
+        monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 1)
+        stores.append(open_store(a.geometry, **APART))
+    ready(a, whole)
+    ready(b, head)
+    ready(a, forked, start=256)
+    if how == "read":
+        stores = [open_store(a.geometry, mode="r")]
+    elif how != "compared":
+        for store in pair:
+            store.close()
+        stores = [open_store(a.geometry, **APART) for _ in pair]
+    look(*stores)
+    for store in stores:
+        for tokens in (whole, forked):
+            assert_serves(store, tokens, 512)
+    check(*stores)
+
+
 def test_one_that_nobody_uses_here_goes_though_another_hung_from_it(pair: Pair) -> None:
     """Else a writer whose every span is continued elsewhere could not make room."""
     a, b = pair

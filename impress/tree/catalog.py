@@ -242,6 +242,10 @@ class Catalog:
             return False
         graft = self._graft(above, labels, span, 0, len(labels) // (4 * self.window))
         if not graft.added:
+            if places.lacks(after):  # what hangs from its end hangs from where that lies
+                match = self._tree.match_below(above, labels)
+                last = self._tree.view(match.nodes[-1]).first + match.last_count - 1
+                places.of[after] = match.nodes[-1], last
             return False
         if span in heat:
             self._warm(graft.node, heat[span])

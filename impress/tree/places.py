@@ -19,6 +19,10 @@ class Places:
         ends = {after for _, _, _, after in map(place_of, kept) if after in self._wanted}
         self._inside = len(ends) < len(self._wanted)  # else no key but the last need be made
 
+    def lacks(self, key: bytes) -> bool:
+        """Whether a span begins behind this key, and no place is noted of it."""
+        return key in self._wanted and key not in self.of
+
     def note(self, node: int, before: bytes, labels: bytes, after: bytes, window: int) -> None:
         """The wanted windows of a span just grafted as `node`."""
         last = len(labels) // (4 * window) - 1

@@ -81,9 +81,10 @@ class RadixTree:
     def match(self, root: bytes, labels: bytes) -> Match:
         """The longest stored prefix. Pure."""
         node = self.roots.get(root, NONE)
-        return Match([], 0, 0) if node == NONE else self._match_below(node, labels)
+        return Match([], 0, 0) if node == NONE else self.match_below(node, labels)
 
-    def _match_below(self, node: int, labels: bytes) -> Match:
+    def match_below(self, node: int, labels: bytes) -> Match:
+        """The longest that is stored from a node on. Pure."""
         nodes: list[int] = []
         off, end, size = 0, len(labels), self._size
         child_of, next_of, label_of = self._child, self._next, self._labels
@@ -208,7 +209,7 @@ class RadixTree:
         `labels` continues from the end of `above`; its first `start` windows come before the
         span. Adds nothing where everything is stored, or where those are not.
         """
-        match = self._match_below(above, labels)
+        match = self.match_below(above, labels)
         if match.n_windows < start or match.n_windows * self._size == len(labels):
             return Graft(NONE, 0, NONE)
         split = NONE
