@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -429,6 +430,60 @@ def test_an_index_made_anew_is_followed(pair: Pair) -> None:
         again.evict(1 << 30)
         look(b, again)
         assert limbo(again) == 0 and b.lookup(prompt(256, 2)) == 0
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["closed", "running"])
+def test_a_copy_of_a_shard_under_another_number_does_that_shard_no_harm(
+    open_store: Open, geometry: impress.Geometry, running: bool
+) -> None:
+    """Its writer gave out and deleted the other's files, and told the other's own process that its
+    spans were deleted."""
+    a, mine = open_store(geometry, **APART, shard=0), prompt(256, 1)
+    ready(a, mine)
+    a.close()
+    shards = a.path / "shards"
+    shutil.copytree(shards / "main", shards / "1")
+    files = {path: path.read_bytes() for path in (shards / "main/segments").iterdir()}
+    stores = [open_store(geometry, **APART, shard=0)] if running else []
+    b = open_store(geometry, **APART, shard=1)
+    stores.append(b)
+    ready(b, prompt(128, 2))
+    look(*stores)
+    for store in stores:
+        assert_serves(store, mine, 256)
+        assert_serves(store, prompt(128, 2), 128)
+    check(*stores)
+    assert b.evict(1 << 30) > 0
+    for store in stores:
+        store.close()
+    assert {path: path.read_bytes() for path in files} == files
+    for again in (open_store(geometry, mode="r"), open_store(geometry, **APART, shard=0)):
+        assert_serves(again, mine, 256)
+    check(again)
+
+
+def test_a_shard_that_was_renamed_for_a_while_is_rebuilt_under_its_own_name(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Meanwhile it gave out ids and segments of the other number, and erased what was there."""
+    a, b = open_store(geometry, **APART, shard=1), prompt(128, 2)
+    ready(a, prompt(256, 1))
+    a.close()
+    shards = a.path / "shards"
+    (shards / "1").rename(shards / "main")
+    with open_store(geometry, **APART, shard=0) as renamed:
+        ready(renamed, b)
+        assert [r.span_id for r in renamed.catalog.own_records()] == [1]
+        check(renamed)
+        assert_serves(renamed, prompt(256, 1), 0)
+    with open_store(geometry, **APART, shard=0) as renamed:  # and what was noted meanwhile?
+        assert_serves(renamed, b, 128)
+    (shards / "main").rename(shards / "1")
+    rebuild_store(a.path)
+    with open_store(geometry, **APART, shard=1) as again:
+        assert_serves(again, prompt(256, 1), 256)
+        assert_serves(again, b, 0)
+        check(again)
 
 
 def test_inspect_shows_the_shards_in_use(pair: Pair) -> None:

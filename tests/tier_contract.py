@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tiers.ssd
 from tiers.base import PAGE, Bytes, Cache, Pieces, Read, Slot, Sums, Tier, sums_of
 from tiers.coalesce import locate
 from tiers.errors import MediumError, ReadFailed
 from tiers.slots import aligned
-from tiers.ssd import SsdTier
+from tiers.ssd import SEGMENTS, SsdTier
 
 MIB = 1 << 20
 
@@ -221,6 +222,39 @@ class SsdContract(TierContract):
         assert len(list(tier.folder.iterdir())) == 1
         tier.write(keep, 0, noise(MIB))
         tier.check()
+
+    def test_files_of_another_folders_numbers_are_left_alone(
+        self, tier: SsdTier, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Of a folder that was copied or renamed: what they name are the other folder's files."""
+        slot, data = tier.reserve(2 * MIB), noise(2 * MIB)
+        tier.write(slot, 0, data)
+        other = SsdTier(tier.folder.parent / "copy", MIB, 4 * MIB, number=1)
+        names = sorted(path.name for path in tier.folder.iterdir())
+        for name in names:
+            (other.folder / name).write_bytes((tier.folder / name).read_bytes())
+        other = SsdTier(other.folder, MIB, 4 * MIB, number=1)
+        other.join(0, tier.folder)
+        (said,) = [message for message in caplog.messages if "numbered" in message]
+        assert str(other.folder) in said and "2 segments" in said
+        assert other.trim() == 0 == other.usage().total
+        mine = other.reserve(MIB)
+        other.write(mine, 0, noise(MIB))
+        assert [part.segment for part in mine.parts] == [SEGMENTS]
+        assert set(names) < {path.name for path in other.folder.iterdir()}
+        out = aligned(2 * MIB)
+        for reader in (tier, other):
+            reader.read([Read(slot, 0, out, sums_of(data, PAGE), PAGE)])
+
+    def test_the_numbers_of_a_folder_end_where_the_next_ones_begin(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tiers.ssd, "SEGMENTS", 2)
+        tier = SsdTier(tmp_path / "segments", MIB, None, number=1)
+        slot = tier.reserve(2 * MIB)
+        assert sorted(part.segment for part in slot.parts) == [2, 3]
+        assert tier.reserve(MIB) is None and tier.full and "number" in tier.no_room
+        assert len(list(tier.folder.iterdir())) == 2
 
     def test_buffered_where_direct_io_is_refused(
         self, tier: SsdTier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

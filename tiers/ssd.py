@@ -64,7 +64,7 @@ class SsdTier:
         self._read_only = read_only
         self._space = Space()
         self._lock = threading.Lock()
-        self._number = number
+        self._numbers = range(number * SEGMENTS, (number + 1) * SEGMENTS)
         self._folders = {number: folder}
         self._fds: dict[int, int] = {}
         self._deleted: list[tuple[float, int]] = []  # files their owner deleted: when seen, fd
@@ -74,10 +74,21 @@ class SsdTier:
         try:
             if not read_only:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for path in sorted(folder.glob("[0-9]*.seg")):
-                self._space.add(int(path.stem), path.stat().st_size // PAGE * PAGE)
+            self._find(sorted(folder.glob("[0-9]*.seg")))
         except OSError as err:
             raise MediumError(f"ssd: {folder}: {err.strerror}") from err
+
+    def _find(self, paths: list[Path]) -> None:
+        """The segments there are. Where it writes, of its own numbers alone: the others name
+        another folder's files."""
+        mine = [path for path in paths if self._read_only or int(path.stem) in self._numbers]
+        for path in mine:
+            self._space.add(int(path.stem), path.stat().st_size // PAGE * PAGE)
+        if n_others := len(paths) - len(mine):
+            log.warning(
+                "ssd: %s: %d segments numbered as another folder's are left alone: give a folder "
+                "that was renamed its name back, delete them in a copy", self.folder, n_others,
+            )  # fmt: skip
 
     def join(self, number: int, folder: Path) -> None:
         """Segments of that number's folder are read there from now on."""
@@ -91,7 +102,7 @@ class SsdTier:
         now = monotonic()
         with self._lock:
             for segment, fd in list(self._fds.items()):
-                theirs = self._read_only or segment // SEGMENTS != self._number
+                theirs = self._read_only or segment not in self._numbers
                 if theirs and os.fstat(fd).st_nlink == 0:
                     self._deleted.append((now, self._fds.pop(segment)))
             while self._deleted and now - self._deleted[0][0] > grace_s:
@@ -256,7 +267,9 @@ class SsdTier:
         total = self._space.total_bytes
         if self._limit_bytes is not None and total + self._segment_bytes > self._limit_bytes:
             return False
-        segment = max(self._space.sizes, default=self._number * SEGMENTS - 1) + 1
+        segment = max(self._space.sizes, default=self._numbers.start - 1) + 1
+        if segment not in self._numbers:
+            return self._outgrown(OSError(errno.ENOSPC, "no number is left for it"))
         path = self._path(segment)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -261,7 +261,8 @@ class Committer:
         superfluous = [job.draft.record.span_id for job in written if not self._publish(job)]
         if superfluous:
             self._commit(Batch(deletes=superfluous))
-        self._reclaim(self._catalog.deleted(batch.deletes))
+        own = self._catalog.own  # an index that was copied names another shard's, too
+        self._reclaim(self._catalog.deleted(span for span in batch.deletes if span in own))
 
     def _keep(self, batch: Batch, why: str) -> None:
         """These deletes are to be tried again: their spans would come back with the next open."""

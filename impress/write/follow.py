@@ -56,8 +56,7 @@ class Neighbour:
         """Everything it holds now, and from here on only what changes."""
         self.version = -1  # what is committed from here on is found by the next look
         self.generation = self.index.refresh()
-        ours = self.shard.spans
-        return {span: value for span, value in self.index.spans() if span in ours}
+        return dict(_spans(self.index, self.shard))
 
     def reopen(self) -> None:
         """The index was made anew. Raises ImpressError; then the old one is still open."""
@@ -232,9 +231,10 @@ class Follower:
         self, n: Neighbour, changes: list[Change], values: dict[int, bytes], gone: set[int]
     ) -> None:
         """In the tree, what its writer did in its own."""
-        gone.update(c.old for c in changes if c.old and self._catalog.knows(c.old))
+        theirs = n.shard.spans  # a copy of another's shard speaks of that one's
+        gone.update(c.old for c in changes if c.old in theirs and self._catalog.knows(c.old))
         for span, _, prefix in changes:
-            if span in values and not self._catalog.knows(span) and span in n.shard.spans:
+            if span in values and not self._catalog.knows(span) and span in theirs:
                 with suppress(FormatError):
                     before = _before(span, values[span], prefix, self._catalog.window)
                     self._catalog.admit(span, values[span], before, gone)
@@ -257,7 +257,7 @@ class Follower:
         new = values.keys() - known
         if new:
             whole = MergedCatalog(self._catalog.window, range(0))
-            theirs = (n.index.spans() for n in self.neighbours.values())
+            theirs = (_spans(n.index, n.shard) for n in self.neighbours.values())
             whole.load(chain(self._own_values(), *theirs), {})
             for span, before in whole.before(new):
                 with suppress(FormatError):
@@ -269,9 +269,14 @@ class Follower:
             return []
         index = Index(self._own.index, create=False)
         try:
-            return list(index.spans())
+            return list(_spans(index, self._own))
         finally:
             index.close()
+
+
+def _spans(index: Index, shard: Shard) -> Iterator[tuple[int, bytes]]:
+    """What a shard's index holds, but for ids that are not its own: it was copied or renamed."""
+    return ((span, value) for span, value in index.spans() if span in shard.spans)
 
 
 def _before(span: int, value: bytes, prefix: bytes, window: int) -> bytes:

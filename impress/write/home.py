@@ -129,7 +129,8 @@ class Home:
         """
         # Where a shard could not be read, what hangs from its spans only seems to be in vain.
         if self.committer is not None and self._superfluous and self.others.error is None:
-            self.leaving.spoil(self._superfluous)  # what they hung from may have been purged
+            # What they hung from may have been purged; what is another's is not his to erase.
+            self.leaving.spoil(span for span in self._superfluous if span in self.catalog.own)
             self.committer.delete_now(self._superfluous, COMMIT_TIMEOUT_S)
             self._superfluous = []
         self.others.start(self._config.follow_every_s, self._settle)
@@ -164,8 +165,8 @@ class Home:
         ids = self.catalog.own
         self.catalog.n_strays = sum(span not in ids for span in superfluous)
         mine = [span for span in superfluous + damaged if span in ids] + strange
-        known = [span for span in [*mine, self.index.last_id] if span in ids]
-        return mine, max([last, ids.start, self.index.last_span, *known])
+        known = [*mine, self.index.last_id, self.index.last_span]
+        return mine, max([last, ids.start, *(span for span in known if span in ids)])
 
     def _own_values(self, strange: list[int]) -> Iterator[tuple[int, bytes]]:
         """Of the shard that is written; ids that are not its own are noted apart."""
