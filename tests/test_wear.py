@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -239,6 +240,57 @@ def test_marks_that_cross_are_refused() -> None:
         impress.Config(disk_high=0.5)
     with pytest.raises(ConfigError, match="disk_high"):
         impress.Config(disk_high=1.5)
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many segments more the file system has room for."""
+    left, fallocate = [0], os.posix_fallocate
+
+    def full(fd: int, off: int, n_bytes: int) -> None:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left[0] -= 1
+        fallocate(fd, off, n_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    return left
+
+
+@pytest.mark.parametrize("limit", ["disk_bytes", "a full file system"])
+def test_a_prompt_that_can_never_fit_takes_nothing_with_it(
+    open_store: Open, geometry: impress.Geometry, room: list[int], clock: list[float], limit: str
+) -> None:
+    """It emptied the store; on a full file system nothing was stored after it, until a restart."""
+    room[0] = 99 if limit == "disk_bytes" else 4
+    config = {"disk_bytes": 4 * MIB} if limit == "disk_bytes" else {}
+    store = open_store(geometry, window=WINDOW, dram_bytes=0, disk_high=1, disk_low=1, **config)
+    for seed in range(3):
+        assert put_prompt(store, prompt(128, seed)).wait(60)
+    for n in (1280, 1024):  # the second: not with its header
+        assert put_prompt(store, prompt(n, 9)).refused == "disk full"
+    assert [store.lookup(prompt(128, seed)) for seed in range(3)] == [128] * 3
+    assert store.stats()["evicted_spans"] == 0 and not store.stats()["ssd_read_only"]
+    clock[0] += RETRY_S
+    for seed in range(3, 12):
+        assert put_prompt(store, prompt(128, seed)).wait(60)
+    assert store.stats()["evicted_spans"] > 0
+    sound(store)
+
+
+def test_what_was_wanted_of_a_full_file_system_and_fits_no_more_keeps_nothing_smaller_out(
+    open_store: Open, geometry: impress.Geometry, room: list[int], clock: list[float]
+) -> None:
+    """Each trial asked for as much again, and evicted for it what was there."""
+    store, room[0] = open_store(geometry, window=WINDOW, dram_bytes=0), 4
+    assert put_prompt(store, prompt(512, 1)).wait(60)
+    with store.lease(prompt(512, 1)):
+        assert put_prompt(store, prompt(512, 2)).refused.startswith("read-only")
+    store.evict(1 << 30)  # its segments go back, and to others
+    room[0] = 1
+    clock[0] += RETRY_S
+    assert put_prompt(store, prompt(128, 3)).wait(60)
+    sound(store)
 
 
 # ---- dead space ----------------------------------------------------------------------------

@@ -135,9 +135,9 @@ class Admission:
             return "daily write budget"
         meta = slot = None
         try:
-            slot = self._reserve(layout.data_bytes)
+            slot = self._reserve(layout.data_bytes, n_bytes)
             if slot is not None:
-                meta = self._reserve(meta_bytes(len(slot.parts), *sizes))
+                meta = self._reserve(meta_bytes(len(slot.parts), *sizes), n_bytes)
             if slot is not None and meta is not None and len(meta.parts) == 1:
                 return meta.parts[0], slot  # a header is one extent, for scans
         except MediumError as err:
@@ -146,14 +146,17 @@ class Admission:
             if reserved is not None:
                 ssd.free(reserved)
         home.budget.refund(n_bytes)
-        if ssd.no_room:
+        if ssd.no_room and home.leaving.could_hold(n_bytes):
             home.health.trouble(ssd.no_room, layout.data_bytes)
         return home.health.refusal() or "disk full"
 
-    def _reserve(self, n_bytes: int) -> Slot | None:
-        """Room at home; when there is none, after making some. Raises MediumError."""
-        slot = self._media.ssd.reserve(n_bytes)
-        if slot is None and self._home.leaving.make_room(round_up(n_bytes)):
+    def _reserve(self, n_bytes: int, whole: int) -> Slot | None:
+        """Room at home; when there is none, after making some. Raises MediumError.
+
+        Nothing goes for a store that wants more, as a `whole`, than there can ever be.
+        """
+        slot, leaving = self._media.ssd.reserve(n_bytes), self._home.leaving
+        if slot is None and leaving.could_hold(whole) and leaving.make_room(round_up(n_bytes)):
             slot = self._media.ssd.reserve(n_bytes)
         return slot
 

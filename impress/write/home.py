@@ -198,7 +198,8 @@ class Home:
     def _try_writing(self, n_bytes: int) -> None:
         """Does the medium take writes again, n_bytes of them? Raises MediumError, StoreFailed."""
         assert self.committer is not None
-        n_bytes = max(n_bytes, PAGE)
+        # What can never fit any more says nothing of what is smaller.
+        n_bytes = max(n_bytes, PAGE) if self.leaving.could_hold(n_bytes) else PAGE
         slot = self.ssd.reserve(n_bytes)
         if slot is None and self.leaving.make_room(n_bytes):
             slot = self.ssd.reserve(n_bytes)

@@ -119,6 +119,13 @@ class Leaving:
         left = {record.span_id for record in self.in_limbo}
         return len(spans), len(self._catalog.retired_records(spans)) + len(left & set(spans))
 
+    def could_hold(self, n_bytes: int) -> bool:
+        """Whether so much would fit if all else went: within its limit, or what a full file
+        system has given it."""
+        ssd, capacity = self._ssd, self._ssd.capacity_bytes
+        too_much = bool(ssd.no_room) and n_bytes > ssd.usage().total
+        return not too_much and (capacity is None or n_bytes <= capacity)
+
     def make_room(self, n_bytes: int) -> bool:
         """Evict until n_bytes more are free; False when nothing can go."""
         return self.evict(n_bytes) > 0
