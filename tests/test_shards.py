@@ -351,6 +351,62 @@ def test_what_is_on_its_way_out_is_not_made_up_for_by_more(
     check(a)
 
 
+def full_beside_a_stopped_reader(
+    open_store: Open, geometry: impress.Geometry
+) -> tuple[impress.PrefixStore, impress.PrefixStore]:
+    """A writer with 6 prompts, the place of one more held up by the reader; and that reader."""
+    marks = {"disk_bytes": 8 * MIB, "disk_high": 1, "disk_low": 1}
+    a = open_store(geometry, **APART, **marks)
+    for seed in range(7):
+        ready(a, prompt(256, seed))
+    b = open_store(geometry, "r", **APART)
+    a.evict(1)
+    assert limbo(a) > MIB and a.stats()["spans"] == 6
+    return a, b
+
+
+def test_a_reader_that_is_stopped_does_not_cost_all_that_is_stored(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each store evicted as much again, which the reader held up too, and was refused."""
+    monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
+    a, b = full_beside_a_stopped_reader(open_store, geometry)
+    for seed in range(10, 20):
+        assert put_prompt(a, prompt(256, seed)).refused == "disk full"
+    assert a.stats()["spans"] == 6
+    assert put_prompt(a, prompt(512, 20)).refused == "disk full"  # what limbo does not cover goes
+    assert a.stats()["spans"] == 5
+    look(b, a)
+    ready(a, prompt(512, 20))
+    assert a.stats()["spans"] == 6
+    check(a)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["ours", "another store takes it"])
+def test_room_that_is_on_its_way_is_waited_for(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
+        a, b = full_beside_a_stopped_reader(open_store, geometry)
+    reclaimer = a._home.reclaimer
+    assert reclaimer is not None
+    settle, taken = reclaimer.settle, []
+
+    def goes_on() -> None:
+        b.follow()
+        settle()
+        if lost and not taken:
+            taken.append(a.ssd.reserve(MIB))
+
+    monkeypatch.setattr(reclaimer, "settle", goes_on)
+    ready(a, prompt(256, 10))
+    assert a.stats()["spans"] == 7 - lost
+    for slot in taken:
+        a.ssd.free(slot)
+    check(a)
+
+
 def deleted_under(reader: impress.PrefixStore, writer: impress.PrefixStore) -> None:
     """A segment that the reader has read is the writer's no more."""
     ready(writer, prompt(128, 1))

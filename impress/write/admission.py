@@ -20,7 +20,7 @@ from impress.write.fitting import Fitter
 from impress.write.home import Home
 from impress.write.jobs import StoreJob
 from impress.write.writer import Writer
-from tiers.base import Extent, Slot, round_up
+from tiers.base import Extent, Slot
 from tiers.errors import MediumError, ReadFailed
 
 #: Longest wait for the header of the span a new one hangs from; it is read with most leases.
@@ -135,9 +135,9 @@ class Admission:
             return "daily write budget"
         meta = slot = None
         try:
-            slot = self._reserve(layout.data_bytes, n_bytes)
+            slot = home.leaving.reserve(layout.data_bytes, n_bytes)
             if slot is not None:
-                meta = self._reserve(meta_bytes(len(slot.parts), *sizes), n_bytes)
+                meta = home.leaving.reserve(meta_bytes(len(slot.parts), *sizes), n_bytes)
             if slot is not None and meta is not None and len(meta.parts) == 1:
                 return meta.parts[0], slot  # a header is one extent, for scans
         except MediumError as err:
@@ -149,16 +149,6 @@ class Admission:
         if ssd.no_room and home.leaving.could_hold(n_bytes):
             home.health.trouble(ssd.no_room, layout.data_bytes)
         return home.health.refusal() or "disk full"
-
-    def _reserve(self, n_bytes: int, whole: int) -> Slot | None:
-        """Room at home; when there is none, after making some. Raises MediumError.
-
-        Nothing goes for a store that wants more, as a `whole`, than there can ever be.
-        """
-        slot, leaving = self._media.ssd.reserve(n_bytes), self._home.leaving
-        if slot is None and leaving.could_hold(whole) and leaving.make_room(round_up(n_bytes)):
-            slot = self._media.ssd.reserve(n_bytes)
-        return slot
 
     def _finish(self, held: Sequence[Held], writer: Writer) -> None:
         """A writer's with-block has ended: commit what is whole, give back what is not."""

@@ -200,9 +200,7 @@ class Home:
         assert self.committer is not None
         # What can never fit any more says nothing of what is smaller.
         n_bytes = max(n_bytes, PAGE) if self.leaving.could_hold(n_bytes) else PAGE
-        slot = self.ssd.reserve(n_bytes)
-        if slot is None and self.leaving.make_room(n_bytes):
-            slot = self.ssd.reserve(n_bytes)
+        slot = self.leaving.reserve(n_bytes)
         if slot is None:
             raise MediumError(self.ssd.no_room or "ssd: no room")
         self.committer.try_writing(slot, TRIAL_TIMEOUT_S)

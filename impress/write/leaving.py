@@ -19,6 +19,7 @@ from impress.tree.merged import MergedCatalog
 from impress.usage.history import History
 from impress.write.commit import Committer
 from impress.write.reclaim import Reclaim
+from tiers.base import Slot, round_up
 from tiers.ssd import SsdTier
 
 log = logging.getLogger("impress")
@@ -85,8 +86,7 @@ class Leaving:
         if capacity is None:
             return []
         # Out of the tree, and free when nobody reads it any more: no reason for more to go.
-        leaving = sum(r.owned_bytes for r in self.in_limbo)
-        used = self._ssd.usage().used - leaving - self._catalog.retired_bytes()
+        used = self._ssd.usage().used - self._limbo_bytes() - self._catalog.retired_bytes()
         if used <= self._config.disk_high * capacity:
             return []
         return self._take_out(used - int(self._config.disk_low * capacity), new)[0]
@@ -126,9 +126,26 @@ class Leaving:
         too_much = bool(ssd.no_room) and n_bytes > ssd.usage().total
         return not too_much and (capacity is None or n_bytes <= capacity)
 
-    def make_room(self, n_bytes: int) -> bool:
-        """Evict until n_bytes more are free; False when nothing can go."""
-        return self.evict(n_bytes) > 0
+    def reserve(self, n_bytes: int, whole: int = 0) -> Slot | None:
+        """Room at home: where there is none, what is on its way out is waited for, then evicted
+        for the rest. Raises MediumError.
+
+        Nothing goes for a `whole` that would not fit if all else went.
+        """
+        slot = self._ssd.reserve(n_bytes)
+        if slot is not None or not self.could_hold(whole):
+            return slot
+        if self._reclaimer is not None and self._limbo_bytes() >= n_bytes:
+            self._reclaimer.wait_for([record.span_id for record in self.in_limbo])
+            slot = self._ssd.reserve(n_bytes)
+        # A reader that is stopped holds up whatever goes: no reason for all to go.
+        short = round_up(n_bytes) - self._limbo_bytes()
+        if slot is None and short > 0 and self.evict(short) > 0:
+            slot = self._ssd.reserve(n_bytes)
+        return slot
+
+    def _limbo_bytes(self) -> int:
+        return sum(record.owned_bytes for record in self.in_limbo)
 
     def quarantine(self, span: int) -> None:
         """A span went bad: never again a hit, nor what hangs from it."""
