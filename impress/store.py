@@ -295,12 +295,12 @@ class PrefixStore:
         """
         digests = {self.namespace} if namespaces is None else set(namespaces)
         if tenant is None:
-            roots = {r.root for r in self.catalog.all_records() if r.namespace in digests}
             self._reading.params.forget(digests)
+            spans = self._home.leaving.purge(lambda record: record.namespace in digests)
         else:
             shape = (self.geometry, self.window, tenant, self._secret)
             roots = {root_key(digest, *shape) for digest in digests}
-        spans = self._home.leaving.purge(roots)
+            spans = self._home.leaving.purge(lambda record: record.root in roots)
         self._home.ssd.trim()
         return spans
 

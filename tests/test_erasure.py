@@ -6,7 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import impress
 from impress.cli.main import app
 from impress.upkeep.rebuild import rebuild_store
 from impress.write.env import compact
+from tiers.base import Slot
 from tiers.errors import MediumError
 from tiers.ssd import SsdTier
 
@@ -127,6 +129,90 @@ def test_a_purge_reaches_the_copy_that_a_repack_makes_meanwhile(
     assert store.lookup(tokens) == 0
     assert row_of(tokens) not in bytes_of(segments(store.path))
     store.check()
+
+
+def test_a_purge_reaches_stores_that_were_handed_over_before_it(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listed what the tree held: what the committer had yet to show was served afterwards."""
+    store, begun, go_on = open_store(GEOMETRY), threading.Event(), threading.Event()
+    first, second, his, sync = prompt(256, 1), prompt(256, 2), prompt(256, 3), SsdTier.sync
+
+    def waits(ssd: SsdTier, slots: Iterable[Slot]) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        sync(ssd, slots)
+
+    monkeypatch.setattr(SsdTier, "sync", waits)
+    early = put_prompt(store, first, wait_s=60, tenant="hers")
+    assert begun.wait(60)
+    late = put_prompt(store, second, wait_s=60, tenant="hers")
+    kept = put_prompt(store, his, wait_s=60, tenant="his")
+    purging = threading.Thread(target=store.purge, args=("hers",))
+    purging.start()
+    while len(store._home.committer._jobs) < 3:  # type: ignore[union-attr]
+        pass  # both stores, and what the purge waits for; the suite's time limit ends it
+    go_on.set()
+    purging.join(60)
+    assert early.ready and late.refused == "purged" and kept.wait(60)
+    assert store.lookup(first, tenant="hers") == store.lookup(second, tenant="hers") == 0
+    held = bytes_of(segments(store.path))
+    assert row_of(first) not in held and row_of(second) not in held and row_of(his) in held
+    assert store.stats()["refused"] == {"purged": 1}
+    store.flush()
+    store.check()
+
+
+@pytest.mark.parametrize("behind", [0, 128], ids=["of its own", "behind what is stored"])
+def test_a_store_under_way_is_purged_and_one_begun_after_it_is_new(
+    open_store: Open, behind: int
+) -> None:
+    """It was READY; behind what was purged it failed, and left its rows, and all token ids."""
+    store, tokens = open_store(GEOMETRY, dram_bytes=0), prompt(256, 1)
+    keys, values = kv_of(tokens, GEOMETRY)
+    if behind:
+        put_prompt(store, tokens[:behind]).wait(60)
+    with store.writer(tokens, start=behind, wait_s=60) as writer:
+        writer.put(0, behind, keys[0][:, behind:], values[0][:, behind:])
+        assert store.purge() == (bool(behind), bool(behind))
+        writer.put(1, behind, keys[1][:, behind:], values[1][:, behind:])
+    assert not writer.stored.wait(60) and writer.stored.refused == "purged"
+    store.flush()
+    assert store.lookup(tokens) == 0
+    row = keys[0].transpose(1, 0, 2)[200].tobytes()
+    assert row not in bytes_of(segments(store.path))
+    put_prompt(store, prompt(256, 2)).wait(60)
+    assert_serves(store, prompt(256, 2), 256)
+    store.check()
+    store.close()
+    compact(store.path / "shards/main/index")
+    assert tokens[:64].tobytes() not in bytes_of(store.path)
+
+
+def test_what_another_shard_stores_behind_what_is_purged_meanwhile_leaves_nothing(
+    open_store: Open,
+) -> None:
+    """It is in no tree: its rows stayed, and in the log of changes the token ids it hung from."""
+    a, b = (open_store(GEOMETRY, follow_every_s=0, dram_bytes=0) for _ in range(2))
+    tokens = prompt(256, 1)
+    keys, values = kv_of(tokens, GEOMETRY)
+    put_prompt(a, tokens[:128]).wait(60)
+    b.follow()
+    with b.writer(tokens, start=128, wait_s=60) as writer:
+        for layer in range(2):
+            writer.put(layer, 128, keys[layer][:, 128:], values[layer][:, 128:])
+        a.purge()
+        b.follow()
+    with pytest.raises(impress.StoreFailed, match="went bad meanwhile"):
+        writer.stored.wait(60)
+    with pytest.raises(impress.StoreFailed):
+        b.flush()
+    path = b.path / "shards/1"
+    assert keys[0].transpose(1, 0, 2)[200].tobytes() not in bytes_of(path / "segments")
+    b.check()
+    b.close()
+    compact(path / "index")
+    assert tokens[:64].tobytes() not in bytes_of(path)
 
 
 def test_what_is_noted_to_be_erased_is_left_alone_where_another_span_lies_by_now(

@@ -229,6 +229,7 @@ def test_a_purge_does_not_fail_with_a_store_that_waited_with_it(
     store.flush()
     begun, going_on, sync = threading.Event(), threading.Event(), SsdTier.sync
     (record,) = store.catalog.records()
+    take_out, late = store.catalog.purge, []
 
     def fails_once_let_go(self: SsdTier, slots: Iterable[Slot]) -> None:
         slots = list(slots)
@@ -238,10 +239,15 @@ def test_a_purge_does_not_fail_with_a_store_that_waited_with_it(
         assert going_on.wait(60)
         sync(self, slots)
 
+    def stored_behind(root: bytes) -> list[int]:
+        put_for(store, prompt(128, 2), "bob")
+        assert begun.wait(60)
+        rows = kv_of(prompt(128, 3), geometry)
+        late.append(store.store(prompt(128, 3), *rows, wait_s=30, tenant="bob"))
+        return take_out(root)
+
     monkeypatch.setattr(SsdTier, "sync", fails_once_let_go)
-    put_for(store, prompt(128, 2), "bob")
-    assert begun.wait(60)
-    late = store.store(prompt(128, 3), *kv_of(prompt(128, 3), geometry), wait_s=30, tenant="bob")
+    monkeypatch.setattr(store.catalog, "purge", stored_behind)
     purged: list[tuple[int, int]] = []
     purging = threading.Thread(target=lambda: purged.append(store.purge("alice")))
     purging.start()
@@ -251,7 +257,7 @@ def test_a_purge_does_not_fail_with_a_store_that_waited_with_it(
     purging.join(60)
     assert purged == [(1, 0)]
     with pytest.raises(impress.StoreFailed, match="ssd: no"):
-        late.wait(60)
+        late[0].wait(60)
     assert rows_of(hers, geometry) not in everything_in(store.path / "shards/main/segments")
 
 

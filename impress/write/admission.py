@@ -19,6 +19,7 @@ from impress.write.draft import Draft, Media, Stored
 from impress.write.fitting import Fitter
 from impress.write.home import Home
 from impress.write.jobs import StoreJob
+from impress.write.leaving import Wanted
 from impress.write.writer import Writer
 from tiers.base import Extent, Slot
 from tiers.errors import MediumError, ReadFailed
@@ -44,7 +45,9 @@ class Admission:
         self._counters = counters
         self._tables = tables
         self.fitter = fitter
-        self._drafts: dict[int, Draft] = {}  # space reserved, not yet READY or given back
+        # Space reserved, not yet READY or given back.
+        self._drafts: dict[int, tuple[Draft, Stored]] = {}
+        home.leaving.refuse = self._refuse
 
     def writer(
         self, root: bytes, labels: bytes, tokens: Tokens, start: int, wait_s: float
@@ -73,7 +76,7 @@ class Admission:
             self._home.release(held)
             raise
         if draft is not None:
-            self._drafts[draft.record.span_id] = draft
+            self._drafts[draft.record.span_id] = draft, stored
         return Writer(
             stored, self._geometry, self._window, draft, self._media, wait_s,
             partial(self._finish, held),
@@ -81,12 +84,22 @@ class Admission:
 
     def drafts(self) -> list[SpanRecord]:
         """Records of stores under way: space that no span owns yet."""
-        return [draft.record for draft in list(self._drafts.values())]
+        return [draft.record for draft, _ in list(self._drafts.values())]
 
     @property
     def writing(self) -> bool:
         """Whether a write of theirs is under way."""
-        return any(draft.writing for draft in list(self._drafts.values()))
+        return any(draft.writing for draft, _ in list(self._drafts.values()))
+
+    def _refuse(self, wanted: Wanted) -> None:
+        """A purge: what is under way of this is never READY, and erased before its space is free.
+
+        What the committer is at this moment may be READY all the same.
+        """
+        for draft, stored in list(self._drafts.values()):
+            if wanted(draft.record):
+                self._home.leaving.spoil([draft.record.span_id])
+                stored.refused = stored.refused or "purged"
 
     def _done(self, draft: Draft, held: Sequence[Held]) -> None:
         """The committer is through with a draft."""

@@ -258,9 +258,13 @@ class Committer:
         if batch is self._undone:
             self._undone, self.undone = Batch(), ""
         self._names.update(names)
-        superfluous = [job.draft.record.span_id for job in written if not self._publish(job)]
+        added = {job.draft.record.span_id: self._publish(job) for job in written}
+        superfluous = [span for span, n in added.items() if n <= 0]
         if superfluous:
-            self._commit(Batch(deletes=superfluous))
+            # What was before them may have been purged: nothing is left of these, nor in the log.
+            lost = [span for span, n in added.items() if n < 0]
+            self._duties.spoil(lost)
+            self._commit(Batch(deletes=superfluous, forget=bool(lost)))
         own = self._catalog.own  # an index that was copied names another shard's, too
         self._reclaim(self._catalog.deleted(span for span in batch.deletes if span in own))
 
@@ -277,8 +281,9 @@ class Committer:
         draft = job.draft
         try:
             draft.settle(WRITE_TIMEOUT_S)
-            if self._catalog.lookup(draft.record.root, draft.prefix) == draft.record.end_window:
-                self._drop(job, None)  # another store of the same tokens was first
+            stored = self._catalog.lookup(draft.record.root, draft.prefix)
+            if job.stored.refused or stored == draft.record.end_window:
+                self._drop(job, None)  # purged, or another store of the same tokens was first
                 return False
             self._headers.write(draft, job.name)
             return True
@@ -332,7 +337,8 @@ class Committer:
         self._scrap([record])
         return Swapped.GONE
 
-    def _publish(self, job: StoreJob) -> bool:
+    def _publish(self, job: StoreJob) -> int:
+        """Windows it added to the tree; not above 0: its span is retired."""
         record = job.draft.record
         added = self._catalog.publish(record, job.draft.prefix)
         lost = None
@@ -343,7 +349,7 @@ class Committer:
         job.stored.settle(error=lost)
         self._counters.add("stored_tokens", max(added, 0) * record.window)
         self._counters.add("stored_bytes", record.data_bytes if added > 0 else 0)
-        return added > 0
+        return added
 
     def _give_back(self, job: StoreJob | GiveUp) -> None:
         """Its space, once none of its writes can land there any more: one may be stuck."""
@@ -356,7 +362,9 @@ class Committer:
 
     def _drop(self, job: StoreJob, error: Exception | None) -> None:
         self._give_back(job)
-        job.stored.settle(error=error)
+        job.stored.settle(job.stored.refused, error)
         if error is not None:
             self._counters.add("refused/failed")
             self.fail(error)
+        elif job.stored.refused:
+            self._counters.add(f"refused/{job.stored.refused}")

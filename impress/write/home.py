@@ -107,7 +107,7 @@ class Home:
                 identity.uuid,
                 Duties(
                     self.reclaim, self.scrap, self.leaving.overfull, self.health.trouble,
-                    self.budget.dump, self.reclaimer.spoilt,
+                    self.budget.dump, self.reclaimer.spoilt, self.reclaimer.spoil,
                 ),
                 self.history, self.ledgers, durable=config.durable,
             )  # fmt: skip

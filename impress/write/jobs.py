@@ -81,7 +81,7 @@ class Duties:
     `reclaim`: space nobody here holds; `scrap`: of spans that never were visible. `overfull`: takes
     spans out of a tree whose home is too full, but for those just stored, and names them.
     `trouble`: a write failed, and why. `wear`: the write budget, to be kept. `spoilt`: spans whose
-    bytes are to be erased when they are deleted.
+    bytes are to be erased when they are deleted; `spoil`: these, too.
     """
 
     reclaim: Callable[[Iterable[SpanRecord]], None]
@@ -90,6 +90,7 @@ class Duties:
     trouble: Callable[[str], None]
     wear: Callable[[], bytes]
     spoilt: Container[int]
+    spoil: Callable[[Iterable[int]], None]
 
 
 Job = StoreJob | GiveUp | Erase | SwapJob | Trial | list[int] | threading.Event

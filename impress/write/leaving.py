@@ -27,6 +27,9 @@ log = logging.getLogger("impress")
 #: Longest wait for the committer: a disk that takes longer is stuck.
 COMMIT_TIMEOUT_S = 150.0
 
+#: Whether a span, or one in the making, is to be purged.
+Wanted = Callable[[SpanRecord], bool]
+
 
 class Leaving:
     """Thread-safe. A process that only reads quarantines for itself alone; the rest it refuses."""
@@ -46,6 +49,7 @@ class Leaving:
         self.committer: Committer | None = None
         """Of that shard; set once, before anything leaves."""
         self.before_evict: Callable[[], None] = lambda: None  # makes more of it evictable
+        self.refuse: Callable[[Wanted], None] = lambda wanted: None  # stores under way of a purge
 
     @property
     def in_limbo(self) -> list[SpanRecord]:
@@ -91,21 +95,27 @@ class Leaving:
             return []
         return self._take_out(used - int(self._config.disk_low * capacity), new)[0]
 
-    def purge(self, roots: Iterable[bytes]) -> tuple[int, int]:
-        """Erase everything under these root keys: (spans, those of them still held).
+    def purge(self, wanted: Wanted) -> tuple[int, int]:
+        """Erase everything under the root keys of what is `wanted`: (spans, those still held).
 
         Their bytes are overwritten on the medium before the space is free; what a lease still
-        holds, when it ends, or at `close`; what a crash leaves, at the next open. Raises
-        StoreFailed where the index takes no writes.
+        holds, when it ends, or at `close`; what a crash leaves, at the next open. Stores begun
+        before are refused, and erased when they end. Raises StoreFailed where the index takes no
+        writes.
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
-        roots = set(roots)
-        late = self._catalog.retired_records(self.committer.undeleted)
-        gone = [span for root in roots for span in self._catalog.purge(root)]
-        spans = [record.span_id for record in late if record.root in roots] + gone
-        self.spoil(spans)
         failed = self._counters["unerased_spans"]
+        undeleted = self._catalog.retired_records(self.committer.undeleted)
+        late = [record.span_id for record in undeleted if wanted(record)]
+        self.spoil(late)
+        self.refuse(wanted)
+        if not self.committer.barrier(COMMIT_TIMEOUT_S):  # what it was through with is in the tree
+            raise StoreFailed(f"{self._path}: not purged: no commit within {COMMIT_TIMEOUT_S:g} s")
+        roots = {record.root for record in self._catalog.all_records() if wanted(record)}
+        gone = [span for root in roots for span in self._catalog.purge(root)]
+        spans = late + gone
+        self.spoil(gone)
         self.committer.erase(gone)
         if undone := self.committer.delete_now([], COMMIT_TIMEOUT_S):
             raise StoreFailed(f"{self._path}: not purged: {undone}; purge again, or it comes back")
