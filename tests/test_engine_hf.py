@@ -761,6 +761,27 @@ def test_weights_that_change_during_a_request_leave_nothing_of_it(tmp_path):
         assert engine.store.lookup(prompts(200)[0].numpy()) == 0
 
 
+def test_weights_that_change_during_a_hit_leave_nothing_of_what_it_computed(tmp_path):
+    """They were looked at before the hit was read, and what came behind it was stored as theirs."""
+
+    class Changing(Heard):
+        def put(self, value):
+            if not self.parts:  # the prompt: a prefix is on its way, nothing is computed yet
+                in_place(model)
+            super().put(value)
+
+    model, ids = tiny(), prompts(400)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids[:, :200], max_new_tokens=1)
+        engine.flush()
+        with pytest.raises(StoreMismatch, match="changed"):
+            engine.generate(ids, max_new_tokens=2, streamer=Changing())
+        engine.flush()
+        assert engine.store.lookup(ids[0].numpy()) == 192
+        wait_for_promotions(engine.store)
+        assert engine.store.buffers.used_bytes == 0
+
+
 def test_weights_without_a_version_are_seen_to_change(tmp_path):
     """Tensors made in inference mode count no writes."""
     with torch.inference_mode():

@@ -166,7 +166,7 @@ class Engine:
         earn that first: until then hits are exact (impress.quality.guard). A prefix that cannot be
         read is computed instead, before any token is out. Raises BadInput or Unsupported, naming
         the argument, before anything is read; StoreMismatch where the weights are not those of
-        `attach`, before anything is read or, where nothing is reused, before anything is stored.
+        `attach`, before a prefix is read and, behind the answer, before anything of it is stored.
         """
         started = perf_counter()
         once = PromptOnce(streamer) if streamer is not None else None
@@ -252,11 +252,6 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _check_weights(self) -> None:
-        """That what is stored is this model's, and what it made is to be stored as such."""
-        if self._weights.changed():
-            raise StoreMismatch("the model's weights changed since attach(): attach it again")
-
     def _run(
         self,
         prompt: Prompt,
@@ -278,7 +273,7 @@ class Engine:
                 undo.callback(watch.drop)
             if prefix is not None:
                 pins.callback(prefix.close)
-                self._check_weights()
+                self._weights.check()  # what is stored is this model's
                 prefix.open(policy)
             if prefix is not None and chooses(policy):
                 raw = watch.raw if watch is not None else None
@@ -318,8 +313,10 @@ class Engine:
                 cache.observed = Observed(prompt.n_tokens, n_rows)
             with observing(self.model, cache.observed):
                 result = self._decode(prompt, cache, once, first)
-            if prefix is None:  # not before: nothing was reused, and the first token is out sooner
-                self._check_weights()
+            n_whole = cache.length // self.store.window * self.store.window
+            # Before it is stored as this model's. On a miss not earlier: the first token is sooner.
+            if prefix is None or (self._store_new and n_whole > prefix.n_tokens):
+                self._weights.check()
         except BaseException:
             end_reads(prefix, cache)
             cache.release()

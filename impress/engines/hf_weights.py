@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from impress.errors import StoreMismatch
 from impress.namespace import adapter_settings
 
 #: Of a tensor, to notice a change. Odd: those of a matrix lie in many columns.
@@ -39,8 +40,13 @@ class Weights:
         self._samples = self._sampled(tensors)
         self._adapter = adapter_settings(model)
 
+    def check(self) -> None:
+        """Raises StoreMismatch where they are others now."""
+        if self.changed():
+            raise StoreMismatch("the model's weights changed since attach(): attach it again")
+
     def changed(self) -> bool:
-        """Whether they are others now. Asked in every request: on a GPU one copy from it."""
+        """Asked in every request: on a GPU one copy from it."""
         tensors = _tensors(self._model)
         if len(tensors) != len(self._refs):
             return True
