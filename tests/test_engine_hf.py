@@ -635,6 +635,50 @@ def test_training_mode_autocast_and_other_attention_are_refused(tmp_path):
             engine.generate(ids)
 
 
+def layers_in_training(model):
+    model.model.layers.train()
+
+
+def an_adapters_dropout(model):
+    """As LoRA is put into a model that was set to eval() before."""
+    model.model.layers[1].mlp.lora_dropout = torch.nn.Dropout(0.5)
+
+
+@pytest.mark.parametrize("change", [layers_in_training, an_adapters_dropout])
+def test_a_submodule_in_training_mode_is_refused_before_its_dropout_is_stored(tmp_path, change):
+    """The root alone was asked, and it says eval()."""
+    model, ids = tiny(attention_dropout=0.5), prompts(200)
+    with attach(model, tmp_path) as engine:
+        change(model)
+        assert not model.training
+        with pytest.raises(Unsupported, match=r"layers.* training mode .*call model.eval\(\)"):
+            engine.generate(ids, max_new_tokens=2)
+        engine.flush()
+        assert engine.store.lookup(ids[0].numpy()) == 0
+        model.eval()
+        engine.generate(ids, max_new_tokens=2)
+        engine.flush()
+        assert engine.last_request.stored_tokens == 192
+
+
+@pytest.mark.parametrize("hit", [0, 192])
+def test_a_model_that_is_set_to_training_during_a_request_leaves_nothing_of_it(tmp_path, hit):
+    class Changing(Heard):
+        def put(self, value):
+            model.train()
+            super().put(value)
+
+    model, ids = tiny(attention_dropout=0.5), prompts(400)
+    with attach(model, tmp_path) as engine:
+        if hit:
+            engine.generate(ids[:, :200], max_new_tokens=1)
+            engine.flush()
+        with pytest.raises(Unsupported, match="training mode"):
+            engine.generate(ids, max_new_tokens=2, streamer=Changing())
+        engine.flush()
+        assert engine.store.lookup(ids[0].numpy()) == hit
+
+
 def test_another_dtype_or_geometry_than_the_directory_is_refused_naming_both(tmp_path):
     attach(tiny(), tmp_path).close()
     with pytest.raises(StoreMismatch, match=r"(?s)float32.*bfloat16|bfloat16.*float32"):

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from transformers import GenerationConfig
 
+from impress.engines.hf_modules import check_eval, modules_of
 from impress.errors import BadInput, Unsupported
 from impress.types import Geometry
 
@@ -139,8 +140,7 @@ def check_request(
 
 def _check_mode(model: Any) -> None:
     _check_attention(model.config)
-    if model.training:
-        raise Unsupported("the model is in training mode (dropout): call model.eval()")
+    check_eval(model, modules_of(model))
     if torch.is_autocast_enabled(model.device.type):
         raise Unsupported("torch.autocast computes keys in another precision than the model's")
 

@@ -1,4 +1,4 @@
-"""Whether a model's weights are still those that its namespace was derived from."""
+"""Whether a model is still the one that its namespace was derived from: its weights, above all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from impress.engines.hf_modules import check_eval, modules_of
 from impress.errors import StoreMismatch
 from impress.namespace import adapter_settings
 
@@ -32,7 +33,7 @@ class Weights:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        tensors = _tensors(model)
+        tensors = _tensors(modules_of(model))
         # Weak: what was replaced is to be freed; what is gone never passes for what took its place.
         self._refs = [weakref.ref(tensor) for tensor in tensors]
         self._places = _places(tensors)
@@ -41,13 +42,16 @@ class Weights:
         self._adapter = adapter_settings(model)
 
     def check(self) -> None:
-        """Raises StoreMismatch where they are others now."""
-        if self.changed():
+        """In every request. Raises StoreMismatch where the weights are others now, and Unsupported
+        where a module is in training mode.
+        """
+        modules = modules_of(self._model)
+        check_eval(self._model, modules)
+        if self._changed(_tensors(modules)):
             raise StoreMismatch("the model's weights changed since attach(): attach it again")
 
-    def changed(self) -> bool:
-        """Asked in every request: on a GPU one copy from it."""
-        tensors = _tensors(self._model)
+    def _changed(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """On a GPU one copy from it."""
         if len(tensors) != len(self._refs):
             return True
         if any(ref() is not tensor for ref, tensor in zip(self._refs, tensors, strict=True)):
@@ -98,8 +102,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return plain and tensor.is_contiguous() and tensor.element_size() in _WORDS
 
 
-def _tensors(model: Any) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
+def _tensors(modules: Sequence[Any]) -> list[torch.Tensor]:
+    """Parameters and buffers, each once though several modules have it."""
+    found: dict[int, torch.Tensor] = {}
+    for module in modules:
+        for own in (module._parameters, module._buffers):
+            found.update((id(tensor), tensor) for tensor in own.values() if tensor is not None)
+    return list(found.values())
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
