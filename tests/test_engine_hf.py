@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from pathlib import Path
 
@@ -854,6 +855,187 @@ def test_a_tensor_that_takes_the_memory_of_another_is_seen(tmp_path, alike):
         layer.weight = torch.nn.Parameter(torch.from_numpy(memory))
         with pytest.raises(StoreMismatch, match="changed"):
             engine.generate(prompts(10))
+
+
+# --- code that no key tells apart -----------------------------------------------------------------
+
+
+def louder(module, args, output):
+    """A hook that steers, as one that adds a vector to the residual stream does."""
+    return output * 1.5
+
+
+class Louder:
+    """As a hook of accelerate's that its user has written."""
+
+    no_grad = False
+
+    def pre_forward(self, module, *args, **kwargs):
+        return args, kwargs
+
+    def post_forward(self, module, output):
+        return output * 1.5
+
+
+def a_hook(model):
+    return model.model.layers[0].register_forward_hook(louder).remove
+
+
+def a_hook_before(model):
+    norm = model.model.layers[1].input_layernorm
+    return norm.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,)).remove
+
+
+def a_hook_of_every_module(model):
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: output * 1.5 if module is model.model.layers[0] else None
+    )
+    return hook.remove
+
+
+def a_forward_of_its_own(model):
+    layer = model.model.layers[0]
+    before = layer.forward
+    layer.forward = lambda *args, **kwargs: before(*args, **kwargs) * 1.5
+    return lambda: delattr(layer, "forward")
+
+
+def a_hook_under_accelerate(model):
+    return dispatched(model.model.layers[0], Louder())
+
+
+def a_hook_held_by_one_of_accelerates(model):
+    return dispatched(model.model.layers[0], accelerates("SequentialHook", hooks=(Louder(),)))
+
+
+def a_forward_of_its_own_under_accelerate(model):
+    layer = model.model.layers[0]
+    a_forward_of_its_own(model)
+    dispatched(layer, accelerates("AlignDevicesHook"))
+    return lambda: delattr(layer, "forward")
+
+
+def accelerates(name, **attributes):
+    """A hook that changes nothing, of a class that is called as accelerate's."""
+    body = {
+        "__module__": "accelerate.hooks",
+        "no_grad": False,
+        "pre_forward": Louder.pre_forward,
+        "post_forward": lambda self, module, output: output,
+    }
+    return type(name, (), {**body, **attributes})()
+
+
+def dispatched(module, hook):
+    """As accelerate's add_hook_to_module, which device_map leads to; returns what undoes it."""
+
+    def new_forward(module, *args, **kwargs):
+        args, kwargs = module._hf_hook.pre_forward(module, *args, **kwargs)
+        return module._hf_hook.post_forward(module, module._old_forward(*args, **kwargs))
+
+    new_forward.__module__ = "accelerate.hooks"
+    before = module.forward
+    module._old_forward, module._hf_hook = before, hook
+    module.forward = functools.update_wrapper(functools.partial(new_forward, module), before)
+
+    def restored():
+        del module._hf_hook, module._old_forward
+        module.forward = before
+
+    return restored
+
+
+CODE = [
+    (a_hook, r"model\.layers\.0 has a forward hook"),
+    (a_hook_before, r"model\.layers\.1\.input_layernorm has a forward hook"),
+    (a_hook_of_every_module, "every module has a forward hook"),
+    (a_forward_of_its_own, r"model\.layers\.0 has a forward of its own"),
+    (a_hook_under_accelerate, r"model\.layers\.0 has a forward of its own"),
+    (a_hook_held_by_one_of_accelerates, r"model\.layers\.0 has a forward of its own"),
+    (a_forward_of_its_own_under_accelerate, r"model\.layers\.0 has a forward of its own"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), CODE)
+def test_a_model_that_computes_by_code_no_key_covers_is_refused(tmp_path, change, said):
+    """What a steered model had stored once was a hit of the bare one."""
+    model = tiny()
+    undo = change(model)
+    try:
+        with pytest.raises(Unsupported, match=rf"{said}.* remove it"):
+            attach(model, tmp_path / "store")
+        assert not (tmp_path / "store").exists()
+    finally:
+        undo()
+    attach(model, tmp_path / "store").close()
+
+
+@pytest.mark.parametrize(("change", "said"), CODE)
+def test_code_that_comes_after_attach_neither_gets_a_hit_nor_stores(tmp_path, change, said):
+    model, ids, others = tiny(), prompts(200), prompts(200, seed=2)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=2)
+        engine.flush()
+        undo = change(model)
+        try:
+            for each in (ids, others):
+                with pytest.raises(StoreMismatch, match=rf"{said}.* remove it"):
+                    engine.generate(each, max_new_tokens=2)
+        finally:
+            undo()
+        engine.flush()
+        assert engine.store.lookup(others[0].numpy()) == 0
+        engine.generate(ids, max_new_tokens=2)
+        assert engine.last_request.hit_tokens == 192
+
+
+def a_device_map(model):
+    for module in model.modules():
+        dispatched(module, accelerates("AlignDevicesHook"))
+
+
+def two_hooks_of_accelerates(model):
+    moving = accelerates("AlignDevicesHook"), accelerates("CpuOffload")
+    dispatched(model.model.layers[0], accelerates("SequentialHook", hooks=moving))
+
+
+def a_device_map_taken_back(model):
+    dispatched(model.model.layers[0], accelerates("AlignDevicesHook"))()
+
+
+def outputs_captured(model):
+    """From here on Transformers has hooks of its own in every layer."""
+    model(prompts(4), output_hidden_states=True, output_attentions=False)
+    assert any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "change", [a_device_map, two_hooks_of_accelerates, a_device_map_taken_back, outputs_captured]
+)
+def test_code_that_leaves_rows_as_they_are_is_served(tmp_path, change):
+    model, ids = tiny(), prompts(200)
+    bare = model.generate(ids, max_new_tokens=4)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=2)
+        engine.flush()
+        change(model)
+        assert torch.equal(engine.generate(ids, max_new_tokens=4), bare)
+        assert engine.last_request.hit_tokens == 192
+    with attach(model, tmp_path) as engine:
+        assert torch.equal(engine.generate(ids, max_new_tokens=4), bare)
+        assert engine.last_request.hit_tokens == 192
+
+
+def test_a_module_that_torch_has_compiled_is_served(tmp_path):
+    """What compiles it stands around it, with a forward that is no class's."""
+    model, ids = tiny(), prompts(200)
+    bare = model.generate(ids, max_new_tokens=4)
+    model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp, backend="eager")
+    with attach(model.eval(), tmp_path) as engine:
+        for hit in (0, 192):
+            assert torch.equal(engine.generate(ids, max_new_tokens=4), bare)
+            assert engine.last_request.hit_tokens == hit
+            engine.flush()
 
 
 def test_a_closed_engine_says_so(tmp_path):

@@ -165,7 +165,7 @@ class Engine:
         takes one prompt, stores nothing and returns no past_key_values. The engine's own has to
         earn that first: until then hits are exact (impress.quality.guard). A prefix that cannot be
         read is computed instead, before any token is out. Raises BadInput or Unsupported, naming
-        the argument, before anything is read; StoreMismatch where the weights are not those of
+        the argument, before anything is read; StoreMismatch where weights or hooks are not those of
         `attach`, before a prefix is read and, behind the answer, before anything of it is stored.
         """
         started = perf_counter()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from transformers import GenerationConfig
 
-from impress.engines.hf_modules import check_eval, modules_of
+from impress.engines.hf_modules import check_eval, foreign_code, modules_of
 from impress.errors import BadInput, Unsupported
 from impress.types import Geometry
 
@@ -95,6 +95,8 @@ def check_model(model: Any) -> None:
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise Unsupported(f"layer type {kind!r} is not supported, only full attention is")
+    if said := foreign_code(model, modules_of(model)):
+        raise Unsupported(said)
     _check_attention(config)
 
 

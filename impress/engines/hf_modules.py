@@ -1,13 +1,23 @@
 """The modules of a model: whether each computes what its class and its tensors say, which is all
-that keys hold. Dropout in training mode is beyond that.
+that keys hold.
+
+Dropout in training mode is beyond that, and so are hooks and a `forward` of a module's own: no
+digest tells what code does. What leaves rows as they are passes: Transformers' own hooks (they
+capture outputs), accelerate's that bring tensors to a device, what torch.compile puts around.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from torch.nn.modules import module as every
 
 from impress.errors import Unsupported
+
+#: Classes of accelerate's hooks that bring tensors to a device, or hold such hooks.
+_MOVING: Final = {"ModelHook", "AlignDevicesHook", "CpuOffload", "SequentialHook"}
 
 
 def modules_of(model: Any) -> list[Any]:
@@ -29,6 +39,45 @@ def check_eval(model: Any, modules: Sequence[Any]) -> None:
             raise Unsupported(
                 f"{_name(model, module)} is in training mode (dropout): call model.eval()"
             )
+
+
+def foreign_code(model: Any, modules: Sequence[Any]) -> str:
+    """Where a module computes by more than its class: one line that says what to do; else empty.
+
+    A class that was patched as a whole is not noticed.
+    """
+    said = ""
+    if _foreign([*every._global_forward_hooks.values(), *every._global_forward_pre_hooks.values()]):
+        said = "every module has a forward hook"
+    for module in modules:
+        hooks, before = module._forward_hooks, module._forward_pre_hooks
+        if (hooks or before) and _foreign([*hooks.values(), *before.values()]):
+            said = f"{_name(model, module)} has a forward hook"
+        elif "forward" in module.__dict__ and not _comes_to_its_class(module, module.forward):
+            said = f"{_name(model, module)} has a forward of its own"
+        if said:
+            return f"{said}, and no key tells what that computes: remove it"
+    return ""
+
+
+def _foreign(hooks: Iterable[Any]) -> bool:
+    owners = {str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks}
+    return not owners <= {"transformers"}
+
+
+def _comes_to_its_class(module: Any, forward: Any) -> bool:
+    if "_orig_mod" in module._modules:  # torch.compile's, around a module that is looked at too
+        return True
+    if isinstance(forward, partial) and forward.func.__module__ == "accelerate.hooks":
+        before = getattr(module, "_old_forward", None)
+        return _moves(getattr(module, "_hf_hook", None)) and _comes_to_its_class(module, before)
+    return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+
+
+def _moves(hook: Any) -> bool:
+    kind = type(hook)
+    known = kind.__module__ == "accelerate.hooks" and kind.__name__ in _MOVING
+    return known and all(_moves(held) for held in getattr(hook, "hooks", ()))
 
 
 def _name(model: Any, module: Any) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from impress.engines.hf_modules import check_eval, modules_of
+from impress.engines.hf_modules import check_eval, foreign_code, modules_of
 from impress.errors import StoreMismatch
 from impress.namespace import adapter_settings
 
@@ -42,11 +42,13 @@ class Weights:
         self._adapter = adapter_settings(model)
 
     def check(self) -> None:
-        """In every request. Raises StoreMismatch where the weights are others now, and Unsupported
-        where a module is in training mode.
+        """In every request. Raises StoreMismatch where weights are others now or code has come to
+        a module, and Unsupported where one is in training mode.
         """
         modules = modules_of(self._model)
         check_eval(self._model, modules)
+        if said := foreign_code(self._model, modules):
+            raise StoreMismatch(f"the model changed since attach(): {said}")
         if self._changed(_tensors(modules)):
             raise StoreMismatch("the model's weights changed since attach(): attach it again")
 
