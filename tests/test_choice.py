@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+
 import pytest
 import torch
 from conftest import wait_for_promotions
@@ -9,7 +13,7 @@ from masked_reference import HIT, filled, model_of, request_ids
 from test_engine_hf import CONFIG
 
 import impress
-from impress.engines import hf
+from impress.engines import hf, hf_output
 from impress.engines.choice import MODES, Fit, Rates, Stored, decide, forced
 from impress.policy import Exact, Paper, Recency
 
@@ -265,6 +269,31 @@ def test_a_miss_says_so(tmp_path):
     with attach_in("auto", model_of("llama"), tmp_path) as engine:
         engine.generate(request_ids(), max_new_tokens=1)
         assert engine.last_request.why == "recompute: nothing of the prompt is stored"
+
+
+def test_the_wait_for_a_turn_is_in_the_ttft_and_in_no_estimate(tmp_path, monkeypatch):
+    """Under load hits seemed as slow as the requests before them, and were recomputed."""
+    held_s, late_s, called = 3600.0, [0.0], threading.Event()
+
+    def clock():
+        now = perf_counter() + late_s[0]
+        called.set()
+        return now
+
+    for module in (hf, hf_output):
+        monkeypatch.setattr(module, "perf_counter", clock)
+    with filled(model_of("llama"), tmp_path, mode="auto") as engine, ThreadPoolExecutor(1) as other:
+        with engine._turn.request():
+            called.clear()
+            hit = other.submit(engine.generate, request_ids(), max_new_tokens=1)
+            assert called.wait(60)
+            late_s[0] += held_s
+        hit.result(60)
+        assert engine.last_request.mode == "exact"
+        assert engine.last_request.ttft_ms > held_s * 1e3
+        estimates = engine._modes.rates.estimate(HIT + 80, stored(HIT, 3, 1, 0))
+        assert estimates["exact"] < held_s / 2
+        assert estimates["recompute"] < held_s / 2
 
 
 def test_an_unknown_mode_is_refused():

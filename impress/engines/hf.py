@@ -214,7 +214,7 @@ class Engine:
             **totals(prefix.reports() if prefix is not None else [], self.store.geometry),
         )
         if not lost:  # one that was lost ran twice
-            self._modes.learn(request, way, len(prompt.rows))
+            self._modes.learn(request, way, len(prompt.rows), first.turn_ms)
         self._last = request, self._store(prompt, sequences, cache, hit, watch)
         return result
 

@@ -107,12 +107,15 @@ class Modes:
         n_tokens = len(prompt.rows) * prompt.n_tokens
         return self.rates.choose(own, n_tokens, stored, own_is_wanted=own_is_wanted)
 
-    def learn(self, request: Request, way: Way, batch: int) -> None:
-        """What the request says of this machine. A sparse forward's rate is not a dense one's."""
+    def learn(self, request: Request, way: Way, batch: int, turn_ms: float) -> None:
+        """What the request says of this machine; `turn_ms`: its first token took, from its turn on.
+
+        A sparse forward's rate is not a dense one's.
+        """
         wait_s = sum(line["wait_ms"] for line in request.per_layer) / 1e3
         if request.mode != "sparse":
             n_computed = batch * (request.n_tokens - request.hit_tokens)
-            forward_s = max(request.ttft_ms / 1e3 - wait_s, 0.0)
+            forward_s = max(turn_ms / 1e3 - wait_s, 0.0)
             self.rates.note_prefill(n_computed, request.hit_tokens, forward_s)
         if request.hit_tokens and way.stored is not None:
             self.rates.note_read(request.mode, way.stored, wait_s)

@@ -10,15 +10,19 @@ from transformers import LogitsProcessor
 
 
 class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
-    """Changes nothing; notes when the first logits came."""
+    """Changes nothing; notes when the first logits came. Made when the request's turn has come."""
 
-    def __init__(self, started: float) -> None:
-        self.ttft_ms = 0.0
-        self._started = started
+    def __init__(self, called: float) -> None:
+        self.ttft_ms = 0.0  # since `called`
+        self.turn_ms = 0.0  # of those, without the wait for the turn
+        self._called = called
+        self._made = perf_counter()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not self.ttft_ms:
-            self.ttft_ms = (perf_counter() - self._started) * 1000
+            now = perf_counter()
+            self.ttft_ms = (now - self._called) * 1000
+            self.turn_ms = (now - self._made) * 1000
         return scores
 
 
