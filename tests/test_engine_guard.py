@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 import torch
 from masked_reference import HIT, LOGITS, Watched, model_of, request_ids
-from test_engine_hf import CONFIG, assert_same_bits, attach, damage, last_layer_keys, prompts
+from test_engine_hf import (
+    CONFIG,
+    Closing,
+    assert_same_bits,
+    attach,
+    damage,
+    engine_threads,
+    last_layer_keys,
+    prompts,
+)
 
 from impress.cli.explain import explain
 from impress.demo.lookup import tasks
@@ -324,6 +333,14 @@ def test_watches_that_find_no_room_or_no_rows_are_dropped_and_leave_nothing(tmp_
         ledger = ledger_of(engine)
         assert (ledger["shadows"], ledger["dropped"]) == (1, 2)
         assert engine.store.buffers.used_bytes == 0 and engine.store.stats()["leases"] == 0
+
+
+def test_a_watch_of_a_request_that_closes_its_engine_is_dropped_and_leaves_nothing(tmp_path):
+    before = engine_threads()
+    engine = filled(model_of("llama"), tmp_path, Liar())
+    engine.generate(request_ids(), max_new_tokens=2, streamer=Closing(engine, beside=False))
+    assert engine.last_request.hit_tokens == HIT and engine_threads() <= before
+    assert engine.store.buffers.used_bytes == 0 and engine.store.stats()["leases"] == 0
 
 
 def test_a_prefix_lost_under_watch_is_computed_and_leaves_nothing(tmp_path):

@@ -370,6 +370,18 @@ def test_a_full_line_skips_and_counts_and_frees_what_it_skips(tmp_path):
         assert freed == ["skipped", "waiting"]
 
 
+def test_a_line_that_was_closed_frees_what_it_is_offered_and_begins_no_thread(tmp_path):
+    with attach(tiny(), tmp_path) as engine:
+        line, freed = StoreQueue(engine.store, limit=1, wait_s=0), []
+        line.close()
+        cache = RowsCache(engine.store.geometry, 1, 8, BufferPool(None))
+        late = Job(cache, (), lambda: freed.append("late"))
+        line.offer(late)
+        line.drain()
+        assert (freed, line.n_skipped) == (["late"], 0)
+        assert late.outcome.refused == "the engine is closed"
+
+
 def test_rows_beyond_the_room_move_to_more_room():
     geometry = impress.Geometry(1, 2, 2, 8, dtype="float32")
     pool = BufferPool(None)
@@ -1044,3 +1056,63 @@ def test_a_closed_engine_says_so(tmp_path):
     engine.close()
     with pytest.raises(impress.ImpressError, match="closed"):
         engine.generate(prompts(10))
+
+
+class Closing:
+    """A streamer that has its engine closed after the first token; `beside`: by another thread,
+    which then waits for the request, or has closed it."""
+
+    def __init__(self, engine, beside):
+        self.engine, self.beside, self.n_put, self.closer = engine, beside, 0, None
+
+    def put(self, _value):
+        self.n_put += 1
+        if self.n_put == 2 and not self.beside:
+            self.engine.close()
+        elif self.n_put == 2:
+            self.closer = threading.Thread(target=self.engine.close)
+            self.closer.start()
+            while self.closer.is_alive() and self.engine._turn._n_wanted < 2:
+                pass
+
+    def end(self):
+        pass
+
+
+def engine_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("impress")}
+
+
+@pytest.mark.parametrize("hit", [0, 192])
+def test_close_waits_for_the_request_another_thread_is_at(tmp_path, hit):
+    """It ran on beside: its rows were lost, and a thread was begun that nobody ended."""
+    model, ids, before = tiny(), prompts(200), engine_threads()
+    if hit:
+        with attach(model, tmp_path) as engine:
+            engine.generate(ids, max_new_tokens=1)
+    engine = attach(model, tmp_path)
+    streamer = Closing(engine, beside=True)
+    answer = engine.generate(ids, max_new_tokens=70, streamer=streamer)
+    streamer.closer.join(60)
+    assert torch.equal(answer, model.generate(ids, max_new_tokens=70))
+    request = engine.last_request
+    assert (request.hit_tokens, request.stored_tokens, request.refused) == (hit, 256 - hit, "")
+    assert engine_threads() <= before
+    with attach(model, tmp_path) as engine:
+        engine.generate(answer, max_new_tokens=1)
+        assert engine.last_request.hit_tokens == 256
+
+
+@pytest.mark.parametrize("hit", [0, 192])
+def test_an_engine_closed_from_within_a_request_answers_it_and_leaves_nothing(tmp_path, hit):
+    model, ids, before = tiny(), prompts(200), engine_threads()
+    if hit:
+        with attach(model, tmp_path) as engine:
+            engine.generate(ids, max_new_tokens=1)
+    engine = attach(model, tmp_path)
+    streamer = Closing(engine, beside=False)
+    answer = engine.generate(ids, max_new_tokens=70, streamer=streamer)
+    assert torch.equal(answer, model.generate(ids, max_new_tokens=70))
+    assert engine.last_request.refused == "the engine is closed"
+    assert engine_threads() <= before
+    assert engine.store.buffers.used_bytes == 0

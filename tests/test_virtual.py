@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine_hf import attach, continued, damage, last_layer_keys, prompts, tiny
+from test_engine_hf import Closing, attach, continued, damage, last_layer_keys, prompts, tiny
 from test_ranges import resident
 from transformers import LogitsProcessor
 
@@ -15,6 +17,7 @@ from experiments.vbuffers_decode import decode
 from experiments.vbuffers_memory import serve
 from impress.engines import hf
 from impress.engines.buffers import AHEAD_ROWS, Virtual, VirtualBuffers
+from impress.engines.hf_cache import RowsLayer
 from impress.engines.virtual import Sizes, Slot, Use, choose, reclaim
 from impress.errors import BadInput
 from tiers.errors import MediumError
@@ -221,6 +224,69 @@ def test_rows_may_be_looked_at_after_the_buffers_are_closed():
     assert not rental.reach(2000)
     assert buffers.rent(1, 10, 10) is None
     rental.release()
+
+
+def test_a_request_of_closed_buffers_keeps_its_rows_and_has_no_more():
+    """One that had not looked at a layer before `close` got an IndexError there."""
+    buffers = make()
+    rental = buffers.rent(1, 300, 2000)
+    buffers.close()
+    fill(rental, 0, 300, 1.0)
+    assert_filled(rental, 0, 300, 1.0)
+    assert rental.reach(300)
+    assert not rental.reach(2000)
+    assert buffers.said == "pooled: the engine is closed"
+    rental.release()
+
+
+class Told:
+    """A lock that says when somebody waits for it."""
+
+    def __init__(self, lock, waited):
+        self._lock, self._waited = lock, waited
+
+    def __enter__(self):
+        if not self._lock.acquire(blocking=False):
+            self._waited.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
+
+
+class Counting(HostRanges):
+    """A host that counts the memory it gave."""
+
+    n_backed = 0
+
+    def back(self, at, off, n_bytes):
+        super().back(at, off, n_bytes)
+        self.n_backed += n_bytes
+
+
+def test_buffers_that_close_amid_a_growth_leave_no_room_without_memory(monkeypatch):
+    """There was none behind what the growth said was there: the process ended by a signal."""
+    ranges = Counting(PAGE)
+    buffers = make(ranges=ranges, budget_bytes=1 << 30)
+    rental = buffers.rent(1, 40, 40)
+    closers, held = [], buffers._held
+
+    def close_beside():  # the growth has found them open, and has put no memory there yet
+        if not closers:
+            on = threading.Event()  # it waits for the growth, or has closed them
+            monkeypatch.setattr(buffers, "_lock", Told(buffers._lock, on))
+            closers.append(threading.Thread(target=lambda: (buffers.close(), on.set())))
+            closers[0].start()
+            assert on.wait(60)
+        return held()
+
+    monkeypatch.setattr(buffers, "_held", close_beside)
+    assert rental.reach(600)
+    assert ranges.n_backed == buffers.sizes.held_bytes(600)
+    closers[0].join(60)
+    fill(rental, 0, 600, 1.0)
+    assert_filled(rental, 0, 600, 1.0)
+    assert not rental.reach(2000)
 
 
 class Failing(HostRanges):
@@ -471,3 +537,25 @@ def test_memory_held_is_memory_there_and_between_live_rows_and_static_reservatio
     assert rows["concat"]["mib_mean"] < virtual["mib_mean"] < rows["static"]["mib_mean"]
     assert 0.9 * virtual["mib_mean"] < virtual["resident_mib"] <= virtual["mib_mean"]
     assert virtual["requests"] > 3
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_engine_closed_before_the_last_layer_of_a_miss_answers_it(tmp_path, monkeypatch, beside):
+    """The buffers were gone when the second layer asked for its own: an IndexError."""
+    model, ids = tiny(), prompts(200)
+    engine = attach(model, tmp_path, virtual=Virtual(page_bytes=PAGE))
+    closing = Closing(engine, beside)
+    closing.n_put = 1  # the prompt: the next closes
+    update = RowsLayer.update
+
+    def close_after(layer, *args, **options):
+        rows = update(layer, *args, **options)
+        closing.put(None)
+        return rows
+
+    monkeypatch.setattr(RowsLayer, "update", close_after)
+    answer = engine.generate(ids, max_new_tokens=4)
+    if beside:
+        closing.closer.join(60)
+    assert torch.equal(answer, model.generate(ids, max_new_tokens=4))
+    assert engine.last_request.memory == "virtual"

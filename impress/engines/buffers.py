@@ -84,6 +84,7 @@ class Rental:
         self.is_over = False
         self.is_left = False  # it could not grow: its request has moved to ordinary memory
         self._buffers = buffers
+        self._planes = buffers.planes  # what it rented stays its own, also after `close`
         self._asked = -1  # the room at which more was last asked for
 
     @property
@@ -92,7 +93,7 @@ class Rental:
 
     def planes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's rows, k and v [batch, context, n_kv_heads, head_dim]; `reach` before use."""
-        k, v = self._buffers.planes[layer]
+        k, v = self._planes[layer]
         return k[self.slots.start : self.slots.stop], v[self.slots.start : self.slots.stop]
 
     def reach(self, n_rows: int) -> bool:
@@ -184,14 +185,11 @@ class VirtualBuffers:
 
         n_most: rows they will have at most, as far as is known.
         """
-        if self._refused:
-            self.decline(self._refused)
-            return None
         if n_rows > self.sizes.context:
-            self.decline(f"{n_rows} tokens, {self.sizes.context} are reserved")
+            self.decline(self._refused or f"{n_rows} tokens, {self.sizes.context} are reserved")
             return None
         with self._lock:
-            first = choose(self._slots, batch, n_rows)
+            first = None if self._refused else choose(self._slots, batch, n_rows)
             if first is not None:
                 slots = range(first, first + batch)
                 rental = Rental(self, slots, min(n_most, self.sizes.context))
@@ -201,7 +199,8 @@ class VirtualBuffers:
                 rental.room = min(self._slots[i].n_rows for i in slots)
                 self._count(n_rented=1, n_reused=int(reused))
         if first is None:
-            self.decline(f"{batch} neighbouring slots of {self.sizes.batch} are taken")
+            taken = f"{batch} neighbouring slots of {self.sizes.batch} are taken"
+            self.decline(self._refused or taken)
             return None
         self.said = "virtual"
         if n_rows > rental.room and not self.grow(rental, n_rows, stalls=False):
@@ -282,11 +281,15 @@ class VirtualBuffers:
 
     def ask(self, rental: Rental) -> None:
         """Have the thread see to a rental: its next page, or, where it is over, idle memory."""
-        if self._refused:
-            return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="impress-rows", daemon=True)
-            self._thread.start()
+            with self._lock:
+                if self._refused:
+                    return
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._run, name="impress-rows", daemon=True
+                    )
+                    self._thread.start()
         self._asked.put(rental)
 
     def _run(self) -> None:
@@ -352,13 +355,17 @@ class VirtualBuffers:
             done.wait()
 
     def close(self) -> None:
-        """End the thread and let the buffers go: rentals that are left fall back. Idempotent."""
-        thread, self._thread = self._thread, None
+        """End the thread and let the buffers go. Idempotent.
+
+        Rentals that are left keep the memory they have, and fall back when they need more.
+        """
+        with self._lock:  # no growth goes on meanwhile, and none begins any more
+            self._refused = "the engine is closed"
+            self.planes, self.areas = [], []
+            thread, self._thread = self._thread, None
         if thread is not None:
             self._asked.put(None)
             thread.join()
-        self._refused = "the engine is closed"
-        self.planes, self.areas = [], []
 
 
 def buffers_of(model: Any, geometry: Geometry, settings: Virtual) -> VirtualBuffers:

@@ -17,7 +17,6 @@ import os
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -228,10 +227,14 @@ class Engine:
         self.store.flush()
 
     def close(self) -> None:
-        """Store what is waiting, end the thread, close the store if `attach` opened it."""
-        if self._closed:
-            return
-        self._closed = True
+        """Store what is waiting, end the threads, close the store if `attach` opened it.
+
+        Waits for another thread's request that is under way.
+        """
+        with self._turn.request():
+            if self._closed:
+                return
+            self._closed = True
         try:
             self._storing.close()
         finally:
@@ -244,12 +247,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        err: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _run(

@@ -186,9 +186,14 @@ class Auditor:
         self._turn = turn
         self._watches: queue.Queue[Watch | None] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def offer(self, watch: Watch) -> None:
-        """Take a watch, or drop it at once when the line is full. Never waits."""
+        """Take a watch, or drop it at once when the line is full or closed. Never waits."""
+        if self._is_closed:
+            self._store.ledgers.dropped(watch.ledger)
+            watch.drop()
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="impress-guard", daemon=True)
             self._thread.start()
@@ -204,6 +209,7 @@ class Auditor:
 
     def close(self) -> None:
         """Weigh what is waiting and end the thread. Idempotent."""
+        self._is_closed = True
         if self._thread is not None:
             self._watches.put(None)
             self._thread.join()

@@ -52,6 +52,7 @@ class StoreQueue:
         self._jobs: queue.Queue[Job | None] = queue.Queue(limit)
         self._failed: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def admitted(
         self, rows: tuple[npt.NDArray[np.int32], ...]
@@ -60,7 +61,11 @@ class StoreQueue:
         return tuple(row[: self._store.admitted(row)] if len(row) else row for row in rows)
 
     def offer(self, job: Job) -> None:
-        """Take a job, or skip it at once when the line is full. Never waits."""
+        """Take a job, or skip it at once when the line is full or closed. Never waits."""
+        if self._is_closed:
+            job.outcome.refused = "the engine is closed"
+            job.release()
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="impress-store", daemon=True)
             self._thread.start()
@@ -80,6 +85,7 @@ class StoreQueue:
 
     def close(self) -> None:
         """Finish the jobs offered and end the thread. Idempotent; raises as `drain` does."""
+        self._is_closed = True
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
