@@ -113,6 +113,32 @@ def test_policies_that_choose_by_importance_are_served(tmp_path, policy):
         assert engine.last_request.chosen_rows_share == 1.0
 
 
+@pytest.fixture
+def default_dtype():
+    """Sets what torch makes tensors of that are not told."""
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("policy", [Quality(0.1), StaticH2O(0.25)], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_torchs_default_dtype_changes_no_bit(tmp_path, default_dtype, policy, dtype):
+    """Rows were not stored under one, and hits on a processor with VNNI failed under all."""
+    answers, found = [], []
+    for kind in (torch.float32, dtype):
+        model, ids = tiny("llama"), prompts(200)
+        default_dtype(kind)
+        with attach(model, tmp_path / str(kind), policy=policy) as engine:
+            engine.generate(ids, max_new_tokens=1)
+            engine.flush()
+            answers.append(engine.generate(ids, max_new_tokens=4, **GREEDY))
+            assert (engine.last_request.mode, engine.last_request.hit_tokens) == ("sparse", 192)
+            found.append(stored_importance(engine)[0])
+        default_dtype(torch.float32)
+    assert_same_bits(answers[1], answers[0])
+    assert np.array_equal(found[1], found[0])
+
+
 def test_the_models_attention_is_back_after_an_error(tmp_path):
     model, ids = tiny("opt"), prompts(100)
 
