@@ -172,6 +172,28 @@ def test_inspect_refuses_what_is_not_token_ids_in_one_line(path, tmp_path, text)
     assert_refused(run("inspect", "--store", path, "--prefix", tmp_path / "ids"), "ids")
 
 
+def array_file(shape):
+    """A .npy of 128 bytes that is nothing but a header."""
+    header = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}}}"
+    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + header.ljust(117).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("deep.json", b"[" * 100_000),
+        ("huge.npy", array_file(f"({10**15},)")),
+        ("cut.npy", array_file("(1,")),
+    ],
+)
+@pytest.mark.parametrize("command", ["inspect", "explain"])
+def test_a_file_that_no_parser_expects_is_one_line_and_2(path, tmp_path, command, name, raw):
+    """RecursionError, MemoryError, tokenize.TokenError: a traceback, and status 1."""
+    (tmp_path / name).write_bytes(raw)
+    done = run(command, "--store", path, "--prefix", tmp_path / name)
+    assert_refused(done, f"{name}: not token ids")
+
+
 def test_inspect_and_verify_work_while_a_writer_has_the_store_open(path):
     with opened(path) as store:
         put(store, list(range(9000, 9064)))

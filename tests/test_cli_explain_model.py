@@ -147,6 +147,12 @@ def test_integers_apart_by_white_space_are_token_ids_with_a_model_too(here, caps
     assert "read as text" in capsys.readouterr().out
 
 
+def test_brackets_nested_deeper_than_json_is_read_are_a_text(here, capsys):
+    """A RecursionError: a traceback, and status 1."""
+    (here / "deep").write_text("[" * 100_000)
+    assert told(here, text="deep")["read_as"] == "text"
+
+
 def test_a_request_that_misses_says_so(here, capsys):
     (here / "new").write_text(" ".join(reversed(WORDS)))
     request = told(here, text="new", query="w1")["request"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -21,7 +20,7 @@ from impress.cli.options import (
     store_dir,
     write_json,
 )
-from impress.cli.survey import open_for_reading, read_token_file
+from impress.cli.survey import from_json, open_for_reading, read_token_file
 from impress.errors import BadInput
 from impress.policy import Policy
 from impress.write.directory import Identity
@@ -168,7 +167,7 @@ def _prompt(file: Path) -> str | Tokens:
 def _is_ids(text: str) -> bool:
     """Whether it is a JSON list, or integers apart by white space and nothing else. Pure."""
     try:
-        if isinstance(json.loads(text), list):
+        if isinstance(from_json(text), list):
             return True
     except ValueError:
         pass

@@ -179,8 +179,8 @@ def read_token_file(path: Path) -> Tokens:
             ids: Any = _array(path)
         else:
             text = path.read_text()
-            ids = json.loads(text) if text.lstrip().startswith("[") else _integers(text)
-    except (ValueError, EOFError) as err:
+            ids = from_json(text) if text.lstrip().startswith("[") else _integers(text)
+    except ValueError as err:
         raise BadInput(f"{path}: not token ids: {err}") from None
     try:
         return as_tokens(ids)
@@ -188,11 +188,25 @@ def read_token_file(path: Path) -> Tokens:
         raise BadInput(f"{path}: {err}") from None
 
 
+def from_json(text: str) -> Any:
+    """The value of a text. Raises ValueError for one that is none, or nested too deep to read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
 def _array(path: Path) -> Any:
+    """Raises OSError, and ValueError whatever NumPy makes of the rest: to it a header is Python."""
     with path.open("rb") as file:
         if file.read(6) != b"\x93NUMPY":
             raise ValueError("no .npy array")
-    return np.load(path, allow_pickle=False)
+    try:
+        return np.load(path, allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as err:  # TokenError, MemoryError, OverflowError …
+        raise ValueError(f"no .npy array that can be read: {err}") from None
 
 
 def _integers(text: str) -> Sequence[int]:
