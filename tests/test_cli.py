@@ -316,6 +316,17 @@ def test_wrong_arguments_are_one_line_and_2(args, said):
     assert_refused(run(*args), said)
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("purge", "tenant"), ("purge", "namespace"), ("run", "query"), ("explain", "query")],
+)
+def test_text_that_is_no_utf_8_is_one_line_and_2(path, tmp_path, command, option):
+    """Hashed it was a UnicodeEncodeError, tokenised a TypeError: a traceback, and status 1."""
+    more = [] if command == "purge" else ["--model", tmp_path, "--prefix", path / "impress.json"]
+    done = run(command, "--store", path, *more, f"--{option}", os.fsdecode(b"\xff"))
+    assert_refused(done, f"--{option}: not UTF-8 text")
+
+
 def test_no_arguments_show_the_help():
     done = run()
     assert done.returncode == 2 and "explain" in done.stdout + done.stderr

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -102,6 +102,7 @@ def one_line(command: Callable[P, None]) -> Callable[P, None]:
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             try:
+                _check_texts(kwargs)
                 command(*args, **kwargs)
             finally:
                 sys.stdout.flush()  # here, where a full disk can still be said
@@ -116,6 +117,17 @@ def one_line(command: Callable[P, None]) -> Callable[P, None]:
             fail(line)
 
     return guarded
+
+
+def _check_texts(options: Mapping[str, object]) -> None:
+    """Raises BadInput for a text of bytes that are no UTF-8: none is hashed or tokenised. A path
+    may be of any."""
+    for name, value in options.items():
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise BadInput(f"--{name.replace('_', '-')}: not UTF-8 text") from None
 
 
 def print_json(value: Any) -> None:
