@@ -327,6 +327,15 @@ def test_text_that_is_no_utf_8_is_one_line_and_2(path, tmp_path, command, option
     assert_refused(done, f"--{option}: not UTF-8 text")
 
 
+def test_a_store_may_lie_where_no_utf_8_leads(tmp_path):
+    """LMDB's binding encodes a text by itself: a traceback, and status 1."""
+    odd = two_prompts(tmp_path / os.fsdecode(b"\xff"))
+    assert "could not" not in run("rebuild", "--store", odd).stdout  # the old index was asked
+    assert run("verify", "--store", odd).returncode == 0
+    assert run_json("purge", "--store", odd, "--namespace", "a test")[1]["spans"] == 2
+    assert run_json("inspect", "--store", odd)[1]["spans"] == 0
+
+
 def test_no_arguments_show_the_help():
     done = run()
     assert done.returncode == 2 and "explain" in done.stdout + done.stderr

@@ -63,8 +63,8 @@ _BATCH: Final = 1024  # spans a transaction
 #: What an index notes of spans to be erased. For a process of its own: some damage LMDB answers by
 #: ending it.
 _TO_ERASE: Final = """
-import lmdb, sys
-with lmdb.open(sys.argv[1], max_dbs=1, readonly=True, lock=False) as env:
+import lmdb, os, sys
+with lmdb.open(os.fsencode(sys.argv[1]), max_dbs=1, readonly=True, lock=False) as env:
     try:
         notes = env.open_db(b"erase", create=False)
     except lmdb.NotFoundError:  # written before there was a list
@@ -75,8 +75,8 @@ with lmdb.open(sys.argv[1], max_dbs=1, readonly=True, lock=False) as env:
 """
 #: What it says of the day's writes (impress.write.budget). Apart: the list counts more.
 _ASK_WEAR: Final = """
-import lmdb, sys
-with lmdb.open(sys.argv[1], max_dbs=1, readonly=True, lock=False) as env:
+import lmdb, os, sys
+with lmdb.open(os.fsencode(sys.argv[1]), max_dbs=1, readonly=True, lock=False) as env:
     with env.begin(db=env.open_db(b"history", create=False)) as txn:
         print((txn.get(b"wear") or b"").hex())
 """

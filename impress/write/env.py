@@ -54,7 +54,7 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
         if shared is None:
             writable = create or os.access(folder / "data.mdb", os.W_OK)
             env = lmdb.open(
-                str(folder), map_size=MAP_BYTES, max_dbs=8, mode=0o600, create=create,
+                os.fsencode(folder), map_size=MAP_BYTES, max_dbs=8, mode=0o600, create=create,
                 readonly=not writable, lock=writable, readahead=False,
             )  # fmt: skip
             env.reader_check()  # slots of killed readers would hold old pages forever
@@ -110,7 +110,7 @@ def compact(folder: Path) -> None:
         draft.mkdir(mode=0o700)
         shared, key = open_env(folder, create=False)
         try:
-            shared.env.copy(str(draft), compact=True)
+            shared.env.copy(os.fsencode(draft), compact=True)
         finally:
             close_env(key)
         (draft / "data.mdb").chmod(0o600)
