@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from impress.errors import ConfigError
 
 MIB = 1 << 20
+#: What a process has addresses for at most (x86-64, five levels of page tables), and no disk holds.
+MOST_BYTES = 1 << 56
 #: Longest time limit: threads cannot wait for ever, and thirty years will do.
 LONGEST_S = 1e9
 
@@ -28,9 +30,9 @@ class Config(BaseModel):
 
     window: int = 64
     """Tokens of a window, a power of two in 16..256; fixed when a directory is first written."""
-    dram_bytes: int = Field(default=1024 * MIB, ge=0)
+    dram_bytes: int = Field(default=1024 * MIB, ge=0, le=MOST_BYTES)
     """Budget of the DRAM tier: cached chunks and sums tables. 0 keeps nothing in DRAM."""
-    hbm_bytes: int = Field(default=0, ge=0)
+    hbm_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Budget of the HBM tier, above DRAM. 0: none."""
     hbm_device: Literal["cuda", "cpu"] = "cuda"
     """Where it is: on the current CUDA device (written, not yet run on one), or "cpu", which
@@ -39,24 +41,24 @@ class Config(BaseModel):
     """What goes first when a tier is full: that whose use × share of important rows is least, or by
     last use, or by uses, or by last use and of one request's the longest prefix (vLLM's order). Of
     copies in HBM and DRAM none goes for a newcomer that is worth less."""
-    disk_bytes: int | None = Field(default=None, gt=0)
+    disk_bytes: int | None = Field(default=None, gt=0, le=MOST_BYTES)
     """Most bytes of segments on disk, of this process's shard, one at least; None: as much as the
     file system gives."""
     disk_high: float = Field(default=0.95, gt=0, le=1)
     """Share of disk_bytes above which spans are evicted in the background."""
     disk_low: float = Field(default=0.90, gt=0, le=1)
     """Share of disk_bytes they are evicted down to, so that a store seldom has to wait for room."""
-    segment_bytes: int = Field(default=256 * MIB, ge=MIB)
+    segment_bytes: int = Field(default=256 * MIB, ge=MIB, le=MOST_BYTES)
     """Size of one segment file, allocated whole. A multiple of 1 MiB."""
-    write_buffer_bytes: int = Field(default=64 * MIB, ge=MIB)
+    write_buffer_bytes: int = Field(default=64 * MIB, ge=MIB, le=MOST_BYTES)
     """Pooled slots that hold packed rows on their way to the disk."""
     probes: tuple[str, ...] = Field(default=(), strict=False)  # TOML has lists
     """Probe codecs whose records go with every span stored, for policies that choose rows."""
     read_timeout_s: float = Field(default=10.0, gt=0, le=LONGEST_S)
     """A layer's read that takes longer is late: PrefixLost."""
-    read_gap_bytes: int = Field(default=16 << 10, ge=0)
+    read_gap_bytes: int = Field(default=16 << 10, ge=0, le=MOST_BYTES)
     """Chosen rows closer than this are read through: a request costs as much as these bytes."""
-    prefetch_bytes: int = Field(default=0, ge=0)
+    prefetch_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Most bytes of the next layer's rows read ahead, on a guess, while a layer that chose its rows
     is computed. 0: none."""
     lease_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
@@ -78,11 +80,11 @@ class Config(BaseModel):
     """False skips fdatasync: for measurements only, a power cut may lose what was flushed."""
     repack_every_s: float = Field(default=600.0, ge=0, le=LONGEST_S)
     """How often rows that are chosen often are moved together, in the background. 0: never."""
-    repack_bytes_per_s: int = Field(default=64 * MIB, ge=MIB)
+    repack_bytes_per_s: int = Field(default=64 * MIB, ge=MIB, le=MOST_BYTES)
     """Most bytes a second that repacking reads and writes."""
-    repack_space_bytes: int = Field(default=4096 * MIB, ge=0)
+    repack_space_bytes: int = Field(default=4096 * MIB, ge=0, le=MOST_BYTES)
     """Most space on disk that a copy may take while its span is repacked; one is, at a time."""
-    daily_write_bytes: int | None = Field(default=None, gt=0)
+    daily_write_bytes: int | None = Field(default=None, gt=0, le=MOST_BYTES)
     """Bytes stores and repacking may write in a day, restarts included; a store beyond it is
     refused. None: no limit."""
     admit: Literal["first", "second"] = "first"
@@ -114,9 +116,11 @@ class Config(BaseModel):
         except ValidationError as err:
             first = err.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(f"config: {key}: {first['msg']}, got {first['input']!r}") from None
+            got = _shown(first["input"])
+            raise ConfigError(f"config: {key}: {first['msg']}, got {got}") from None
         if self.window not in (16, 32, 64, 128, 256):
-            raise ConfigError(f"config: window must be 16, 32, 64, 128 or 256, got {self.window}")
+            got = _shown(self.window)
+            raise ConfigError(f"config: window must be 16, 32, 64, 128 or 256, got {got}")
         if self.disk_low > self.disk_high:
             raise ConfigError(f"config: disk_low {self.disk_low} is above disk_high")
         if self.segment_bytes % MIB:
@@ -134,12 +138,22 @@ class Config(BaseModel):
             values = tomllib.loads(Path(path).read_text())
         except OSError as err:
             raise ConfigError(f"config: cannot read {path}: {err.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
+        except RecursionError:
+            raise ConfigError(f"config: {path} is not TOML: nested too deep") from None
+        except ValueError as err:  # of the syntax, of the bytes, of a number of 5,000 digits
             raise ConfigError(f"config: {path} is not TOML: {err}") from None
         try:
             return cls(**values)
         except ConfigError as err:
             raise ConfigError(f"{path}: {err}") from None
+
+
+def _shown(value: object) -> str:
+    """A value that was refused. Python prints no number of 5,000 digits. Pure."""
+    try:
+        return repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 def tenant_secret(config: Config) -> bytes:
@@ -153,6 +167,8 @@ def tenant_secret(config: Config) -> bytes:
         secret = path.read_bytes()
     except OSError as err:
         raise ConfigError(f"config: tenant_secret_file: {path}: {err.strerror}") from None
+    except ValueError as err:  # a NUL, or bytes that no path has
+        raise ConfigError(f"config: tenant_secret_file: {err}") from None
     if not 16 <= len(secret) <= 64:
         raise ConfigError(
             f"config: tenant_secret_file: {path} has {len(secret)} bytes, wanted are 16 to 64 "

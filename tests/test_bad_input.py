@@ -13,6 +13,7 @@ import torch
 from conftest import MIB, SMALL, kv_of, prompt, put_prompt
 
 import impress
+from impress.config import tenant_secret
 
 Open = Callable[..., impress.PrefixStore]
 CONFIG = impress.Config(**SMALL)
@@ -200,13 +201,35 @@ def test_unknown_and_wrong_settings_name_the_nearest_known(tmp_path: Path) -> No
     file.write_text("io_thread = 4\n")
     with pytest.raises(impress.ConfigError, match=r"impress\.toml.*'io_threads'"):
         impress.Config.load(file)
-    file.write_text("io_threads = [")
-    with pytest.raises(impress.ConfigError, match="not TOML"):
-        impress.Config.load(file)
+    for wrong in ("io_threads = [", "probes = " + "[" * 100_000, "dram_bytes = " + "9" * 5000):
+        file.write_text(wrong)
+        with pytest.raises(impress.ConfigError, match="not TOML"):
+            impress.Config.load(file)
     with pytest.raises(impress.ConfigError, match="cannot read"):
         impress.Config.load(tmp_path / "none.toml")
     with pytest.raises(Exception, match="frozen"):
         impress.Config().window = 16
+
+
+SIZES = [name for name in impress.Config.model_fields if "_bytes" in name]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_more_bytes_than_a_process_has_addresses_for_are_refused(tmp_path: Path, name: str) -> None:
+    """2^64 of them were an OverflowError at the open or the first store, with a directory made."""
+    file = tmp_path / "impress.toml"
+    for number in (str(1 << 64), str((1 << 56) + MIB), hex(1 << 40_000)):  # too long to print
+        file.write_text(f"{name} = {number}\n")
+        with pytest.raises(impress.ConfigError, match=f"{name}: .* less than or equal to") as told:
+            impress.Config.load(file)
+        assert "\n" not in str(told.value)
+    assert getattr(impress.Config(**{name: 1 << 56}), name) == 1 << 56
+
+
+def test_a_path_that_no_system_takes_is_one_line() -> None:
+    config = impress.Config(tenant_secret_file="a\0b")
+    with pytest.raises(impress.ConfigError, match="tenant_secret_file: embedded null byte"):
+        tenant_secret(config)
 
 
 def test_a_disk_budget_below_one_segment_is_refused_with_both_settings() -> None:
