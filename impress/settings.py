@@ -11,7 +11,7 @@ from tiers.engines import engine_named
 
 
 def check_settings(config: Config, geometry: Geometry) -> None:
-    """Raises ConfigError, Unsupported (no such device) or MediumError (no such I/O engine).
+    """Raises ConfigError, Unsupported (no such device) or MediumError (no such I/O engine, memory).
 
     Here and not in Config: probe codecs may be registered until the store is opened.
     """

@@ -240,10 +240,15 @@ def test_a_disk_budget_below_one_segment_is_refused_with_both_settings() -> None
     impress.Config(disk_bytes=256 * MIB)
 
 
-def test_memory_that_the_system_does_not_grant_is_refused_by_the_setting(tmp_path: Path) -> None:
-    config = impress.Config(dram_bytes=1 << 50, segment_bytes=MIB, disk_bytes=8 * MIB)
-    with pytest.raises(impress.StoreFailed, match=r"^dram: .*: lower dram_bytes$"):
+@pytest.mark.parametrize("tier", ["dram", "hbm"])
+def test_memory_that_the_system_does_not_grant_is_refused_by_the_setting(
+    tmp_path: Path, tier: str
+) -> None:
+    """And before the directory is made a store: it was one by then."""
+    config = impress.Config(**{**SMALL, "hbm_device": "cpu", f"{tier}_bytes": 1 << 50})
+    with pytest.raises(impress.StoreFailed, match=f"^{tier}: .*: lower {tier}_bytes$"):
         impress.PrefixStore.open(tmp_path, impress.Geometry(2, 2, 2, 32, "float32"), "t", config)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def _with_fallback(codec: ProbeCodec) -> list[ProbeCodec]:
 def check_budgets(config: Config, geometry: Geometry, window: int) -> None:
     """Raises ConfigError where HBM, or what is written with, cannot hold one chunk.
 
-    Unsupported where there is no such device.
+    Unsupported where there is no such device, MediumError where the system grants no such memory.
     """
     chunk_bytes = SpanLayout.of(geometry, window, 1).chunk_bytes
     if config.write_buffer_bytes < chunk_bytes:
@@ -117,6 +117,9 @@ def check_budgets(config: Config, geometry: Geometry, window: int) -> None:
         )
     if config.hbm_bytes:
         _check_hbm(config, chunk_bytes)
+    emulated = config.hbm_bytes if config.hbm_device == "cpu" else 0
+    for name, n_bytes in (("dram", config.dram_bytes), ("hbm", emulated)):
+        DramTier(n_bytes, name)  # asked for and given back, untouched
 
 
 def _check_hbm(config: Config, chunk_bytes: int) -> None:
