@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 
@@ -164,6 +165,20 @@ def test_a_prompt_longer_than_the_model_takes_is_refused(here):
     (here / "long").write_text(TEXT * 4)
     with pytest.raises(BadInput, match="more than the model's 512"):
         told(here, text="long", query="w1")
+
+
+def test_run_answers_on_a_full_disk_as_its_help_says(here, tmp_path, monkeypatch, capsys):
+    """The help had status 2 for it; the answer is right, and why nothing was stored is printed."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    run(here / "model", here / "text", "w1", tmp_path / "store", max_new_tokens=1)
+    told = capsys.readouterr().out
+    assert "0 tokens newly stored" in told and "refused: " in told and "No space left" in told
+    answered, could_not = run.__doc__.split("**Exit status**")[1].split("·")
+    assert "full disk" in answered and "room" not in could_not
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "empty"])

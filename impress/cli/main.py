@@ -35,7 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit status: 0 done; 1 it ran and found something wrong; 2 it could not run "
-    "(bad arguments, no store, no permission, disk full, interrupted), and stderr says why.",
+    "(bad arguments, no store, no permission, no room for its files, interrupted), and stderr says "
+    "why.",
 )
 
 

@@ -61,7 +61,8 @@ def run(
 
     **Exit status**
 
-    0 answered · 2 it could not: no such model, torch is missing, another model's store, no room
+    0 answered, also where the store refused what was computed (a full disk, say: it prints why) ·
+    2 it could not: no such model, torch is missing, another model's store
 
     **Examples**
 
