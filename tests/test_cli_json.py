@@ -7,7 +7,17 @@ import os
 from pathlib import Path
 
 import pytest
-from console import CONFIG, GEOMETRY, PROMPT, assert_refused, opened, put, run, two_prompts
+from console import (
+    CONFIG,
+    GEOMETRY,
+    PROMPT,
+    assert_refused,
+    opened,
+    put,
+    run,
+    run_json,
+    two_prompts,
+)
 
 import impress
 
@@ -38,6 +48,23 @@ def test_a_shard_that_repack_leaves_alone_is_in_its_report_and_status(path: Path
         assert f"process {os.getpid()}: stop that process" in done.stderr
     done = run(*args)
     assert done.returncode == 0 and json.loads(done.stdout)["busy_shards"] == []
+
+
+def test_a_shard_that_rebuild_leaves_alone_is_in_its_report_and_status(path: Path) -> None:
+    """Its status was 0: done. And what it said of the shard were no options of the command."""
+    with opened(path):
+        done = run("rebuild", "--store", path)
+        assert_refused(done, f"shard main is open for writing by process {os.getpid()}: stop that")
+        with impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG) as second:
+            put(second, [*PROMPT, *range(64)])
+        done, found = run_json("rebuild", "--store", path)
+        assert (done.returncode, found["busy_shards"], found["spans"]) == (1, ["main"], 1)
+        done = run("rebuild", "--store", path)
+        assert done.returncode == 1 and "left alone" in done.stdout
+        assert f"process {os.getpid()}: stop that process, then repeat" in done.stdout
+        assert "another shard" not in done.stdout
+    done, found = run_json("rebuild", "--store", path)
+    assert (done.returncode, found["busy_shards"], found["spans"]) == (0, [], 3)
 
 
 @pytest.mark.parametrize("command", ["repack", "explain", "demo"])

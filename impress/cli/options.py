@@ -6,8 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
@@ -15,10 +14,9 @@ from typing import Annotated, Any, NoReturn, ParamSpec
 import typer
 
 from impress.config import default_store_dir
-from impress.errors import BadInput, StoreLocked
+from impress.errors import BadInput
 from impress.policy import Exact, Paper, Policy, Quality
 from impress.terminal import line_of
-from impress.write.directory import Shard
 
 P = ParamSpec("P")
 
@@ -66,18 +64,6 @@ def policy_of(name: str, keep: float | None, mass: float | None) -> Policy:
 
 def store_dir(given: Path | None) -> Path:
     return given if given is not None else default_store_dir()
-
-
-@contextmanager
-def writing(shard: Shard) -> Iterator[None]:
-    """Says of a shard that is locked what helps here, where no other can be named."""
-    try:
-        yield
-    except StoreLocked:
-        raise StoreLocked(
-            f"{shard.path.parent.parent}: shard {shard.name} is open for writing by process "
-            f"{shard.holder()}: stop that process, then repeat"
-        ) from None
 
 
 def fail(line: str) -> NoReturn:

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from impress.blockhash import namespace_digest
-from impress.cli.options import Json, Store, print_json, store_dir, writing
+from impress.cli.options import Json, Store, print_json, store_dir
 from impress.config import Config
 from impress.errors import BadInput
 from impress.store import PrefixStore
 from impress.terminal import out, size
-from impress.write.directory import read_identity, shards_of
+from impress.write.directory import read_identity, shards_of, writing
 from impress.write.env import compact
 
 _LEAST_HEX = 8

@@ -25,11 +25,12 @@ def rebuild(
 
     Looks at every page of every segment for span headers, reads every row, drops spans that do not
     match their checksums and keeps the newest owner of each byte. The old index is set aside
-    as index.old. The store must not be open for writing elsewhere.
+    as index.old. A shard that is open for writing elsewhere is named and left alone.
 
     **Exit status**
 
-    0 done · 1 done, and something did not read back · 2 it could not run
+    0 done · 1 done, and something did not read back, or a shard was open elsewhere · 2 it could not
+    run, or every shard was
 
     **Examples**
 
@@ -43,7 +44,7 @@ def rebuild(
         print_json({"store": str(where), "dry_run": dry_run, **asdict(found)})
     else:
         _print(where, found, dry_run)
-    if found.torn or found.damaged or found.unreadable:
+    if found.torn or found.damaged or found.unreadable or found.busy_shards:
         raise typer.Exit(1)
 
 

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from impress.cli.options import Store, check_json, store_dir, write_json, writing
+from impress.cli.options import Store, check_json, store_dir, write_json
 from impress.config import MIB, Config
 from impress.errors import StoreLocked
 from impress.repacking.repack import RepackReport
 from impress.store import PrefixStore
 from impress.terminal import err, out, size
-from impress.write.directory import Identity, Shard, read_identity, shards_of
+from impress.write.directory import Identity, Shard, read_identity, shards_of, writing
 from impress.write.jobs import Swapped
 
 

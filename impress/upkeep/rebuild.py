@@ -43,6 +43,7 @@ from impress.write.directory import (
     read_identity,
     restore_identity,
     shards_of,
+    writing,
 )
 from impress.write.index import Index
 from tiers.base import PAGE, Extent, Read, Slot
@@ -99,6 +100,7 @@ class Rebuilt:
     damaged: int = 0  # sound headers whose rows do not match: cut off, or gone bad
     foreign: int = 0  # headers of another store
     unreadable: int = 0  # pages: what they held is not looked at
+    busy_shards: list[str] = field(default_factory=list)  # open for writing: left alone
     notes: list[str] = field(default_factory=list)
 
 
@@ -107,7 +109,7 @@ def rebuild_store(
 ) -> Rebuilt:
     """Scan, verify, and put new indexes in place (not when `dry_run`), shard by shard.
 
-    Needs the writers' locks: a shard that is open for writing is named in a note and left alone.
+    Needs the writers' locks: a shard that is open for writing is named, and left alone.
     Raises FormatError (no store, no segments), StoreLocked (all are), StoreFailed.
     """
     say = progress or (lambda what, done, of: None)
@@ -118,9 +120,11 @@ def rebuild_store(
     found, locked = Rebuilt(), []
     for shard in shards:
         try:
-            shard.lock()
+            with writing(shard):
+                shard.lock()
         except StoreLocked as err:
             locked.append(err)
+            found.busy_shards.append(shard.name)
             found.notes.append(f"left alone: {err}")
             continue
         try:

@@ -16,7 +16,8 @@ import os
 import re
 import secrets
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -226,6 +227,18 @@ class Shard:
             return (self.path / "lock").read_text().strip() or "unknown"
         except (OSError, UnicodeDecodeError):
             return "unknown"
+
+
+@contextmanager
+def writing(shard: Shard) -> Iterator[None]:
+    """Says of a shard that is locked what helps where no other can be named. Raises StoreLocked."""
+    try:
+        yield
+    except StoreLocked:
+        raise StoreLocked(
+            f"{shard.path.parent.parent}: shard {shard.name} is open for writing by process "
+            f"{shard.holder()}: stop that process, then repeat"
+        ) from None
 
 
 def shards_of(path: Path) -> list[Shard]:
