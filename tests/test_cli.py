@@ -364,12 +364,13 @@ def test_help_into_a_full_disk_is_one_line_and_2():
         assert_refused(run("inspect", "--help", stdout=full), "No space left")
 
 
-def test_a_reader_that_has_seen_enough_is_no_finding(path):
+@pytest.mark.parametrize("args", [["inspect"], ["--help"], ["verify", "--help"], ["--version"], []])
+def test_a_reader_that_has_seen_enough_is_no_finding(path, args):
     """1 would say that something is wrong with the store."""
     seen, behind = os.pipe()
     os.close(seen)
     with os.fdopen(behind, "w") as pipe:
-        done = run("inspect", "--store", path, stdout=pipe)
+        done = run(*args, stdout=pipe, env={**os.environ, "IMPRESS_STORE": str(path)})
     assert (done.returncode, done.stderr) == (2, "")
 
 

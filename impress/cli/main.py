@@ -89,6 +89,8 @@ def run() -> None:
         fail(_said(wrong))
     except OSError as error:  # of the help: what commands raise they have said
         fail(str(line_of(error)))
+    except SystemExit as end:  # 1: whoever read the help or the version has seen enough
+        raise SystemExit(2 if end.code == 1 else end.code) from None
     if status == 130:  # interrupted before a command began
         fail("interrupted")
     raise SystemExit(status)
