@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from impress.engines.vllm.events import Events
 from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
-from impress.engines.vllm.settings import Served, Settings, at_least, policy_of
+from impress.engines.vllm.settings import Served, Settings, asked_of, at_least, policy_of
 from impress.engines.vllm.shared import View
 from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec, StepPlan, StepReport
 from impress.errors import ImpressError
@@ -103,10 +103,10 @@ class SchedulerSide:
             _privatise(request)
 
     def _policy_of(self, request: Any) -> Policy:
-        asked = ((request.kv_transfer_params or {}).get("impress") or {}).get("policy")
-        if asked is None:
-            return self._settings.policy
-        try:
+        try:  # vLLM asks unguarded: what is raised here ends its engine
+            asked = asked_of(request.kv_transfer_params)
+            if asked is None:
+                return self._settings.policy
             policy = policy_of(asked)
         except ImpressError as err:
             log.warning("request %s: %s; served exactly", request.request_id, err)

@@ -99,18 +99,35 @@ class Settings:
         )
 
 
+def asked_of(params: Any) -> Any:
+    """The policy that a client's kv_transfer_params name, None for none. Raises ConfigError.
+
+    They may hold anything that JSON can.
+    """
+    ours = params.get("impress") if isinstance(params, Mapping) else params
+    if ours is None:
+        return None
+    if not isinstance(ours, Mapping) or not ours.keys() <= {"policy"}:
+        raise ConfigError(
+            'vllm: what a request may ask for is {"impress": {"policy": {"name": …}}} in '
+            f"kv_transfer_params, got {ours!r}"
+        )
+    return ours.get("policy")
+
+
 def policy_of(given: Any) -> Policy:
     """A policy from {"name": …, its settings}. Raises ConfigError or BadInput."""
-    if not isinstance(given, Mapping) or given.get("name") not in _POLICIES:
+    name = given.get("name") if isinstance(given, Mapping) else None
+    if not isinstance(name, str) or name not in _POLICIES:
         raise ConfigError(
             f'vllm: a policy is {{"name": one of {", ".join(_POLICIES)}}}, got {given!r}'
         )
-    kind = _POLICIES[given["name"]]
+    kind = _POLICIES[name]
     values = {key: value for key, value in given.items() if key != "name"}
     known = {f.name for f in fields(kind) if f.init} - ({"name"} if kind is Exact else set())
     for key in values:
         if key not in known or kind is Exact:
-            raise ConfigError(f"vllm: policy {given['name']} has no setting {key!r}")
+            raise ConfigError(f"vllm: policy {name} has no setting {key!r}")
     made: Policy = kind(**values)
     return made
 

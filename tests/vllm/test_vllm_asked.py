@@ -1,0 +1,97 @@
+"""What a client asks for in kv_transfer_params: whatever it is, the engine serves on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
+
+from impress.engines.vllm.events import Events
+from impress.engines.vllm.scheduling import SchedulerSide
+from impress.engines.vllm.settings import Settings
+from impress.policy import Exact, Policy, Recency
+from tests.vllm.served import Served, params, tokens, words
+
+Serve = Callable[..., Served]
+
+PROMPT = words(300, seed=3)
+HALF = {"name": "recency", "keep": 0.5}
+#: Of a wrong shape, at every level that JSON has.
+STRANGE = [
+    '"exact"', "[1]", "7",
+    '{"impress": "exact"}', '{"impress": true}', '{"impress": false}', '{"impress": ["policy"]}',
+    '{"impress": {"polciy": {"name": "recency"}}}',
+    '{"impress": {"policy": "exact"}}', '{"impress": {"policy": []}}',
+    '{"impress": {"policy": {}}}', '{"impress": {"policy": {"name": ["exact"]}}}',
+    '{"impress": {"policy": {"name": {}}}}', '{"impress": {"policy": {"name": null}}}',
+    '{"impress": {"policy": {"name": "nonsense"}}}',
+    '{"impress": {"policy": {"name": "exact", "keep": 1}}}',
+    '{"impress": {"policy": {"name": "recency", "keep": NaN}}}',
+    '{"impress": {"policy": {"name": "recency", "keep": true}}}',
+    '{"impress": {"policy": {"name": "recency", "keep": "0.9"}}}',
+    '{"impress": {"policy": {"name": "recency", "keep": [[0.9]]}}}',
+    '{"impress": {"policy": {"name": "recency", "keep": 18446744073709551615}}}',
+    '{"impress": {"policy": {"name": "random", "keep": 1, "seed": 1e400}}}',
+    '{"impress": {"policy": {"name": "paper", "alpha": 1e400, "fallback": {}}}}',
+    '{"impress": {"policy": {"name": "quality", "per": ["head"], "max_bytes": -1}}}',
+]  # fmt: skip
+NOTHING = [
+    "null", "{}", '{"impress": null}', '{"impress": {}}', '{"impress": {"policy": null}}',
+    '{"do_remote_prefill": 1}',
+]  # fmt: skip
+
+
+def _side(**extra: Any) -> SchedulerSide:
+    """The scheduler's side of a store that holds nothing."""
+    view: Any = SimpleNamespace(lookup=lambda *names: 0, current=True, refresh=lambda: None)
+    served: Any = SimpleNamespace(block_size=128)
+    settings = Settings.of({"store": "unused", **extra})
+    return SchedulerSide(settings, served, view, Events(enabled=False, block_size=128))
+
+
+def _policy(side: SchedulerSide, asked: Any) -> Policy:
+    """What a new request may get."""
+    request = SimpleNamespace(
+        request_id="r", kv_transfer_params=asked, resumable=True, pooling_params=None,
+        lora_request=None,
+    )  # fmt: skip
+    side.add(request)
+    return side._tracked["r"].policy
+
+
+@pytest.mark.parametrize("body", STRANGE)
+def test_what_is_not_understood_is_served_exactly_and_said(
+    body: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM asks unguarded: one request of any client ended the engine, for all of them."""
+    assert _policy(_side(policy=HALF), json.loads(body)) == Exact()
+    (said,) = caplog.records
+    assert said.levelno == logging.WARNING and "served exactly" in said.getMessage()
+
+
+@pytest.mark.parametrize("body", NOTHING)
+def test_who_asks_for_nothing_gets_what_the_server_gives(
+    body: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert _policy(_side(policy=HALF), json.loads(body)) == Recency(0.5)
+    assert not caplog.records
+
+
+def test_an_engine_outlives_every_strange_request(serve: Serve) -> None:
+    served = serve(extra={"policy": HALF})
+    (exact,) = served.ask([PROMPT], policy={"name": "exact"})
+    served.forget()
+    for body in STRANGE[3:]:  # vLLM itself refuses what is no object
+        asked = params(10)
+        asked.extra_args = {"kv_transfer_params": json.loads(body)}
+        prompt = {"prompt_token_ids": PROMPT}
+        (answer,) = served._answers(served.llm.generate([prompt], asked, use_tqdm=False))
+        assert (answer.said["mode"], answer.n_cached) == ("exact", 256), body
+        assert tokens([answer]) == tokens([exact]), body
+        served.forget()
