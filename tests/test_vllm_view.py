@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import SMALL, prompt, put_prompt
 
 import impress
-from impress.engines.vllm.shared import View
+from impress.engines.vllm.shared import View, acquire, release
+from impress.errors import StoreMismatch
 from impress.write.readers import present
 
 Open = Callable[..., impress.PrefixStore]
@@ -94,3 +96,26 @@ def test_the_writer_waits_for_no_view_that_is_closed(writer: impress.PrefixStore
     view.close()
     assert present(readers) == []
     assert view.lookup(prompt(128, 1), {}, "") == 128  # what it knew is in memory
+
+
+@pytest.mark.parametrize("other", ["another model's files", "another shape"])
+def test_another_model_is_not_given_the_store_of_the_first(
+    tmp_path: Path, geometry: impress.Geometry, other: str
+) -> None:
+    """It was found by its path alone: the second model of a process was served the first's KV."""
+    model = (geometry, NAMESPACE)
+    if other == "another shape":
+        second = (replace(geometry, n_layers=geometry.n_layers + 1), NAMESPACE)
+    else:
+        second = (geometry, b"m" * 32)
+    where = tmp_path / "shared"
+    store = acquire(where, *model, lambda: impress.PrefixStore.open(where, *model, WHEN_ASKED))
+    assert store is not None
+    assert acquire(where, *model, None) is store
+    release(where)
+    for ask in (lambda: acquire(where, *second, None), lambda: View(where, *second, WHEN_ASKED)):
+        with pytest.raises(StoreMismatch, match=r"shut that engine down first.*directory of its"):
+            ask()
+    put_prompt(store, prompt(128, 1)).wait(60)
+    release(where)  # the first one's only use is over: those that were refused hold nothing
+    assert acquire(where, *second, None) is None

@@ -294,6 +294,26 @@ def test_what_cannot_be_served_is_refused_at_start(
     assert kv_transfer_state._KV_CONNECTOR_AGENT is None
 
 
+@pytest.mark.parametrize("second", ["the same directory", "another", "no store"])
+def test_a_second_engine_of_a_process_is_refused_and_the_first_serves_on(
+    serve: Serve, models: dict[str, Path], tmp_path: Path, second: str
+) -> None:
+    """vLLM gives every engine of a process the first one's connector: what the second computed was
+    stored as the first one's, which answered from it, and the other way round."""
+    from tests.vllm.served import Served
+
+    first = serve()
+    (alone,) = first.ask([PROMPT])
+    first.settle()
+    store = {"the same directory": tmp_path / "store", "another": tmp_path / "b", "no store": None}
+    with pytest.raises(Exception, match="another engine uses it: shut that engine down first"):
+        Served(models["llama"], "bfloat16", store[second])
+    assert first.store.stats()["spans"] == 1
+    first.forget()
+    (again,) = first.ask([PROMPT])
+    assert (again.tokens, again.n_cached) == (alone.tokens, 256)
+
+
 def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quantized(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -333,7 +353,9 @@ def test_another_writer_has_a_shard_of_its_own(serve: Serve, tmp_path: Path) -> 
     from impress.store import PrefixStore
 
     served = serve()
-    assert acquire(tmp_path / "store", None) is served.store
+    model = served.scheduler.connector._served
+    shared = acquire(tmp_path / "store", model.geometry, model.namespace, None)
+    assert shared is served.store
     release(tmp_path / "store")
     opened = (tmp_path / "store", served.store.geometry, b"x" * 32)
     with PrefixStore.open(*opened, Config(**SMALL), "rw"):

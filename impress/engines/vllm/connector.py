@@ -48,7 +48,8 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = self._scheduler_side()
         else:
-            self._store = acquire(self._settings.store, self._open)
+            model = self._served
+            self._store = acquire(self._settings.store, model.geometry, model.namespace, self._open)
             policy = self._settings.policy
             if not isinstance(policy, Exact | KeepAll) and self._settings.config.guard != "off":
                 log.warning(
@@ -85,6 +86,12 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return self.worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self.worker is not None:  # vLLM hands an engine whatever connector the process has
+            raise Unsupported(
+                "vLLM has one KV connector in a process, and another engine uses it: shut that "
+                "engine down first (llm.llm_engine.engine_core.shutdown()), or start this one in "
+                "a process of its own"
+            )
         layers = self._vllm_config.compilation_config.static_forward_context
         names = self._served.layer_names
         assert self._store is not None

@@ -1,5 +1,7 @@
 """Stores of this process, one each directory: vLLM's two sides may live in one process or two.
 
+A store here is one model's, as the directory is not: another model wants a directory of its own.
+
 one process     the worker's store is the scheduler's too: what was stored is found at once
 two processes   the scheduler has a reader of its own (mode "r"), which follows every shard's log
                 behind its back, and at once when the worker says that something was stored or
@@ -15,8 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from impress.blockhash import namespace_digest
 from impress.config import Config
-from impress.errors import FormatError, ImpressError
+from impress.errors import FormatError, ImpressError, StoreMismatch
 from impress.store import PrefixStore
 from impress.types import Geometry
 
@@ -28,10 +31,13 @@ _stores: dict[Path, tuple[PrefixStore, int]] = {}
 _lock = threading.Lock()
 
 
-def acquire(path: Path, opener: Opener | None) -> PrefixStore | None:
+def acquire(
+    path: Path, geometry: Geometry, namespace: bytes, opener: Opener | None
+) -> PrefixStore | None:
     """This process's store of a directory, opened if need be; None if there is none to share.
 
-    Every acquire wants a release. Raises what `opener` does.
+    Every acquire wants a release. Raises StoreMismatch where it is another model's, and what
+    `opener` does.
     """
     where = path.resolve()
     with _lock:
@@ -40,6 +46,11 @@ def acquire(path: Path, opener: Opener | None) -> PrefixStore | None:
             if opener is None:
                 return None
             store = opener()
+        elif (store.geometry, store.namespace) != (geometry, namespace_digest(namespace)):
+            raise StoreMismatch(
+                f"{path}: this process serves another model from it: shut that engine down first "
+                "(llm.llm_engine.engine_core.shutdown()), or give this one a directory of its own"
+            )
         _stores[where] = (store, users + 1)
         return store
 
@@ -77,7 +88,7 @@ class View:
     def __init__(self, path: Path, geometry: Geometry, namespace: bytes, config: Config) -> None:
         self._path = path
         self._open = (geometry, namespace, config)
-        self._shared = acquire(path, None)
+        self._shared = acquire(path, geometry, namespace, None)
         self._own: PrefixStore | None = None  # once something is stored
         self._asked = threading.Event()
         self._n_asked = self._n_renewed = 0  # refreshes
