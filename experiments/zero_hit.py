@@ -163,7 +163,7 @@ def _timed() -> Iterator[list[tuple[float, float]]]:
         return timing
 
     parts = (
-        (hf, "find_prefix"), (hf.hf_models, "check_request"), (hf_weights.Weights, "changed"),
+        (hf, "find_prefix"), (hf.hf_models, "check_request"), (hf_weights.Weights, "check"),
         (hf_mode.Modes, "way"),
     )  # fmt: skip
     before = [getattr(where, name) for where, name in parts]
