@@ -469,6 +469,24 @@ def test_a_purge_leaves_no_byte_in_any_shard(pair: Pair) -> None:
     assert not any(mark in held for mark in marks) and all(mark in held for mark in kept)
 
 
+def test_a_shard_that_was_rebuilt_beside_a_running_process_is_followed(
+    pair: Pair, open_store: Open
+) -> None:
+    """An index made anew has no log: to who had not read it before nothing seemed to have happened,
+    until it was written to."""
+    a, b = pair
+    ready(b, prompt(256, 1))
+    for store in pair:
+        store.close()
+    shutil.rmtree(a.path / "shards/1/index")
+    server = open_store(a.geometry, **APART, shard=0)
+    assert rebuild_store(a.path).spans == 1
+    look(server)
+    assert_serves(server, prompt(256, 1), 256)
+    assert not server.follow(), "it is read once"
+    check(server)
+
+
 def test_an_index_made_anew_is_followed(pair: Pair) -> None:
     a, b = pair
     ready(a, prompt(256, 1))

@@ -296,6 +296,8 @@ class Index:
                 after = int.from_bytes(cursor.key(), "big")
                 found += entry.changes
                 ok = cursor.next()
+            if not after and txn.stat(self._dbs["spans"])["entries"]:
+                return None  # an index made anew has no log of what it began with
             version = int(txn.id())  # `version` may be ahead of it by a commit just ending
             new = {change.new for change in found if change.new}
             values = {span: txn.get(_id(span), db=self._dbs["spans"]) for span in new}
