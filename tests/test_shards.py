@@ -469,6 +469,58 @@ def test_a_purge_leaves_no_byte_in_any_shard(pair: Pair) -> None:
     assert not any(mark in held for mark in marks) and all(mark in held for mark in kept)
 
 
+@pytest.mark.parametrize("name", ["index.gone", "elsewhere"])
+def test_what_hangs_from_a_shard_whose_index_is_missing_for_the_moment_stays(
+    pair: Pair, open_store: Open, name: str
+) -> None:
+    """It was lost, or a purge was killed as it put another in its place: what hung from that shard
+    was taken for orphans and erased."""
+    a, b = pair
+    ready(a, prompt(512, 1)[:256])
+    look(b)
+    ready(b, prompt(512, 1), start=256)
+    for store in pair:
+        store.close()
+    index = a.path / "shards/main/index"
+    index.rename(index.with_name(name))
+    with open_store(a.geometry, **APART, shard=1) as alone:
+        assert_serves(alone, prompt(512, 1), 0)
+    if name == "elsewhere":
+        assert rebuild_store(a.path).spans == 2
+    again = open_store(a.geometry, **APART, shard=0), open_store(a.geometry, **APART, shard=1)
+    look(*again)
+    for store in again:
+        assert_serves(store, prompt(512, 1), 512)
+    check(*again)
+
+
+def test_a_purge_reaches_what_hangs_from_a_shard_that_cannot_be_read(
+    pair: Pair, open_store: Open
+) -> None:
+    """It is in no tree, and stays in the index: it came back when that shard did."""
+    a, b = pair
+    hers = prompt(512, 1)
+    ready(a, hers[:256], tenant="alice")
+    look(b)
+    ready(b, hers, start=256, tenant="alice")
+    for store in pair:
+        store.close()
+    index = a.path / "shards/main/index"
+    index.rename(index.with_name("index.gone"))
+    with open_store(a.geometry, **APART, shard=1) as alone:
+        assert alone.purge("bob") == (0, 0)
+        assert alone.purge("alice") == (1, 0)
+        assert alone.purge("alice") == (0, 0)
+        check(alone)
+    rows = kv_of(hers, a.geometry, 256)[0][0].transpose(1, 0, 2)[:5].tobytes()
+    assert rows not in everything_in(a.path) and rows_of(hers, a.geometry) in everything_in(a.path)
+    again = open_store(a.geometry, **APART, shard=0), open_store(a.geometry, **APART, shard=1)
+    look(*again)
+    for store in again:
+        assert_serves(store, hers, 256, tenant="alice")
+    check(*again)
+
+
 def test_a_shard_that_was_rebuilt_beside_a_running_process_is_followed(
     pair: Pair, open_store: Open
 ) -> None:

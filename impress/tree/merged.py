@@ -37,6 +37,7 @@ class MergedCatalog(Catalog):
         super().__init__(window, own)
         self._waiting: OrderedDict[int, bytes] = OrderedDict()  # span -> labels before it
         self._waiting_bytes = 0
+        self._unplaced: set[int] = set()  # own ones to be kept, though they hang from nothing
         self.n_removed = 0  # nodes taken out so far
         self.n_strays = 0  # others' spans out of the tree of which no place is known
 
@@ -249,13 +250,22 @@ class MergedCatalog(Catalog):
             if not kept and self._tree.view(node).span not in held:
                 yield node
 
+    def keep_unplaced(self, spans: Iterable[int]) -> None:
+        """What these that `load` retired hang from could not be read: a purge finds them still."""
+        with self.lock:
+            self._unplaced.update(span for span in spans if span in self._kept and span in self.own)
+
     def purge(self, root: bytes) -> list[int]:
-        """Take one's own spans under a root key out of the tree, held or not; they."""
+        """Take one's own spans under a root key out of the tree, held or not; they, and unplaced
+        ones."""
         gone: list[int] = []
         # Again: a repack may have put a copy in the place of one between the two.
         while spans := {r.span_id for r in self.own_records() if r.root == root}:
             gone += self.withdraw(spans)
-        return gone
+        with self.lock:
+            unplaced = {s for s in self._unplaced if place_of(self._kept[s])[1] == root}
+            self._unplaced -= unplaced
+        return [*gone, *unplaced]
 
     def retired_bytes(self, spans: Iterable[int] | None = None) -> int:
         """What one's own spans (of these) hold that are in no node any more, until reclaimed."""

@@ -216,6 +216,14 @@ class Shard:
         except OSError as err:
             raise StoreFailed(f"{self.path}: {err.strerror}") from None
 
+    def check_index(self) -> None:
+        """Raises FormatError where segments lie here without an index."""
+        if not self.index.is_dir() and any(self.segments.glob("*.seg")):
+            raise FormatError(
+                f"{self.path.parent.parent}: the index of shard {self.name} is missing; "
+                "impress rebuild makes it again from the segments"
+            )
+
     def unlock(self) -> None:
         if self._fd is not None:
             unlock_file(self._fd)

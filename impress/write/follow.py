@@ -40,6 +40,8 @@ class Neighbour:
     """Another's shard, open for reading."""
 
     def __init__(self, shard: Shard) -> None:
+        """Raises ImpressError."""
+        shard.check_index()
         self.shard = shard
         self.presence: Presence | None = None
         with suppress(OSError):
@@ -189,7 +191,7 @@ class Follower:
     def _discover(self) -> None:
         for shard in shards_of(self._path):
             ours = self._own is not None and shard.number == self._own.number
-            if ours or shard.number in self.neighbours or not shard.index.is_dir():
+            if ours or shard.number in self.neighbours:
                 continue
             stamp = _stamp(shard)  # before: what is being made may be whole a moment later
             if self._failed.get(shard.number) == (stamp, True):

@@ -56,11 +56,8 @@ class Home:
         self._config = config
         self._counters = counters
         self._forget = forget
-        if shard is not None and not shard.index.is_dir() and any(shard.segments.glob("*.seg")):
-            raise FormatError(
-                f"{path}: the index of shard {shard.name} is missing; impress rebuild makes it "
-                "again from the segments"
-            )
+        if shard is not None:
+            shard.check_index()
         self.place = place = shard or Shard(path)
         self.ssd = SsdTier(
             place.segments, config.segment_bytes, config.disk_bytes, read_only=shard is None,
@@ -127,11 +124,14 @@ class Home:
 
         Once everything that `forget` needs is there.
         """
-        # Where a shard could not be read, what hangs from its spans only seems to be in vain.
-        if self.committer is not None and self._superfluous and self.others.error is None:
-            # What they hung from may have been purged; what is another's is not his to erase.
-            self.leaving.spoil(span for span in self._superfluous if span in self.catalog.own)
-            self.committer.delete_now(self._superfluous, COMMIT_TIMEOUT_S)
+        if self.committer is not None and self._superfluous:
+            if self.others.error is None:
+                # Erased, as what they hung from may have been purged; but for another shard's.
+                own = self.catalog.own
+                self.leaving.spoil(span for span in self._superfluous if span in own)
+                self.committer.delete_now(self._superfluous, COMMIT_TIMEOUT_S)
+            else:  # what hangs from a shard that could not be read only seems to be in vain
+                self.catalog.keep_unplaced(self._superfluous)
             self._superfluous = []
         self.others.start(self._config.follow_every_s, self._settle)
 
