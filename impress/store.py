@@ -297,9 +297,9 @@ class PrefixStore:
         if tenant is None:
             self._reading.params.forget(digests)
             spans = self._home.leaving.purge(lambda record: record.namespace in digests)
+            self._reading.params.forget(digests)  # and a fit that began meanwhile
         else:
-            shape = (self.geometry, self.window, tenant, self._secret)
-            roots = {root_key(digest, *shape) for digest in digests}
+            roots = {root_key(d, self.geometry, self.window, tenant, self._secret) for d in digests}
             spans = self._home.leaving.purge(lambda record: record.root in roots)
         self._home.ssd.trim()
         return spans

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,12 @@ import torch
 from conftest import prompt
 from test_probes import low_rank_keys
 from test_sparse import asked
+from typer.testing import CliRunner
 
 import impress
+from impress.cli.main import app
 from impress.policy import Quality
+from impress.selection.probes_pca import Pca
 from impress.spans import params
 from impress.spans.params import NONE, Params, decode_params, digest_of, encode_params
 from impress.spans.tables import read_header
@@ -180,7 +185,7 @@ def test_a_record_of_parameters_comes_back_whole_or_not_at_all(tmp_path: Path) -
     for bad in (b"", raw[:-1], raw + b"x", b"x" + raw, raw[:14]):
         assert decode_params(bad) is None
     kept = Params(tmp_path / "params", write=True)
-    digest = kept.add(b"n" * 32, "pca25-v1", layers)
+    digest = kept.add(b"n" * 32, "pca25-v1", layers, kept.n_forgets)
     assert digest == digest_of(raw)
     assert Params(tmp_path / "params", write=False).layers(digest) == layers
     assert kept.current(b"n" * 32, "pca25-v1") == digest and kept.current(b"m" * 32, "x") is None
@@ -199,3 +204,80 @@ def test_purging_a_namespace_takes_what_was_fitted_to_it(open_store: Open) -> No
     assert [path.name for path in folder.iterdir()] == ["current.json"]
     put(store, 2)
     assert len(list(folder.iterdir())) == 2
+
+
+def test_a_fit_that_ends_after_its_namespace_was_purged_is_not_kept(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The purge found nothing to forget yet; then what was fitted to purged keys was written."""
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    begun, go_on, fit, n = threading.Event(), threading.Event(), Pca.fit, itertools.count(1)
+
+    def waits(*args: Any) -> bytes:
+        if next(n) == SHAPE.n_layers:  # the last
+            begun.set()
+            assert go_on.wait(60)
+        return fit(*args)
+
+    monkeypatch.setattr(Pca, "fit", waits)
+    putting = threading.Thread(target=put, args=(store, 1))
+    putting.start()
+    assert begun.wait(60)
+    assert store.purge() == (1, 0)
+    go_on.set()
+    putting.join(60)
+    folder = store.path / "shards/main/params"
+    assert not folder.exists() or not list(folder.iterdir())
+    put(store, 2)
+    assert len(list(folder.iterdir())) == 2  # its next fit is one
+
+
+@pytest.mark.parametrize("name", ["test", "digits"])
+def test_purging_a_namespace_whose_spans_are_all_evicted_takes_what_was_fitted_to_it(
+    open_store: Open, name: str
+) -> None:
+    """ "Not stored here", said the command, and its parameters stayed for good."""
+    with open_store(SHAPE, probes=("pca25-v1",)) as store:
+        put(store, 1)
+        store.evict(1 << 30)
+        assert not store.catalog.records()
+        named = name if name == "test" else store.namespace.hex()[:12]
+        purge = ["purge", "--store", str(store.path), "--namespace", named]
+    folder = store.path / "shards/main/params"
+    assert len(list(folder.iterdir())) == 2
+    done = CliRunner().invoke(app, purge)
+    assert done.exit_code == 0 and "0 spans erased" in done.stdout, done.output
+    assert [path.name for path in folder.iterdir()] == ["current.json"]
+    assert CliRunner().invoke(app, purge).exit_code == 2
+
+
+@pytest.mark.parametrize("cut_off", ["add", "forget"])
+def test_parameters_that_a_crash_leaves_are_found_by_the_next_purge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: str
+) -> None:
+    """Between a record and its name in current.json: nothing told whose it was."""
+    folder, n = tmp_path / "params", itertools.count(1)
+    kept, write = Params(folder, write=True), params.write_whole
+    if cut_off == "forget":
+        kept.add(b"n" * 32, "pca25-v1", (b"basis",), 0)
+
+    def dies(path: Path, raw: bytes) -> None:
+        if cut_off == "add" and next(n) == 2:  # of a draft that has yet to get its name
+            path.with_name(f".{path.name}.1.2").write_bytes(raw)
+        elif cut_off == "add":
+            return write(path, raw)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(params, "write_whole", dies)
+        if cut_off == "add":
+            kept.add(b"n" * 32, "pca25-v1", (b"basis",), 0)
+        else:
+            kept.forget([b"n" * 32])
+    again = Params(folder, write=True)
+    assert again.current(b"n" * 32, "pca25-v1") is None
+    assert again.namespaces() == {b"n" * 32}
+    again.forget([b"n" * 32])
+    assert not any(b"basis" in path.read_bytes() for path in folder.iterdir())
+    assert not Params(folder, write=False).namespaces()
+    assert again.add(b"n" * 32, "pca25-v1", (b"basis",), again.n_forgets)

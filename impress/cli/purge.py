@@ -11,9 +11,10 @@ from impress.blockhash import namespace_digest
 from impress.cli.options import Json, Store, print_json, store_dir
 from impress.config import Config
 from impress.errors import BadInput
+from impress.spans.params import Params
 from impress.store import PrefixStore
 from impress.terminal import out, size
-from impress.write.directory import read_identity, shards_of, writing
+from impress.write.directory import Shard, read_identity, shards_of, writing
 from impress.write.env import compact
 
 _LEAST_HEX = 8
@@ -97,7 +98,7 @@ def _erased(
     digests: set[bytes] = set()
     if shards:
         with PrefixStore.open(where, identity.geometry, b"purge", config, "r") as reader:
-            digests = _digests(reader, namespace)
+            digests = _digests(reader, shards, namespace)
     spans = freed = 0
     for shard in shards:
         of_shard = config.model_copy(update={"shard": shard.number})
@@ -122,9 +123,11 @@ def _nothing(tenant: str, secret: str | None) -> str:
     )
 
 
-def _digests(store: PrefixStore, namespace: str | None) -> set[bytes]:
+def _digests(store: PrefixStore, shards: list[Shard], namespace: str | None) -> set[bytes]:
     """Digests of the namespaces meant, if any. Raises BadInput where the name is several's."""
     there = {record.namespace for record in store.catalog.records()}
+    for shard in shards:  # also where all its spans are gone
+        there |= Params(shard.params, write=False).namespaces()
     if namespace is None:
         return there
     if not namespace:

@@ -18,6 +18,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -77,14 +78,28 @@ class Params:
         self._folder = folder
         self._others = others
         self._write = write
+        self._turn = threading.Lock()  # held while files change; only `add` and `forget` take it
         self._lock = threading.Lock()
         self._cached: OrderedDict[bytes, Layers] = OrderedDict()
         self._current = self._read_current()
+        self._missing = {d for d in self._current.values() if not (folder / d.hex()).exists()}
+        self.n_forgets = 0
+        """Calls of `forget` so far."""
 
     def current(self, namespace: bytes, codec: str) -> bytes | None:
         """Digest of the parameters that new spans are made with; None until there are any."""
         with self._lock:
-            return self._current.get(_key(namespace, codec))
+            digest = self._current.get(_key(namespace, codec))
+            return None if digest in self._missing else digest
+
+    def namespaces(self) -> set[bytes]:
+        """Those to which something kept here was fitted."""
+        found = set()
+        with self._lock:
+            for key in self._current:
+                with suppress(ValueError):
+                    found.add(bytes.fromhex(key.partition("/")[0]))
+        return found
 
     def layers(self, digest: bytes) -> Layers | None:
         """The parameters of that name, by layer; None where they cannot be had. Reads once."""
@@ -97,26 +112,33 @@ class Params:
             self._keep(digest, found)
         return found
 
-    def add(self, namespace: bytes, codec: str, layers: Sequence[bytes]) -> bytes | None:
-        """Keep a fit: on stable storage, under its digest, when this returns; None when not."""
+    def add(
+        self, namespace: bytes, codec: str, layers: Sequence[bytes], n_forgets: int
+    ) -> bytes | None:
+        """Keep a fit: on stable storage, under its digest, when this returns; None when not.
+
+        `n_forgets`: as of its beginning. What it was fitted to may have been forgotten since.
+        """
         raw = encode_params(layers)
         if not self._write or len(raw) > MOST_RECORD_BYTES or self._used() + len(raw) > MOST_BYTES:
             log.warning("probe parameters of %s: %d bytes are too many", codec, len(raw))
             return None
         digest = digest_of(raw)
-        with self._lock:
+        with self._turn:
+            if n_forgets != self.n_forgets:
+                return None
             current = {**self._current, _key(namespace, codec): digest}
-        said = {key: value.hex() for key, value in current.items()}
-        try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            write_whole(self._folder / digest.hex(), raw)
-            write_whole(self._folder / _CURRENT, json.dumps(said, indent=1).encode())
-        except OSError as err:
-            log.warning("probe parameters of %s: %s", codec, err)
-            return None
-        with self._lock:
-            self._current = current
-        self._keep(digest, tuple(layers))
+            try:
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+                self._say(current)  # first: by its name `forget` finds what a crash leaves of it
+                write_whole(self._folder / digest.hex(), raw)
+            except OSError as err:
+                log.warning("probe parameters of %s: %s", codec, err)
+                return None
+            with self._lock:
+                self._current = current
+                self._missing.discard(digest)
+            self._keep(digest, tuple(layers))
         return digest
 
     def forget(self, namespaces: Iterable[bytes]) -> None:
@@ -125,24 +147,33 @@ class Params:
         Overwritten first: a basis tells something of the tokens it was fitted to.
         """
         begins = tuple(f"{namespace.hex()}/" for namespace in namespaces)
-        with self._lock:
-            gone = {key: d for key, d in self._current.items() if key.startswith(begins)}
-            self._current = {k: d for k, d in self._current.items() if k not in gone}
-            said = {key: digest.hex() for key, digest in self._current.items()}
-            for digest in gone.values():
-                self._cached.pop(digest, None)
-        if not gone or not self._write:
-            return
-        try:
-            write_whole(self._folder / _CURRENT, json.dumps(said, indent=1).encode())
-            for digest in set(gone.values()):
-                path = self._folder / digest.hex()
-                with path.open("r+b") as file:
-                    file.write(bytes(path.stat().st_size))
-                    os.fsync(file.fileno())
-                path.unlink()
-        except OSError as err:
-            log.warning("probe parameters: %s: %s", self._folder, err.strerror)
+        with self._turn:
+            self.n_forgets += 1
+            with self._lock:
+                gone = {key: d for key, d in self._current.items() if key.startswith(begins)}
+                self._current = {k: d for k, d in self._current.items() if k not in gone}
+                for digest in gone.values():
+                    self._cached.pop(digest, None)
+            if not gone or not self._write:
+                return
+            try:
+                for digest in gone.values():
+                    self._erase(digest)
+                self._say(self._current)
+            except OSError as err:
+                log.warning("probe parameters: %s: %s", self._folder, err.strerror)
+
+    def _erase(self, digest: bytes) -> None:
+        """A record, and what a crash left of one that was being written. Raises OSError."""
+        for path in self._folder.glob(f"*{digest.hex()}*"):
+            with path.open("r+b") as file:
+                file.write(bytes(path.stat().st_size))
+                os.fsync(file.fileno())
+            path.unlink()
+
+    def _say(self, current: dict[str, bytes]) -> None:
+        said = {key: digest.hex() for key, digest in current.items()}
+        write_whole(self._folder / _CURRENT, json.dumps(said, indent=1).encode())
 
     def _keep(self, digest: bytes, layers: Layers) -> None:
         with self._lock:

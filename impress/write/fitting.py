@@ -100,6 +100,7 @@ class Fitter:
 
     def _fit(self) -> None:
         """Raises MediumError where a row does not read back."""
+        n_forgets = self._params.n_forgets
         headers: list[tuple[SpanHeader, int]] = []  # and how many windows to read of each
         left = ENOUGH_TOKENS
         for record in self._records():
@@ -117,7 +118,7 @@ class Fitter:
                     return
                 keys = np.concatenate([self._keys(h, layer, n) for h, n in headers], axis=1)
                 layers.append(codec.fit(keys, self._geometry))
-            self._params.add(self._namespace, codec.name, layers)
+            self._params.add(self._namespace, codec.name, layers, n_forgets)
 
     def _keys(self, header: SpanHeader, layer: int, count: int) -> Words:
         """A layer's keys in the first `count` chunks of a span, in any order of rows."""
