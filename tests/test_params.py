@@ -281,3 +281,20 @@ def test_parameters_that_a_crash_leaves_are_found_by_the_next_purge(
     assert not any(b"basis" in path.read_bytes() for path in folder.iterdir())
     assert not Params(folder, write=False).namespaces()
     assert again.add(b"n" * 32, "pca25-v1", (b"basis",), again.n_forgets)
+
+
+def test_verify_finds_the_parameters_that_another_shards_span_goes_on_with(
+    open_store: Open,
+) -> None:
+    """Reading looks in every shard; it looked in one, and called them missing."""
+    a, b = (open_store(SHAPE, probes=("pca25-v1",), follow_every_s=0, shard=n) for n in (0, 1))
+    put(a, 0)
+    put(a, 1, ends=(128,))
+    b.follow()
+    put(b, 1)
+    digest = probes_of(a)[-1][1]
+    assert digest != NONE and probes_of(b)[-1] == ("pca25-v1", digest)
+    assert not (b.path / "shards/1/params" / digest.hex()).exists()
+    assert verify_store(a.path).problems == []
+    (a.path / "shards/main/params" / digest.hex()).unlink()
+    assert [p.what.split()[0] for p in verify_store(a.path).problems] == ["pca25-v1"] * 2

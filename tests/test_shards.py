@@ -7,7 +7,7 @@ import os
 import pkgutil
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
 from impress.usage.history import Note
 from impress.write.directory import make_identity
+from impress.write.index import Index
 from tiers.base import Slot
 from tiers.files import lock_file, unlock_file
 from tiers.ssd import SsdTier
@@ -271,6 +272,27 @@ def test_two_that_open_an_empty_directory_at_once_make_one_store(
     with open_store(geometry) as again:
         for seed in (1, 2):
             assert_serves(again, prompt(128, seed), 128)
+
+
+def test_verify_finds_what_was_stored_across_shards_while_it_read_them(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their indexes are read one after the other; it called the store unsound."""
+    (a, b), tokens, read = pair, prompt(512, 1), Index.spans
+    ready(a, prompt(128, 8))
+    ready(b, prompt(128, 9))
+
+    def stored_before(index: Index, after: int = -1) -> Iterator[tuple[int, bytes]]:
+        if index._folder.parent.name == "1":  # main has been read
+            monkeypatch.undo()
+            ready(a, tokens[:256])
+            b.follow()
+            ready(b, tokens, start=256)
+        return read(index, after)
+
+    monkeypatch.setattr(Index, "spans", stored_before)
+    found = verify_store(a.path)
+    assert found.spans == 3 and not found.problems
 
 
 # ---- what they take out --------------------------------------------------------------------------

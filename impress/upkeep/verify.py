@@ -2,6 +2,7 @@
 
 index values → headers → every piece of every span. Beside a live writer: a span whose index value
 is gone or replaced by the end was evicted meanwhile, and whatever was found about it is dropped.
+A span that hangs in the air is told only where every shard, read again, has nothing before it.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
     try:
         for shard in shards:
             if values[shard.number]:
-                one = _Verification(identity, shard, values[shard.number], everything, pool)
+                one = _Verification(path, identity, shard, values[shard.number], everything, pool)
                 total.add(one.run(progress or (lambda done, of: None)))
     finally:
         pool.close(0.1)  # its threads are daemons: one stuck in a read does not hold the process
@@ -136,11 +137,12 @@ class _Verification:
     """One run over one shard."""
 
     def __init__(
-        self, identity: Identity, shard: Shard, values: dict[int, bytes],
+        self, path: Path, identity: Identity, shard: Shard, values: dict[int, bytes],
         everything: dict[int, bytes], pool: IoPool,
     ) -> None:  # fmt: skip
         """`values`: read before the segments are listed: all they name exist; `everything`: of all
         shards, as a prefix may go from one to another."""
+        self._path = path
         self._identity = identity
         self._shard = shard
         self._values = values
@@ -151,7 +153,9 @@ class _Verification:
             )
         except MediumError as err:
             raise StoreFailed(str(err)) from None
-        self._params = Params(shard.params, write=False)
+        self._params = Params(
+            shard.params, write=False, others=lambda: [other.params for other in shards_of(path)]
+        )
         self._pool = pool
         self._buffers = BufferPool(None)
         self._verdict = Verdict()
@@ -216,18 +220,26 @@ class _Verification:
         except AssertionError as err:
             self._report(f"tree: {err}")
             return
-        for record in catalog.retired_records(span for span in loose if span in sound):
+        hanging = catalog.retired_records(span for span in loose if span in sound)
+        hanging = [record for record in hanging if record.first_window]
+        known = [*self._decoded(self._everything)] if hanging else []
+        # One shard is read after the other: one goes on from what was stored in another meanwhile.
+        for shard in shards_of(self._path) if hanging else ():
+            known += self._decoded(_values(shard, Verdict()))
+        for record in hanging:
             # One that repeats what other spans hold is only waiting to be reclaimed.
-            if record.first_window and not self._follows(record, [*records, *self._others()]):
+            if not self._follows(record, known):
                 self._report("the windows before it are not stored, so it is never found",
                              record.span_id)  # fmt: skip
 
-    def _others(self) -> Iterator[SpanRecord]:
-        """Records of the other shards, where they are sound."""
-        for span, value in self._everything.items():
-            if span not in self._values:
-                with suppress(FormatError, ValueError, struct.error):
-                    yield decode_index(span, *split_index(value))
+    def _decoded(self, values: dict[int, bytes]) -> Iterator[SpanRecord]:
+        """Records, where they are sound."""
+        geometry, window = self._identity.geometry, self._identity.window
+        for span, value in values.items():
+            with suppress(FormatError, ValueError, struct.error):
+                record = decode_index(span, *split_index(value))
+                if not wrong_record(record, geometry, window):
+                    yield record
 
     def _follows(self, record: SpanRecord, records: list[SpanRecord]) -> bool:
         """Whether some span reaches the window this one begins behind."""
