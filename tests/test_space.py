@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Callable
@@ -181,6 +183,25 @@ def test_a_shard_stays_locked_while_a_write_to_it_hangs(
     hang.go.set()
     assert store._pool.close(60)
     store._shard.unlock()
+
+
+@pytest.mark.parametrize("what", ["pwrite", "rmtree"])
+def test_a_shard_that_could_not_be_opened_is_not_locked_after_it(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """On a full disk the lock stayed taken: "open for writing by process unknown", by this one."""
+    path = open_store(geometry, **QUIET).path
+    open_store(geometry, **QUIET, shard=1).close()
+
+    def fails(*args: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (path / "shards/1/index.gone").mkdir()  # a purge was cut off
+    with monkeypatch.context() as patch:
+        patch.setattr(os if what == "pwrite" else shutil, what, fails)
+        with pytest.raises(impress.StoreFailed, match="No space left on device"):
+            open_store(geometry, **QUIET, shard=1)
+    open_store(geometry, **QUIET, shard=1)
 
 
 def test_a_hanging_read_does_not_keep_the_shard_locked(

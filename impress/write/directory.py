@@ -214,6 +214,7 @@ class Shard:
                 else:
                     gone.rename(self.index)
         except OSError as err:
+            self.unlock()
             raise StoreFailed(f"{self.path}: {err.strerror}") from None
 
     def check_index(self) -> None:
