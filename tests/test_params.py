@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import threading
 from collections.abc import Callable
@@ -298,3 +299,49 @@ def test_verify_finds_the_parameters_that_another_shards_span_goes_on_with(
     assert verify_store(a.path).problems == []
     (a.path / "shards/main/params" / digest.hex()).unlink()
     assert [p.what.split()[0] for p in verify_store(a.path).problems] == ["pca25-v1"] * 2
+
+
+@pytest.mark.parametrize("why", ["too large", "its write fails"])
+def test_parameters_that_cannot_be_kept_are_fitted_once(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Whenever as much again was stored all of it was fitted anew, for nothing."""
+    if why == "too large":
+        monkeypatch.setattr(params, "MOST_RECORD_BYTES", 100)
+    else:
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(params, "write_whole", full)
+    fit, fitted = Pca.fit, []
+    monkeypatch.setattr(Pca, "fit", lambda *args: fitted.append(1) or fit(*args))
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    for seed in range(4):
+        put(store, seed)
+    assert len(fitted) == SHAPE.n_layers
+    assert {name for name, _ in probes_of(store)} == {"int4-v1"}
+    store.close()
+    monkeypatch.undo()
+    monkeypatch.setattr(fitting, "ENOUGH_TOKENS", N)
+    again = open_store(SHAPE, probes=("pca25-v1",))
+    again.flush()
+    put(again, 5)
+    assert probes_of(again)[-1][0] == "pca25-v1"
+
+
+def test_all_fits_run_on_one_thread_that_ends_with_the_store(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each left the queue that its thread had read with open until the store closed."""
+    fit, threads = Pca.fit, []
+    monkeypatch.setattr(
+        Pca, "fit", lambda *args: threads.append(threading.current_thread()) or fit(*args)
+    )
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    for seed in range(3):
+        put(store, seed)
+        store.purge()
+    assert len(threads) == 3 * SHAPE.n_layers and len(set(threads)) == 1
+    store.close()
+    assert not threads[0].is_alive()

@@ -50,42 +50,49 @@ class Fitter:
         self._ssd = ssd
         self._catalog = catalog
         self._params = params
-        self._lock = threading.Lock()
+        self._state = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._busy = False  # a fit is asked for or under way
         self._closing = threading.Event()
         self._n_tokens = 0
+        self._not_kept: set[str] = set()  # codecs whose fit was in vain, until a restart
         if self._missing():
             self.poke(sum(record.n_windows * record.window for record in self._records()))
 
     def poke(self, n_tokens: int) -> None:
         """So many more tokens of this namespace are READY. Starts a fit when there are enough."""
-        with self._lock:
+        with self._state:
             self._n_tokens += n_tokens
-            busy = self._thread is not None and self._thread.is_alive()
-            if busy or self._n_tokens < ENOUGH_TOKENS or self._closing.is_set():
+            if self._busy or self._n_tokens < ENOUGH_TOKENS or self._closing.is_set():
                 return
             if not self._missing():
                 return
             self._n_tokens = 0  # for the next try, should this one fail
-            self._thread = threading.Thread(target=self._work, name="impress-fit", daemon=True)
-            self._thread.start()
+            self._busy = True
+            self._state.notify_all()
+            if self._thread is None:  # one for all fits: what it reads with is kept until `close`
+                self._thread = threading.Thread(target=self._work, name="impress-fit", daemon=True)
+                self._thread.start()
 
     def wait(self, timeout_s: float) -> None:
         """Return when no fit is under way, or after timeout_s."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
+        with self._state:
+            self._state.wait_for(lambda: not self._busy, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Give up a fit under way, after the layer it is at."""
-        self._closing.set()
-        self.wait(timeout_s)
+        with self._state:
+            self._closing.set()
+            self._state.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     # ---- inside ----------------------------------------------------------------------------
 
     def _missing(self) -> list[FittedCodec]:
-        """Codecs without parameters."""
-        return [c for c in self._codecs if self._params.current(self._namespace, c.name) is None]
+        """Codecs without parameters, but for those of which none can be kept."""
+        lacking = [c for c in self._codecs if self._params.current(self._namespace, c.name) is None]
+        return [codec for codec in lacking if codec.name not in self._not_kept]
 
     def _records(self) -> list[SpanRecord]:
         """The namespace's spans, first stored first."""
@@ -93,10 +100,19 @@ class Fitter:
         return sorted(found, key=lambda record: record.span_id)
 
     def _work(self) -> None:
-        try:
-            self._fit()
-        except (ImpressError, MediumError) as err:
-            log.warning("probe parameters are not fitted yet: %s", err)
+        while not self._closing.is_set():
+            with self._state:
+                self._state.wait_for(lambda: self._busy or self._closing.is_set())
+            try:
+                if not self._closing.is_set():
+                    self._fit()
+            except (ImpressError, MediumError) as err:
+                log.warning("probe parameters are not fitted yet: %s", err)
+            except Exception:  # a bug: nobody who waits is left waiting
+                log.exception("fitting probe parameters failed")
+            with self._state:
+                self._busy = False
+                self._state.notify_all()
 
     def _fit(self) -> None:
         """Raises MediumError where a row does not read back."""
@@ -118,7 +134,9 @@ class Fitter:
                     return
                 keys = np.concatenate([self._keys(h, layer, n) for h, n in headers], axis=1)
                 layers.append(codec.fit(keys, self._geometry))
-            self._params.add(self._namespace, codec.name, layers, n_forgets)
+            kept = self._params.add(self._namespace, codec.name, layers, n_forgets)
+            if kept is None and n_forgets == self._params.n_forgets:
+                self._not_kept.add(codec.name)
 
     def _keys(self, header: SpanHeader, layer: int, count: int) -> Words:
         """A layer's keys in the first `count` chunks of a span, in any order of rows."""
