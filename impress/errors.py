@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+#: Of a store in a fork's child: its threads, locks and index did not come along.
+FORKED: Final = "opened before a fork; open it again in this process, or start it by spawn"
+
 
 class ImpressError(Exception):
     """Base of every error raised on purpose. The text is one line that says what to do."""

@@ -15,7 +15,7 @@ from typing import Any
 from impress.blockhash import as_tokens, chain, labels_of, namespace_digest, root_key
 from impress.cache.copies import Copies
 from impress.config import Config, tenant_secret
-from impress.errors import BadInput, ImpressError, StoreFailed
+from impress.errors import FORKED, BadInput, ImpressError, StoreFailed
 from impress.read.parts import Source, source_of
 from impress.read.placement import Placed, placed
 from impress.read.reading import Reading
@@ -384,9 +384,7 @@ class PrefixStore:
         self, token_ids: Any, extra: Mapping[int, bytes] | None, tenant: str
     ) -> tuple[bytes, bytes, Any]:
         if os.getpid() != self._pid:  # its threads and its index did not come along
-            raise ImpressError(
-                "store: opened before a fork; open it again in this process, or start it by spawn"
-            )
+            raise ImpressError(f"store: {FORKED}")
         tokens = as_tokens(token_ids)
         labels = labels_of(tokens, self.window, extra)
         root = root_key(self.namespace, self.geometry, self.window, tenant, self._secret)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,27 @@ def kv_of(
 
 def _numpy_dtype(geometry: impress.Geometry) -> Any:
     return {"float16": np.float16, "float32": np.float32}[geometry.dtype]
+
+
+def said_by_a_child(call: Callable[[], object], limit_s: int = 20) -> str:
+    """What a call says in a fork's child; it is killed where it has not ended by then."""
+    came, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(limit_s)
+        said = "returned"
+        try:
+            call()
+        except BaseException as err:
+            said = f"{type(err).__name__}: {err}"
+        os.write(go, said.encode())
+        os._exit(0)
+    os.close(go)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    said = os.read(came, 4096).decode()
+    os.close(came)
+    return said if status == 0 else f"ended by {status}: {said}"
 
 
 def prompt(n: int, seed: int = 0) -> np.ndarray:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import wait_for_promotions
+from conftest import said_by_a_child, wait_for_promotions
 
 import impress
 from impress.engines import hf, hf_models
@@ -1048,6 +1049,57 @@ def test_a_module_that_torch_has_compiled_is_served(tmp_path):
             assert torch.equal(engine.generate(ids, max_new_tokens=4), bare)
             assert engine.last_request.hit_tokens == hit
             engine.flush()
+
+
+# --- forks ----------------------------------------------------------------------------------------
+
+
+CALLS = {
+    "generate": (lambda engine: engine.generate(prompts(200), max_new_tokens=2), "before a fork"),
+    "flush": (lambda engine: engine.flush(), "before a fork"),
+    "close": (lambda engine: engine.close(), "returned"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_engine_in_a_forks_child_is_refused_and_closes_without_a_touch(tmp_path, call):
+    """Its threads stayed behind: close waited for them for ever."""
+    ask, said = CALLS[call]
+    model, ids = tiny(), prompts(200)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=2)
+        engine.flush()
+        assert said in said_by_a_child(lambda: ask(engine))
+        engine.generate(ids, max_new_tokens=2)
+        assert engine.last_request.hit_tokens == 192
+        engine.flush()
+
+
+@pytest.mark.parametrize("call", [*CALLS, "attach"])
+def test_a_child_forked_while_a_request_runs_does_not_wait_for_its_turn(tmp_path, call):
+    """The lock came along, and who would let it go did not."""
+
+    class Halted(Heard):
+        def put(self, value):
+            super().put(value)
+            if len(self.parts) == 2:
+                reached.set()
+                assert go_on.wait(60)
+
+    def anew(_engine):
+        attach(model, tmp_path / "anew").close()
+
+    ask, said = {**CALLS, "attach": (anew, "returned")}[call]
+    reached, go_on = threading.Event(), threading.Event()
+    model, ids = tiny(), prompts(200)
+    with attach(model, tmp_path / "store") as engine, ThreadPoolExecutor(1) as other:
+        request = other.submit(engine.generate, ids, max_new_tokens=4, streamer=Halted())
+        assert reached.wait(60)
+        try:
+            assert said in said_by_a_child(lambda: ask(engine))
+        finally:
+            go_on.set()
+        assert torch.equal(request.result(60), model.generate(ids, max_new_tokens=4))
 
 
 def test_a_closed_engine_says_so(tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import assert_serves, kv_of, prompt, put_prompt
+from conftest import assert_serves, kv_of, prompt, put_prompt, said_by_a_child
 from typer.testing import CliRunner
 
 import impress
@@ -292,6 +292,20 @@ def test_a_forked_child_is_refused_in_one_line(
     assert b"opened before a fork" in os.read(came, 1000)
     os.close(came)
     os.close(go)
+    assert_serves(store, prompt(128), 128)
+
+
+@pytest.mark.parametrize("call", ["flush", "evict", "purge"])
+def test_what_waits_for_the_committer_is_refused_in_a_child_at_once(
+    open_store: Open, geometry: impress.Geometry, call: str
+) -> None:
+    """It waited for a thread that had stayed behind: 150 seconds."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(128))
+    store.flush()
+    calls = {"flush": store.flush, "evict": lambda: store.evict(1), "purge": store.purge}
+    assert "opened before a fork" in said_by_a_child(calls[call])
+    store.check()
     assert_serves(store, prompt(128), 128)
 
 

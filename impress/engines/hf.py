@@ -222,6 +222,7 @@ class Engine:
 
         What the guard has to look at afterwards has been looked at too.
         """
+        self._turn.check_process()
         self._storing.drain()
         self._auditor.drain()
         self.store.flush()
@@ -231,6 +232,8 @@ class Engine:
 
         Waits for another thread's request that is under way.
         """
+        if self._turn.forked:  # a child must not touch its parent's
+            return
         with self._turn.request():
             if self._closed:
                 return

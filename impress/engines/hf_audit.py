@@ -10,6 +10,7 @@ forward of its own ends at the next layer once a request has come, to whichever 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -42,18 +43,33 @@ _PATIENCE_S: Final = 0.5  # for a request under way, before each layer; then it 
 
 class Turn:
     """Whose turn it is at the model. Requests wait for each other, and for the rest of a layer of
-    an audit."""
+    an audit. Of one process: in a fork's child it never comes."""
 
     def __init__(self, config: object = None) -> None:
         self._config = config  # held: while there is a turn, no other object has its id
+        self._pid = os.getpid()
         self._lock = threading.RLock()
         self._counting = threading.Lock()
         self._n_wanted = 0  # requests under way, or waiting
         self._idle = threading.Event()  # between two requests
         self._idle.set()
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that it is of."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raises ImpressError in a child, before any lock: who holds it may have stayed behind."""
+        if self.forked:
+            raise ImpressError(
+                "the engine is of before a fork; attach the model again in this process, or start "
+                "it by spawn"
+            )
+
     @contextmanager
     def request(self) -> Iterator[None]:
+        self.check_process()
         self._count(1)
         try:
             with self._lock:
@@ -90,16 +106,18 @@ class Turn:
         self._idle.wait(_PATIENCE_S)
 
 
-_turns: WeakValueDictionary[int, Turn] = WeakValueDictionary()  # by the id of the config
+#: By process, and the id of the config.
+_turns: WeakValueDictionary[tuple[int, int], Turn] = WeakValueDictionary()
 _turns_lock = threading.Lock()
 
 
 def turn_of(model: Any) -> Turn:
     """The turn of all engines on a model: its config says how it attends, to every one of them."""
+    key = os.getpid(), id(model.config)
     with _turns_lock:
-        turn = _turns.get(id(model.config))
+        turn = _turns.get(key)
         if turn is None:
-            turn = _turns[id(model.config)] = Turn(model.config)
+            turn = _turns[key] = Turn(model.config)
         return turn
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 
-from impress.errors import ImpressError, StoreFailed
+from impress.errors import FORKED, ImpressError, StoreFailed
 from impress.quality.ledgers import Ledgers
 from impress.spans.format import SpanRecord, encode_index
 from impress.stats import Counters
@@ -54,6 +55,7 @@ class Committer:
         self._ledgers = ledgers
         self._names: dict[bytes, str] = index.names()
         self._jobs: deque[Job] = deque()
+        self._pid = os.getpid()
         self._wake = threading.Condition()
         self._open = True
         self._save_asked = False
@@ -148,6 +150,8 @@ class Committer:
             self._save_history()
 
     def _put(self, job: Job) -> None:
+        if os.getpid() != self._pid:  # the thread stayed behind, perhaps with the lock
+            raise StoreFailed(f"store: {FORKED}")
         with self._wake:
             if not self._open:
                 raise StoreFailed("the store is closed")
