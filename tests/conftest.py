@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,14 @@ def assert_serves(
 def wait_for_promotions(store: impress.PrefixStore) -> None:
     """Nothing goes on behind requests any more."""
     assert store._pool.idle(60)
+
+
+def soon(true: Callable[[], bool]) -> bool:
+    """Whether it becomes so within a minute."""
+    deadline = time.monotonic() + 60
+    while not true() and time.monotonic() < deadline:
+        os.sched_yield()
+    return true()
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, prompt, put_prompt
+from conftest import SMALL, prompt, put_prompt, soon
 
 import impress
 from impress.engines.vllm.shared import View, acquire, release
@@ -25,14 +23,6 @@ BY_ITSELF = impress.Config(**SMALL, follow_every_s=0.01)
 
 def view_of(store: impress.PrefixStore, config: impress.Config) -> View:
     return View(store.path, store.geometry, NAMESPACE, config)
-
-
-def soon(true: Callable[[], bool]) -> bool:
-    """Whether it becomes so within a minute."""
-    deadline = time.monotonic() + 60
-    while not true() and time.monotonic() < deadline:
-        os.sched_yield()
-    return true()
 
 
 @pytest.fixture

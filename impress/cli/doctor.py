@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -66,9 +67,10 @@ def _with_progress(folder: Path, measure: bool) -> list[Finding]:
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("examining", total=len(ENGINES))
         found = []
-        for finding in examine(folder, measure=measure):
-            found.append(finding)
-            bar.update(task, advance=1)
+        with closing(examine(folder, measure=measure)) as findings:  # its data goes, come what may
+            for finding in findings:
+                found.append(finding)
+                bar.update(task, advance=1)
     return sorted(found, key=lambda finding: ENGINES.index(finding.name))
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -82,7 +85,8 @@ def run() -> None:
     if isinstance(sys.stdout, TextIOWrapper):  # Latin-1 has no dash; stderr escapes by itself
         sys.stdout.reconfigure(errors="replace")
     try:
-        status = app(standalone_mode=not sys.argv[1:])  # alone it shows its help
+        with _stopped_as_by_ctrl_c():
+            status = app(standalone_mode=not sys.argv[1:])  # alone it shows its help
     except KeyboardInterrupt:
         fail("interrupted")
     except _WRONG_USE as wrong:
@@ -94,6 +98,27 @@ def run() -> None:
     if status == 130:  # interrupted before a command began
         fail("interrupted")
     raise SystemExit(status)
+
+
+@contextmanager
+def _stopped_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM, and SIGHUP where nobody ignores it (nohup), end a command as Ctrl-C does: what it
+    takes away at its end, doctor's test data or the demo's processes, does not stay behind."""
+
+    def stop(_signal: int, _frame: object) -> None:
+        for number in stops:  # a second one must not break off what is taken away
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    both = (signal.SIGTERM, signal.SIGHUP)
+    stops = [number for number in both if signal.getsignal(number) == signal.SIG_DFL]
+    for number in stops:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in stops:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _said(wrong: Any) -> str:

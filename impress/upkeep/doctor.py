@@ -10,7 +10,7 @@ import platform
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -64,7 +64,7 @@ def machine(folder: Path) -> dict[str, str | int]:
     }
 
 
-def examine(folder: Path, *, measure: bool, n_threads: int = 8) -> Iterator[Finding]:
+def examine(folder: Path, *, measure: bool, n_threads: int = 8) -> Generator[Finding, None, None]:
     """One finding an engine, each as it is made. Raises OSError or MediumError for the folder."""
     usable = [name for name in ENGINES if not why_not(name)]
     for name in ENGINES:
