@@ -578,6 +578,28 @@ def test_a_process_out_of_memory_misses_and_keeps_nothing_pinned(
     store.check()
 
 
+@pytest.mark.parametrize("n_rows", [192, 32], ids=["whole windows", "half a window"])
+def test_a_put_that_is_given_no_memory_refuses_the_whole_store(
+    open_store: Open, geometry: impress.Geometry, n_rows: int
+) -> None:
+    """It raised what only a read may fail with: no ImpressError, and not what `put` says."""
+    store = open_store(geometry)
+    tokens = prompt(192)
+    keys, values = kv_of(tokens, geometry)
+    with store.writer(tokens) as writer:
+        with no_more_memory(store):
+            writer.put(0, 0, keys[0][:, :n_rows], values[0][:, :n_rows])
+        for layer in range(geometry.n_layers):
+            writer.put(layer, 0, keys[layer], values[layer])
+    assert "Cannot allocate memory" in writer.stored.refused
+    store.flush()
+    assert store.stats()["refused"] == {"shortage": 1}
+    assert store.lookup(tokens) == 0
+    assert put_prompt(store, tokens).wait(60)
+    assert_serves(store, tokens, 192)
+    store.check()
+
+
 def test_importance_that_cannot_be_read_in_time_is_a_loss(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

@@ -19,6 +19,7 @@ from impress.spans.order import Rows, by_worth
 from impress.spans.rows import Words, check_rows, host_words, pack
 from impress.types import Geometry
 from impress.write.draft import Draft, Media, Stored
+from tiers.errors import ReadFailed
 from tiers.slots import Buffer
 
 if TYPE_CHECKING:
@@ -194,7 +195,11 @@ class Writer:
             self.draft.write(layer, window, 1, partial.buffer)
 
     def _acquire(self, n_bytes: int) -> Buffer | None:
-        buffer = self._media.slots.acquire(n_bytes, self._wait_s)
+        try:
+            buffer = self._media.slots.acquire(n_bytes, self._wait_s)
+        except ReadFailed as err:  # the system gives no more memory
+            self.stored.refused = str(err)
+            return None
         if buffer is None:
             self.stored.refused = "no free write slot"
         return buffer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -178,3 +179,40 @@ def test_too_many_specs_while_blocks_are_read_store_nothing_of_them(tmp_path: Pa
         saver.close()
         assert saver.n_skipped == 1
         assert store.lookup(prompt.tokens) == 0
+
+
+@pytest.mark.parametrize("err", [MemoryError(), OSError(errno.ENOMEM, "no memory"), KeyError("x")])
+def test_what_fails_once_does_not_end_the_thread_that_stores(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, err: Exception
+) -> None:
+    """It ended with anything that this package does not raise itself: nothing was stored any more,
+    and no finished request gave its blocks back."""
+    geometry = Geometry(2, 2, 2, 32, "float32")
+    caches = [torch.zeros(6, 2, 32, 64) for _ in range(2)]
+    plain = BlockLayout.of(caches[0], _isas()[0])
+    failing = [err]
+
+    class Failing:
+        """The layout; its first read fails."""
+
+        block_size = 32
+
+        def read(self, kv_cache: torch.Tensor, blocks: list[int]) -> Any:
+            if failing:
+                raise failing.pop()
+            return plain.read(kv_cache, blocks)
+
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
+        layout: Any = Failing()
+        saver = saving.Saver(store, caches, [layout, layout])
+        prompts = [Prompt(np.arange(at, at + 64, dtype=np.int32), {}, "") for at in (0, 100)]
+        for name, prompt, blocks in zip("ab", prompts, ([1, 2], [3, 4]), strict=True):
+            saver.offer(SaveSpec(name, f"{name}#0", prompt, 64, blocks))
+        for name in "ab":
+            with saver._lock:
+                assert saver._lock.wait_for(lambda name=name: not saver.busy(name), 60)
+        saver.flush()
+        assert [store.lookup(prompt.tokens) for prompt in prompts] == [0, 64]
+        (said,) = [r.getMessage() for r in caplog.records if "is not stored" in r.getMessage()]
+        assert said.startswith("request a is not stored: ") and not said.endswith(": ")
+        saver.close()

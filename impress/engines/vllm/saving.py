@@ -169,8 +169,8 @@ class Saver:
                     continue
             try:
                 self._save(spec)
-            except (ImpressError, RuntimeError) as err:
-                log.warning("request %s is not stored: %s", spec.request_id, err)
+            except Exception as err:  # whatever it is: those that wait behind it are to be stored
+                log.warning("request %s is not stored: %s", spec.request_id, str(err) or repr(err))
                 self._lives[spec.key].dropped = True
             finally:
                 with self._lock:
