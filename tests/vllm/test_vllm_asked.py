@@ -83,6 +83,24 @@ def test_who_asks_for_nothing_gets_what_the_server_gives(
     assert not caplog.records
 
 
+def test_all_rows_asked_of_a_server_that_chooses_none_are_read(serve: Serve) -> None:
+    """No layer of it asks for rows: the hit was thrown away, and the prompt computed."""
+    served = serve()
+    served.ask([PROMPT])
+    served.forget()
+    (exact,) = served.ask([PROMPT])
+    served.forget()
+    (kept,) = served.ask([PROMPT], policy={"name": "keep_all"})
+    assert (kept.n_cached, kept.said["mode"], kept.tokens) == (256, "exact", exact.tokens)
+    served.settle()
+    assert served.worker.take_counts().get("lost", 0) == 0
+
+
+@pytest.mark.parametrize("name", ["paper", "quality", "all_heads", "random", "recency"])
+def test_no_policy_loosens_a_server_that_chooses_no_rows(name: str) -> None:
+    assert _policy(_side(), {"impress": {"policy": {"name": name}}}) == Exact()
+
+
 def test_an_engine_outlives_every_strange_request(serve: Serve) -> None:
     served = serve(extra={"policy": HALF})
     (exact,) = served.ask([PROMPT], policy={"name": "exact"})

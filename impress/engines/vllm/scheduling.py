@@ -115,7 +115,7 @@ class SchedulerSide:
         if not at_least(policy, floor):
             log.warning("request %s: %r is looser than %r", request.request_id, policy, floor)
             return floor
-        return policy
+        return policy if self._settings.sparse else Exact()  # keep_all: no layer would choose
 
     def _prompt(self, tracked: Tracked, n: int) -> Prompt:
         """The first n tokens and their names. Raises Unsupported where a key is not known."""
