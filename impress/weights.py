@@ -11,7 +11,7 @@ import json
 import operator
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,9 +52,12 @@ class StoredTensor(NamedTuple):
         return piece
 
 
-def weights_of(directory: Path) -> bytes:
-    """The digest of a directory's weights, from the user's cache where the files are unchanged."""
-    files = weight_files(directory)
+def weights_of(directory: Path, files: Sequence[Path] | None = None) -> bytes:
+    """The digest of a directory's weights, from the user's cache where the files are unchanged.
+
+    `files`: those of it that hold the weights, where they are no model's.
+    """
+    files = weight_files(directory) if files is None else files
     stamp: list[list[Any]] = [["rules", _RULES]]
     for path in files:
         stat = path.stat()

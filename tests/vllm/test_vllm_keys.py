@@ -95,6 +95,43 @@ def test_an_adapter_is_named_by_its_files(tmp_path: Path) -> None:
         extras_of(_request(lora_request=lora), 300, 128, vllm_keys_of(), Adapters())
 
 
+@pytest.mark.parametrize("beside", ["model.safetensors", "model.safetensors.index.json"])
+def test_an_adapter_beside_a_models_weights_is_named_by_its_own(
+    tmp_path: Path, beside: str
+) -> None:
+    """A merged model in its folder was taken for it: two adapters had one name, and one that was
+    trained on found the KV of what it had been."""
+    import torch
+    from safetensors.torch import save_file
+
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.ones(4)}, str(tmp_path / name / "model.safetensors"))
+        if beside.endswith("json"):
+            (tmp_path / name / beside).write_text('{"weight_map": {"w": "model.safetensors"}}')
+    first = _adapter_key(_adapter_in(tmp_path / "a", 1), Adapters())
+    assert _adapter_key(_adapter_in(tmp_path / "b", 1), Adapters()) == first
+    assert _adapter_key(_adapter_in(tmp_path / "b", 2), Adapters()) != first
+
+
+@pytest.mark.parametrize("kind", ["bin", "pt"])
+def test_every_file_that_vllm_may_load_of_an_adapter_counts(tmp_path: Path, kind: str) -> None:
+    request = _adapter_in(tmp_path / "a", 1)
+    plain = _adapter_key(request, Adapters())
+    other = tmp_path / "a" / f"adapter_model.{kind}"
+    other.write_bytes(b"one")
+    one = _adapter_key(request, Adapters())
+    other.write_bytes(b"two")
+    assert len({plain, one, _adapter_key(request, Adapters())}) == 3
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    alone = _adapter_key(request, Adapters())
+    other.unlink()
+    (tmp_path / "a" / "training_args.bin").write_bytes(b"no weights")
+    with pytest.raises(Unsupported, match="holds no adapter_model file"):
+        extras_of(request, 300, 128, vllm_keys_of(), Adapters())
+    assert alone not in (plain, one)
+
+
 def test_an_adapter_whose_files_change_is_not_reused_until_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -104,6 +104,9 @@ def _adapter(path: str) -> bytes:
     folder = Path(path)
     try:
         settings = (folder / "adapter_config.json").read_bytes()
-        return blake2b(settings + weights_of(folder), digest_size=32).digest()
+        files = sorted(folder.glob("adapter_model.*"))  # which one vLLM loads is for it to say
+        if not files:
+            raise BadInput("it holds no adapter_model file")
+        return blake2b(settings + weights_of(folder, files), digest_size=32).digest()
     except (OSError, BadInput) as err:
         raise Unsupported(f"adapter {path} cannot be read: {err}") from None
