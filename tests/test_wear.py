@@ -268,7 +268,9 @@ def test_a_prompt_that_can_never_fit_takes_nothing_with_it(
     for seed in range(3):
         assert put_prompt(store, prompt(128, seed)).wait(60)
     for n in (1280, 1024):  # the second: not with its header
-        assert put_prompt(store, prompt(n, 9)).refused == "disk full"
+        refused = put_prompt(store, prompt(n, 9)).refused
+        assert refused.startswith("disk full")
+        assert ("No space left" in refused) == (limit != "disk_bytes")
     assert [store.lookup(prompt(128, seed)) for seed in range(3)] == [128] * 3
     assert store.stats()["evicted_spans"] == 0 and not store.stats()["ssd_read_only"]
     clock[0] += RETRY_S

@@ -161,7 +161,7 @@ class Admission:
         home.budget.refund(n_bytes)
         if ssd.no_room and home.leaving.could_hold(n_bytes):
             home.health.trouble(ssd.no_room, layout.data_bytes)
-        return home.health.refusal() or "disk full"
+        return home.health.refusal() or ": ".join(filter(None, ("disk full", ssd.no_room)))
 
     def _finish(self, held: Sequence[Held], writer: Writer) -> None:
         """A writer's with-block has ended: commit what is whole, give back what is not."""
