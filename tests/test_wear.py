@@ -655,6 +655,33 @@ def test_what_the_index_does_not_let_go_is_not_followed_by_more(
         assert again.stats()["spans"] == 3
 
 
+def test_a_segment_that_cannot_be_deleted_stays_one(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """`evict` ended in a bare OSError, and no new segment could be made under its name."""
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    for seed in range(3):
+        assert put_prompt(store, prompt(256, seed)).wait(60)
+    (first, *rest), unlink = sorted(store.ssd.folder.iterdir()), Path.unlink
+
+    def fails(path: Path, **named: Any) -> None:
+        if path == first:
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(path, **named)
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(Path, "unlink", fails)
+        assert store.evict(1 << 30) > 3 * MIB
+    assert f"{first} is not deleted: Input/output error" in caplog.text
+    assert len(rest) > 1 and list(store.ssd.folder.iterdir()) == [first]
+    assert store.ssd.usage().total == MIB
+    for seed in range(3):
+        assert put_prompt(store, prompt(256, seed)).wait(60)
+    sound(store)
+    assert store.evict(1 << 30) and not list(store.ssd.folder.iterdir())
+
+
 def test_what_a_failed_sync_may_have_lost_is_never_ready(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -240,12 +240,15 @@ class SsdTier:
         freed = 0
         with self._lock:
             for segment in self._space.empty_segments():
+                try:
+                    self._path(segment).unlink(missing_ok=True)
+                except OSError as err:  # it stays, to be filled or tried again
+                    log.warning("ssd: %s is not deleted: %s", self._path(segment), err.strerror)
+                    continue
                 freed += self._space.sizes[segment]
                 self._space.drop(segment)
-                self._path(segment).unlink(missing_ok=True)
-                fd = self._fds.pop(segment, None)
-                if fd is not None:
-                    os.close(fd)
+                if segment in self._fds:
+                    os.close(self._fds.pop(segment))
         return freed
 
     def close(self) -> None:
