@@ -39,7 +39,7 @@ import impress
 from impress.engines import hf
 from impress.engines.hf_chosen import ATTENTION_NAME
 from impress.errors import BadInput, Unsupported
-from impress.policy import AllHeads, KeepAll, Paper, Quality, Random, Recency, StaticH2O
+from impress.policy import AllHeads, Exact, KeepAll, Paper, Quality, Random, Recency, StaticH2O
 
 FAMILIES = ("opt", "llama", "qwen3")
 
@@ -154,6 +154,55 @@ def test_bfloat16_follows_its_reference(tmp_path, family):
 
 
 # --- what is stored, and what is left behind ------------------------------------------------------
+
+
+def the_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+def the_module(model):
+    model.compile(backend="eager")
+
+
+def the_attention(model):
+    for layer in model.model.layers:
+        layer.self_attn.compile(backend="eager")
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing compiled before: at its limit torch would leave a forward as it is."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("compiled", "policy"),
+    [
+        (the_forward, Exact()),
+        (the_module, Quality(max_missing_mass=0.4)),
+        (the_attention, StaticH2O(0.25)),
+    ],
+    ids=lambda given: getattr(given, "name", None) or given.__name__,
+)
+def test_a_compiled_model_has_the_bits_of_one_that_is_not(tmp_path, compiled, policy):
+    """torch traced what reads the rows, and every hit raised its error."""
+    answers, requests = [], []
+    for change in (lambda model: None, compiled):
+        model = model_of("llama")
+        change(model)
+        with attach(model, tmp_path / str(len(answers)), policy=policy) as engine:
+            engine.generate(prompts(200), max_new_tokens=1)
+            engine.flush()
+            options = {"max_new_tokens": 3, "do_sample": False, **LOGITS}
+            answers.append(engine.generate(request_ids(), **options))
+            requests.append(engine.last_request)
+    assert requests[1].hit_tokens == HIT
+    assert requests[1].mode == requests[0].mode
+    assert requests[1].chosen_rows_share == requests[0].chosen_rows_share
+    assert_same_bits(*answers)
 
 
 def n_stored(engine, ids):

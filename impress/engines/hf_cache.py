@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
@@ -27,6 +27,14 @@ from impress.errors import Unsupported
 from impress.types import Geometry
 from tiers.base import round_up
 from tiers.slots import Buffer, BufferPool
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def untraced(function: _F) -> _F:
+    """A function that torch.compile runs as it is: traced, what reads the rows would fail."""
+    kept: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return kept
 
 
 class Prefix(Protocol):
@@ -155,6 +163,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
             self._move(self._new_planes(self.device), self.length)
         self.is_initialized = True
 
+    @untraced
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from impress.engines import hf_models
 from impress.engines.buffers import Rental
-from impress.engines.hf_cache import RowsLayer
+from impress.engines.hf_cache import RowsLayer, untraced
 from impress.engines.hf_models import Prompt
 from impress.errors import ImpressError, Unsupported
 from impress.policy import Exact, KeepAll, Policy
@@ -156,6 +156,7 @@ class ChosenCache(Cache):  # type: ignore[misc]  # the base is untyped
             ]
         )
 
+    @untraced
     def update(
         self,
         key_states: torch.Tensor,
@@ -189,6 +190,7 @@ class ChosenCache(Cache):  # type: ignore[misc]  # the base is untyped
             self._rental.release()
 
 
+@untraced
 def attend(
     module: Any,
     query: torch.Tensor,
