@@ -513,6 +513,22 @@ def test_chosen_rows_are_laid_down_in_the_buffers_too(tmp_path):
     assert torch.equal(answers["pooled"][1], answers["virtual"][1])
 
 
+def test_buffers_made_in_inference_mode_serve_within_it_and_without(tmp_path):
+    """Outside of it torch let nobody write into them."""
+    model, ids = tiny(), prompts(200)
+    with torch.inference_mode():
+        engine = attach(model, tmp_path, virtual=Virtual(page_bytes=PAGE))
+    with engine:
+        answers = [engine.generate(ids, max_new_tokens=4)]
+        with torch.inference_mode():
+            answers.append(engine.generate(ids, max_new_tokens=4))
+        engine.flush()
+        answers.append(engine.generate(ids, max_new_tokens=4))
+        assert (engine.last_request.memory, engine.last_request.hit_tokens) == ("virtual", 192)
+    want = model.generate(ids, max_new_tokens=4)
+    assert all(torch.equal(answer, want) for answer in answers)
+
+
 def test_without_being_asked_for_there_are_none(tmp_path):
     with attach(tiny(), tmp_path) as engine:
         engine.generate(prompts(64), max_new_tokens=1)

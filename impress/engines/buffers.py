@@ -164,6 +164,7 @@ class VirtualBuffers:
             self.planes.append((planes[0], planes[1]))
         return ""
 
+    @torch.inference_mode(False)  # else only requests in that mode could write there
     def _tensor(self, area: Range, geometry: Geometry, dim: int, slot_bytes: int) -> torch.Tensor:
         """A buffer as [batch, context, n_kv_heads, dim]."""
         dtype: torch.dtype = getattr(torch, geometry.dtype)
