@@ -10,6 +10,7 @@ import pytest
 from conftest import SMALL, prompt, put_prompt, soon
 
 import impress
+from impress.engines.vllm import shared
 from impress.engines.vllm.shared import View, acquire, release
 from impress.errors import StoreMismatch
 from impress.write.readers import present
@@ -109,3 +110,18 @@ def test_another_model_is_not_given_the_store_of_the_first(
     put_prompt(store, prompt(128, 1)).wait(60)
     release(where)  # the first one's only use is over: those that were refused hold nothing
     assert acquire(where, *second, None) is None
+
+
+def test_a_release_after_all_was_closed_is_nothing(
+    tmp_path: Path, geometry: impress.Geometry
+) -> None:
+    """At the end of a process vLLM gives back what was closed before: that was a KeyError."""
+    model = (geometry, NAMESPACE)
+    where = tmp_path / "shared"
+    opened = impress.PrefixStore.open(where, *model, WHEN_ASKED)
+    assert acquire(where, *model, lambda: opened) is opened
+    view = View(where, *model, WHEN_ASKED)
+    shared._close_all()
+    view.close()
+    release(where)
+    assert acquire(where, *model, None) is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -216,3 +218,30 @@ def test_what_fails_once_does_not_end_the_thread_that_stores(
         (said,) = [r.getMessage() for r in caplog.records if "is not stored" in r.getMessage()]
         assert said.startswith("request a is not stored: ") and not said.endswith(": ")
         saver.close()
+
+
+_ENDS_WITHOUT_SHUTDOWN = """
+import atexit, sys, threading
+from pathlib import Path
+from tests.vllm.served import Served, words
+
+served = Served(Path(sys.argv[1]), "float32", Path(sys.argv[2]))
+go, begin = threading.Event(), served.worker.saver._begin
+served.worker.saver._begin = lambda *args: go.wait(60) and begin(*args)
+served.ask([words(300, seed=3)])
+assert served.store.lookup(words(300, seed=3)) == 0
+atexit.register(go.set)
+"""
+
+
+def test_a_program_that_ends_without_shutdown_stores_what_it_computed_and_says_nothing(
+    serve: Serve, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Each ended in a traceback, as vLLM shuts down after the store was closed; what waited to be
+    stored was lost, as the store was closed under it."""
+    command = [sys.executable, "-c", _ENDS_WITHOUT_SHUTDOWN, models["opt"], tmp_path / "store"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "is not stored" not in done.stderr
+    (answer,) = serve().ask([PROMPT])
+    assert answer.n_cached == 256

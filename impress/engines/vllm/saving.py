@@ -10,6 +10,7 @@ they share is written once.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections import deque
@@ -76,6 +77,7 @@ class Saver:
         self.n_skipped = 0
         self._thread = threading.Thread(target=self._run, name="impress-save", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # before its store is closed: shared._close_all
 
     # ---- vLLM's thread: nothing here waits for a disk ---------------------------------------
 
@@ -147,6 +149,7 @@ class Saver:
 
     def close(self) -> None:
         """Finish what waits and end the thread. Idempotent."""
+        atexit.unregister(self.close)
         with self._lock:
             self._closed = True
             self._lock.notify_all()

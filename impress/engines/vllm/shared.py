@@ -56,10 +56,15 @@ def acquire(
 
 
 def release(path: Path) -> None:
-    """The last release closes the store: what is queued is finished first."""
+    """The last release closes the store: what is queued is finished first.
+
+    Nothing where none is held: at the end of a process vLLM shuts down after `_close_all`.
+    """
     where = path.resolve()
     with _lock:
-        store, users = _stores.pop(where)
+        store, users = _stores.pop(where, (None, 0))
+        if store is None:
+            return
         if users > 1:
             _stores[where] = (store, users - 1)
             return
@@ -68,7 +73,10 @@ def release(path: Path) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """A process that ends without shutting vLLM down still finishes its stores."""
+    """A process that ends without shutting vLLM down still finishes its stores.
+
+    Savers have ended by then: what is registered last, as they are, is called first.
+    """
     with _lock:
         left = [store for store, _ in _stores.values()]
         _stores.clear()
