@@ -16,7 +16,7 @@ from impress.blockhash import as_tokens, chain, labels_of, namespace_digest, roo
 from impress.cache.copies import Copies
 from impress.config import Config, tenant_secret
 from impress.errors import FORKED, BadInput, ImpressError, StoreFailed
-from impress.read.parts import Source, source_of
+from impress.read.parts import sources_of
 from impress.read.placement import Placed, placed
 from impress.read.reading import Reading
 from impress.read.session import Lease
@@ -39,7 +39,7 @@ from impress.write.fitting import Fitter
 from impress.write.home import Home
 from impress.write.leaving import COMMIT_TIMEOUT_S
 from impress.write.writer import Writer, importance_of
-from tiers.errors import MediumError, ReadFailed
+from tiers.errors import MediumError
 from tiers.iopool import IoPool
 from tiers.slots import BufferPool
 
@@ -174,28 +174,23 @@ class PrefixStore:
         self._leases.reap()
         off = self._pool.n_stuck(self.config.read_timeout_s) == self._pool.n_threads
         held = [] if off else self._home.catalog.hold(root, labels, count=True)
-        tables = (
-            self._tables.of([h.record for h in held], self.config.read_timeout_s) if held else {}
-        )
-        sources: list[Source] = []
-        at = 0
-        for h in held:
-            table = tables[h.record.span_id]
-            if isinstance(table, ReadFailed):
-                self.counters.add(f"lost/{table.reason}")
-                if not table.harmless:
-                    self._home.leaving.quarantine(h.record.span_id)
-                break
-            sources.append(source_of(h, table, self.geometry, at))
-            at += h.count
-        self._home.release(held[len(sources) :])
-        reason = "" if sources else self._miss(off=off, lost=bool(held), short=not labels)
-        self.counters.add("hits" if sources else f"misses/{reason.replace(' ', '_')}")
-        self.counters.add("hit_tokens", at * self.window)
-        make = partial(session_of, self._reading)
-        clock = self._leases.clock
-        lease = Lease(sources, self.window, reason, self._reading, make, self._release, clock)
+        try:
+            tables = self._tables.of([h.record for h in held], self.config.read_timeout_s)
+            sources, lost = sources_of(held, tables, self.geometry)
+            if lost is not None:
+                self.counters.add(f"lost/{lost.reason}")
+                if not lost.harmless:
+                    self._home.leaving.quarantine(held[len(sources)].record.span_id)
+            reason = "" if sources else self._miss(off=off, lost=bool(held), short=not labels)
+            make, clock = partial(session_of, self._reading), self._leases.clock
+            lease = Lease(sources, self.window, reason, self._reading, make, self._release, clock)
+        except BaseException:  # Ctrl-C in the wait: there is no lease that would unpin them
+            self._home.release(held)
+            raise
         self._leases.add(lease)
+        self._home.release(held[len(sources) :])
+        self.counters.add("hits" if sources else f"misses/{reason.replace(' ', '_')}")
+        self.counters.add("hit_tokens", lease.n_tokens)
         return lease
 
     def _miss(self, *, off: bool, lost: bool, short: bool) -> str:

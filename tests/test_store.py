@@ -7,6 +7,7 @@ import itertools
 import mmap
 import os
 import resource
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -489,6 +490,36 @@ def test_a_late_read_is_a_loss_and_its_buffer_waits_for_it(
     wait_for_promotions(store)
     assert store.buffers.used_bytes == 0
     assert_serves(store, tokens, 128)
+
+
+def test_ctrl_c_while_a_lease_waits_for_the_disk_pins_nothing(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was about to hold could not be evicted, purged or repacked until the store closed: no
+    lease was there to be taken back."""
+    store = open_store(geometry)
+    tokens = prompt(128)
+    put_prompt(store, tokens).wait(60)
+    store.drop_caches()
+    interrupted, read = threading.Event(), store.ssd.read
+
+    def slow(reads: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)  # met by the thread that waits
+        assert interrupted.wait(60)
+        return read(reads)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.ssd, "read", slow)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                store.lease(tokens)
+        finally:
+            interrupted.set()
+        assert store._pool.idle(60)
+    assert_serves(store, tokens, 128)
+    assert store.stats()["leases"] == 0
+    assert store.purge() == (1, 0)  # one span, which nobody holds
+    store.check()
 
 
 @contextmanager

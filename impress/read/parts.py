@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from impress.spans.tables import Tables
 from impress.tree.catalog import Held
 from impress.types import Geometry
 from tiers.base import Slot, Sums
+from tiers.errors import ReadFailed
 
 Positions = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -44,6 +45,21 @@ class Source:
     def ordinals(self, layer: int, rows: Positions) -> Positions:
         """Where rows of the span, counted in position order, lie in the order of its chunks."""
         return rows if self.order is None else self.order.at(layer, rows)
+
+
+def sources_of(
+    held: Sequence[Held], tables: Mapping[int, Tables | ReadFailed], geometry: Geometry
+) -> tuple[list[Source], ReadFailed | None]:
+    """Of the runs before the first whose tables cannot be had, and why they cannot. Pure."""
+    sources: list[Source] = []
+    at = 0
+    for h in held:
+        table = tables[h.record.span_id]
+        if isinstance(table, ReadFailed):
+            return sources, table
+        sources.append(source_of(h, table, geometry, at))
+        at += h.count
+    return sources, None
 
 
 def source_of(held: Held, tables: Tables, geometry: Geometry, at: int) -> Source:
