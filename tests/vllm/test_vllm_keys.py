@@ -7,13 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
 
 from impress.config import Config
+from impress.engines.vllm.events import Events
 from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
 from impress.engines.vllm.settings import Settings, _namespace, at_least, policy_of
+from impress.engines.vllm.step import Prompt
 from impress.errors import ConfigError, ImpressError, Unsupported
 from impress.policy import Exact, Paper, Quality
 from tests.vllm.served import SMALL, Served, tokens, words
@@ -230,6 +233,48 @@ def test_hits_show_in_the_counters_and_events(serve: Serve) -> None:
     assert grown["vllm:impress_stored"] >= 1
     n_bytes = 256 * served.store.geometry.token_bytes
     assert grown["vllm:impress_read_bytes_ssd"] >= n_bytes
+
+
+def _expecting(*lengths: int) -> Events:
+    """Events of a request "r" whose prompt, or answer too, of so many tokens is on its way."""
+    events = Events(enabled=True, block_size=16)
+    for n in lengths:
+        request = SimpleNamespace(
+            request_id="r", lora_request=None,
+            block_hashes=[bytes([i]) * 32 for i in range(n // 16)],
+        )  # fmt: skip
+        events.expect(request, Prompt(np.arange(n, dtype=np.int32), {}, ""))
+    return events
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ready"),
+    [((128, 192), (128, 192)), ((128, 192), (192,)), ((128, 64), (128,)), ((128, 128), (128,))],
+    ids=["one by one", "the prompt refused", "cut off in a second life", "in chunks"],
+)
+def test_an_answer_that_ends_before_its_prompt_is_stored_is_told_as_well(
+    lengths: tuple[int, ...], ready: tuple[int, ...]
+) -> None:
+    """What was expected of the prompt gave way to the answer's, and went with the prompt: of the
+    answer nobody heard."""
+    events = _expecting(*lengths)
+    for n_tokens in ready:
+        events.stored("r", n_tokens)
+    told = events.take()
+    assert [len(event.block_hashes) for event in told] == [n // 16 for n in ready]
+    assert [event.token_ids for event in told] == [list(range(n)) for n in ready]
+    events.stored("r", max(lengths))
+    assert not events.take()  # and is kept no longer
+
+
+def test_what_becomes_ready_after_a_reset_is_not_told() -> None:
+    """Nobody looks for it by that name any more."""
+    from vllm.distributed.kv_events import AllBlocksCleared
+
+    events = _expecting(128)
+    events.cleared()
+    events.stored("r", 128)
+    assert [type(event) for event in events.take()] == [AllBlocksCleared]
 
 
 def test_what_the_store_evicts_is_told(serve: Serve) -> None:

@@ -44,20 +44,29 @@ class Events:
         self._ready: list[Any] = []
 
     def expect(self, request: Any, prompt: Prompt) -> None:
-        """A request's prompt, or the beginning of it, is on its way into the store."""
+        """A request's prompt, or the beginning of it, is on its way into the store.
+
+        It comes again with the request's answer, maybe before the prompt is READY: the longest is
+        what READY is told by.
+        """
         if not self._enabled:
             return
         n = len(prompt.tokens) // self._block_size
+        before = self._expected.get(request.request_id)
+        if before is not None and n < len(before[1].hashes):
+            return
         told = _Told(prompt, list(request.block_hashes[:n]))
         self._expected[request.request_id] = request.lora_request, told
         while len(self._expected) > _MOST_EXPECTED:
             del self._expected[next(iter(self._expected))]
 
     def stored(self, request_id: str, n_tokens: int) -> None:
-        """They are READY."""
-        found = self._expected.pop(request_id, None)
+        """So many of them are READY."""
+        found = self._expected.get(request_id)
         if found is None:
             return
+        if n_tokens >= len(found[1].prompt.tokens):
+            del self._expected[request_id]
         from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -125,7 +134,8 @@ class Events:
             self._ready.append(BlockRemoved(block_hashes=known, medium=MEDIUM_STORAGE))
 
     def cleared(self) -> None:
-        """Nothing of what was told can be found any more."""
+        """Nothing of what was told, or is on its way, can be found any more."""
+        self._expected.clear()
         self._told.clear()
         self._doubted.clear()
         self._n_told = 0
