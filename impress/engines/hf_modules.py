@@ -68,6 +68,7 @@ def _foreign(hooks: Iterable[Any]) -> bool:
 def _comes_to_its_class(module: Any, forward: Any) -> bool:
     if "_orig_mod" in module._modules:  # torch.compile's, around a module that is looked at too
         return True
+    forward = getattr(forward, "_torchdynamo_orig_callable", forward)  # compiled by itself
     if isinstance(forward, partial) and forward.func.__module__ == "accelerate.hooks":
         before = getattr(module, "_old_forward", None)
         return _moves(getattr(module, "_hf_hook", None)) and _comes_to_its_class(module, before)
