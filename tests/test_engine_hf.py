@@ -608,6 +608,49 @@ def test_tokens_that_are_no_prompt_are_bad_input(tmp_path, ids, named):
         engine.generate(ids, max_new_tokens=2)
 
 
+@pytest.mark.parametrize("name", ["dynamic", "hybrid"])
+def test_the_cache_that_is_served_may_be_named_wherever_settings_are(tmp_path, name):
+    """As a keyword only: from a config, Transformers refused it beside a cache."""
+    model, ids = tiny(), prompts(10)
+    want = model.generate(ids, max_new_tokens=2)
+    given = transformers.GenerationConfig(max_new_tokens=2)
+    given.cache_implementation = name
+    with attach(model, tmp_path) as engine:
+        found = [
+            engine.generate(ids, max_new_tokens=2, cache_implementation=name),
+            engine.generate(ids, generation_config=given),
+        ]
+        model.generation_config.cache_implementation = name
+        found.append(engine.generate(ids, max_new_tokens=2))
+    assert all(torch.equal(each, want) for each in found)
+    assert given.cache_implementation == model.generation_config.cache_implementation == name
+
+
+@pytest.mark.parametrize("n_new", [np.int64(3), torch.tensor(3)], ids=["numpy", "torch"])
+def test_whole_numbers_of_other_libraries_count_new_tokens(tmp_path, n_new):
+    model, ids = tiny(), prompts(10)
+    with attach(model, tmp_path) as engine:
+        found = [engine.generate(ids, n_new), engine.generate(ids, max_length=10 + n_new)]
+    want = model.generate(ids, max_new_tokens=3)
+    assert all(torch.equal(each, want) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_new_tokens": 0}, "at least one new token must be asked for, got 0"),
+        ({"max_new_tokens": 5.0}, "max_new_tokens must be a whole number, got 5.0"),
+        ({"max_length": "20"}, "max_length must be a whole number, got '20'"),
+        ({"max_length": 10}, "at least one new token must be asked for, got 0"),
+        ({"attention_mask": [[1] * 10]}, r"attention_mask must be a tensor \(1, 10\), got list"),
+        ({"attention_mask": torch.ones(1, 9)}, r"a tensor \(1, 10\), got \(1, 9\)"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_bad_input_and_say_what_was_wanted(tmp_path, options, named):
+    with attach(tiny(), tmp_path) as engine, pytest.raises(BadInput, match=named):
+        engine.generate(prompts(10), **options)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -372,6 +372,33 @@ def test_another_thread_on_the_model_gets_an_error_not_an_answer(tmp_path):
             engine.generate(ids)
 
 
+class Asking:
+    """A streamer that asks its engine for another answer after the first token."""
+
+    def __init__(self, engine):
+        self.engine, self.n_put = engine, 0
+
+    def put(self, _value):
+        self.n_put += 1
+        if self.n_put == 2:
+            self.engine.generate(prompts(100, seed=5), max_new_tokens=2)
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("hit", [0, HIT])
+def test_a_request_within_another_of_its_thread_is_refused_saying_so(tmp_path, hit):
+    """It said that the model's attention was not supported, and to set another."""
+    with attach(model_of("llama"), tmp_path, policy=Quality()) as engine:
+        if hit:
+            engine.generate(prompts(HIT), max_new_tokens=1)
+            engine.flush()
+        with pytest.raises(Unsupported, match="request of this model is under way in this thread"):
+            engine.generate(request_ids(), max_new_tokens=4, streamer=Asking(engine))
+        engine.generate(prompts(100, seed=5), max_new_tokens=2)
+
+
 class Halting(tuple):
     """Rows by layer; who asks for the second layer's waits."""
 

@@ -5,6 +5,7 @@ Pure checks and shapes: nothing here touches a store or runs a model.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,11 @@ def rope_types(config: Any) -> list[str]:
 
 
 def _check_attention(config: Any) -> None:
+    if str(config._attn_implementation).startswith("impress_"):  # ours, for one request
+        raise Unsupported(
+            "a request of this model is under way in this thread "
+            f"(attention {config._attn_implementation!r}): wait until it has returned"
+        )
     if config._attn_implementation not in ATTENTION:
         known = " or ".join(ATTENTION)
         raise Unsupported(
@@ -125,8 +131,8 @@ def check_request(
     ids, tokens = _check_ids(input_ids, model.config.vocab_size)
     _check_mask(kwargs.pop("attention_mask", None), ids)
     _check_options(model, kwargs)
-    if kwargs.get("cache_implementation", "") in ("dynamic", None):
-        kwargs.pop("cache_implementation", None)  # generate() wants none beside a cache
+    if setting(model, kwargs, "cache_implementation") is not None:
+        kwargs["cache_implementation"] = None  # generate() wants none beside a cache
     n_tokens = int(ids.shape[1])
     n_new = _n_new(n_tokens, max_new_tokens, kwargs)
     _check_window(model.config, n_tokens + n_new)
@@ -168,8 +174,9 @@ def _check_ids(input_ids: Any, vocab_size: int) -> tuple[torch.Tensor, npt.NDArr
 def _check_mask(mask: Any, ids: torch.Tensor) -> None:
     if mask is None:
         return
-    if tuple(mask.shape) != tuple(ids.shape):
-        raise BadInput(f"attention_mask {tuple(mask.shape)} is not shaped as {tuple(ids.shape)}")
+    shape = tuple(getattr(mask, "shape", ())) or type(mask).__name__
+    if shape != tuple(ids.shape):
+        raise BadInput(f"attention_mask must be a tensor {tuple(ids.shape)}, got {shape}")
     if not bool((mask == 1).all()):
         raise Unsupported("padded prompts: pass a batch of equal lengths, or one prompt at a time")
 
@@ -209,13 +216,23 @@ def _n_new(n_tokens: int, max_new_tokens: int | None, kwargs: dict[str, Any]) ->
     """Most new tokens. Adds max_new_tokens to kwargs where the call sets no length."""
     if max_new_tokens is not None:
         kwargs["max_new_tokens"] = max_new_tokens
-    new, length = _asked(kwargs, "max_new_tokens"), _asked(kwargs, "max_length")
-    if new is None and length is None:
+    new, length = (_whole(kwargs, name) for name in ("max_new_tokens", "max_length"))
+    if new is None and length is not None:
+        new = length - n_tokens
+    elif new is None:
         new = kwargs["max_new_tokens"] = DEFAULT_NEW_TOKENS
-    n_new = new if new is not None else length - n_tokens
-    if not isinstance(n_new, int) or n_new < 1:
-        raise BadInput(f"at least one new token must be asked for, got {n_new}")
-    return n_new
+    if new < 1:
+        raise BadInput(f"at least one new token must be asked for, got {new}")
+    return new
+
+
+def _whole(kwargs: Mapping[str, Any], name: str) -> int | None:
+    """A number that this call names, as an int, or None."""
+    asked = _asked(kwargs, name)
+    try:
+        return None if asked is None else operator.index(asked)
+    except TypeError:
+        raise BadInput(f"{name} must be a whole number, got {asked!r}") from None
 
 
 def _check_window(config: Any, n_tokens: int) -> None:
