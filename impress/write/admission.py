@@ -159,7 +159,8 @@ class Admission:
             if reserved is not None:
                 ssd.free(reserved)
         home.budget.refund(n_bytes)
-        if ssd.no_room and home.leaving.could_hold(n_bytes):
+        # Of a store that has nothing yet no size is to blame.
+        if ssd.no_room and (home.leaving.could_hold(n_bytes) or not ssd.usage().total):
             home.health.trouble(ssd.no_room, layout.data_bytes)
         return home.health.refusal() or ": ".join(filter(None, ("disk full", ssd.no_room)))
 
