@@ -269,6 +269,25 @@ def test_a_disk_that_hangs_stops_no_answer(serve: Serve, monkeypatch: pytest.Mon
     assert served.store.stats()["tokens"] >= HIT
 
 
+def test_an_engine_that_is_stepped_until_it_is_idle_can_be_reset_and_sleep(serve: Serve) -> None:
+    """As docs/VLLM.md says of engines in this process: nobody else steps them. Sleep is a reset."""
+    served = serve()
+
+    def step_until_idle() -> None:
+        while served.scheduler.has_requests():
+            served.llm.llm_engine.step()
+
+    served.ask(QUESTIONS[:1])
+    step_until_idle()
+    assert served.used_blocks() == 0
+    assert served.llm.reset_prefix_cache()
+    assert served.ask(QUESTIONS[:1])[0].n_cached == HIT
+    step_until_idle()
+    served.llm.sleep(1)
+    served.llm.wake_up()
+    assert served.ask(QUESTIONS[:1])[0].n_cached == 0
+
+
 def _ours_bytes() -> int:
     """What this package's lines have allocated and still hold. vLLM alone grows by more."""
     lines = [tracemalloc.Filter(True, f"*/{name}/*") for name in ("impress", "tiers")]
