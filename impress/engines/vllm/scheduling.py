@@ -3,7 +3,8 @@
     new request ─hit?─> blocks allocated ─build_plan─> worker ─StepReport─> hear
                                               finished ─finish─┘
 
-Everything here is lookups in memory and bookkeeping: no call reads or writes a disk.
+Everything here is lookups in memory and bookkeeping: no call reads or writes a disk, but for a LoRA
+request, whose adapter's files are looked at, and read where no digest of them is kept (keys.py).
 """
 
 from __future__ import annotations
