@@ -45,7 +45,10 @@ def namespace_digest(namespace: str | bytes) -> bytes:
     """32 bytes that stand for a namespace given as text or bytes."""
     if not isinstance(namespace, str | bytes) or not namespace:
         raise BadInput("namespace: want a non-empty str or bytes")
-    kind, raw = (b"t", namespace.encode()) if isinstance(namespace, str) else (b"b", namespace)
+    if isinstance(namespace, str):
+        kind, raw = b"t", _utf8(namespace, "namespace")
+    else:
+        kind, raw = b"b", namespace
     return blake2b(kind + raw, digest_size=KEY_BYTES, person=b"impress-ns").digest()
 
 
@@ -60,8 +63,16 @@ def root_key(
     if not isinstance(tenant, str):
         raise BadInput("tenant: want a str")
     digest = blake2b(namespace, digest_size=KEY_BYTES, person=b"impress-root", key=secret)
-    digest.update(geometry.pack() + window.to_bytes(4, "little") + tenant.encode())
+    digest.update(geometry.pack() + window.to_bytes(4, "little"))
+    digest.update(_utf8(tenant, "tenant"))
     return digest.digest()
+
+
+def _utf8(text: str, what: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half of a character: what is no text came in as one
+        raise BadInput(f"{what}: {text!r} is not text, it has no UTF-8") from None
 
 
 def labels_of(tokens: Tokens, window: int, extra: Extra | None = None) -> bytes:

@@ -62,6 +62,20 @@ def test_a_lost_index_is_made_again(open_store: Open, geometry: impress.Geometry
     assert_serves(store, longer_prompt(), 384)
 
 
+def test_a_file_that_somebody_left_among_the_segments_is_passed_over(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Its name was taken for a number: no open, no rebuild, a ValueError."""
+    path = fill(open_store, geometry)
+    segments = path / "shards/main/segments"
+    shutil.copy(segments / "00000000.seg", segments / "00000000 (copy).seg")
+    shutil.rmtree(path / "shards/main/index")
+    assert rebuild_store(path).spans == 7
+    store = open_store(geometry)
+    store.check()
+    assert_serves(store, prompt(256, 1), 256)
+
+
 def test_what_a_short_process_cannot_open_is_not_taken_for_damaged(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

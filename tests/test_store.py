@@ -175,6 +175,18 @@ def test_torch_tensors_of_every_dtype(tmp_path: Path, dtype: str) -> None:
                 assert torch.equal(v, values[layer][:, :128])
 
 
+@pytest.mark.parametrize("text", ["\udcff", "a\ud800"])
+def test_a_name_that_has_no_utf_8_is_bad_input(
+    open_store: Open, geometry: impress.Geometry, text: str
+) -> None:
+    store = open_store(geometry)
+    with pytest.raises(impress.BadInput, match=r"tenant: .* no UTF-8"):
+        store.lookup(prompt(64), tenant=text)
+    store.close()
+    with pytest.raises(impress.BadInput, match=r"namespace: .* no UTF-8"):
+        open_store(geometry, namespace=text)
+
+
 def test_namespaces_tenants_and_extras_never_meet(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

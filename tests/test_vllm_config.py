@@ -118,6 +118,13 @@ def test_a_setting_of_another_kind_is_refused_by_name(extra: dict[str, object], 
         Settings.of({"store": "x", **extra})
 
 
+@pytest.mark.parametrize("option", ["--dram-mib", "--disk-gib"])
+def test_more_than_a_store_takes_is_not_printed(option: str) -> None:
+    done = _printed(option, str(1 << 40))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert option in done.stderr
+
+
 def test_an_unknown_policy_is_one_line() -> None:
     done = _printed("--policy", "papr")
     assert done.returncode == 2

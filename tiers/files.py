@@ -1,5 +1,5 @@
-"""Small files written whole, what makes a new name survive a power cut, holes, locks, and what can
-be read of a file that cannot be read whole."""
+"""Small files written whole, what makes a new name survive a power cut, files named by numbers,
+holes, locks, and what can be read of a file that cannot be read whole."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ def sync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def numbered(folder: Path, suffix: str) -> list[Path]:
+    """The files NUMBER.suffix of a folder, by name; none where there is no folder.
+
+    Whatever else somebody put there, a copy with a name of his own, is not among them.
+    """
+    found = folder.glob(f"[0-9]*{suffix}")
+    return sorted(path for path in found if path.stem.isascii() and path.stem.isdigit())
 
 
 def punch(fd: int, off: int, n_bytes: int) -> bool:

@@ -22,7 +22,7 @@ from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import Run, coalesce, locate
 from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError, ReadFailed
-from tiers.files import punch, sync_path
+from tiers.files import numbered, punch, sync_path
 from tiers.queues import DEPTH, ReadQueue, SegmentFile, close_all
 from tiers.slots import aligned
 from tiers.space import Space
@@ -74,7 +74,7 @@ class SsdTier:
         try:
             if not read_only:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._find(sorted(folder.glob("[0-9]*.seg")))
+            self._find(numbered(folder, ".seg"))
         except OSError as err:
             raise MediumError(f"ssd: {folder}: {err.strerror}") from err
 

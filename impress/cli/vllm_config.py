@@ -8,11 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from impress.cli.options import Store, store_dir
+from impress.config import MOST_BYTES
 from impress.engines.vllm import CONNECTOR, CONNECTOR_MODULE
 from impress.errors import BadInput
 from impress.policy import Paper, Quality
 
 MIB = 1 << 20
+_MOST_MIB = MOST_BYTES // MIB
 
 #: Policies by the name an operator types, as the connector's settings spell them: with what each
 #: has by default, here as everywhere, and said, so that an operator sees it.
@@ -36,9 +38,12 @@ def vllm_config(
             show_default="the policy",
         ),
     ] = None,
-    dram_mib: Annotated[int, typer.Option(min=0, help="DRAM tier, MiB.")] = 1024,
+    dram_mib: Annotated[int, typer.Option(min=0, max=_MOST_MIB, help="DRAM tier, MiB.")] = 1024,
     disk_gib: Annotated[
-        int | None, typer.Option(min=1, help="Most GiB on disk.", show_default="all there is")
+        int | None,
+        typer.Option(
+            min=1, max=_MOST_MIB >> 10, help="Most GiB on disk.", show_default="all there is"
+        ),
     ] = None,
 ) -> None:
     """Print a working **--kv-transfer-config** for `vllm serve`: one line of JSON.

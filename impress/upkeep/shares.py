@@ -7,6 +7,7 @@ from pathlib import Path
 
 from impress.tree.merged import MergedCatalog
 from impress.write.directory import Shard, shards_of
+from tiers.files import numbered
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ def shares_of(path: Path, catalog: MergedCatalog) -> list[Share]:
 def _share(shard: Shard, catalog: MergedCatalog, locks: dict[int, int]) -> Share:
     used = sum(extent.length for extent in catalog.extents(shard.spans)[0])
     views = catalog.views_of(shard.spans)
-    total = sum(path.stat().st_size for path in shard.segments.glob("[0-9]*.seg"))
+    total = sum(path.stat().st_size for path in numbered(shard.segments, ".seg"))
     readers = sum(inode in locks for inode in map(_inode, shard.readers.glob("*")))
     writer = locks.get(_inode(shard.path / "lock"))
     return Share(shard.name, len(views), sum(views.values()), total, used, writer, readers)
