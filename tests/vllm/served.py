@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +105,14 @@ class Served:
         while self.scheduler.has_requests():
             self.llm.llm_engine.step()
         self.worker.flush()
+
+    def forgets_all(self) -> bool:
+        """Whether the thread that stores forgets every request within a minute: it does so when it
+        comes round, not before it says that nothing waits."""
+        deadline = time.monotonic() + 60
+        while self.worker.saver._lives and time.monotonic() < deadline:
+            os.sched_yield()
+        return not self.worker.saver._lives
 
     def used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool

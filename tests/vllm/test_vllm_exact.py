@@ -328,7 +328,7 @@ def test_aborted_requests_leak_nothing(serve: Serve, request: pytest.FixtureRequ
     served.settle()
     assert served.used_blocks() == 0
     assert served.store.stats()["leases"] == 0
-    assert not served.worker.saver._lives
+    assert served.forgets_all()
     assert not served.worker.sparse._by_block
     assert not served.scheduler.connector.scheduler._tracked
     served.store.check()

@@ -64,7 +64,7 @@ def test_a_request_that_is_preempted_and_refused_before_it_ends_is_dropped(serve
     """A reset that preempts takes the blocks away: the saver is told, though the request ends
     before the next step."""
     served = serve()
-    saver, engine = served.worker.saver, served.llm.llm_engine
+    engine = served.llm.llm_engine
     engine.add_request("first", {"prompt_token_ids": PROMPT}, params(5))
     engine.step()
     served.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
@@ -73,7 +73,7 @@ def test_a_request_that_is_preempted_and_refused_before_it_ends_is_dropped(serve
     engine.abort_request(["first"])
     assert side._dropped == [key]
     served.settle()
-    assert not saver._lives
+    assert served.forgets_all()
     assert served.used_blocks() == 0
 
 
