@@ -1178,21 +1178,28 @@ def engine_threads():
     return {thread for thread in threading.enumerate() if thread.name.startswith("impress")}
 
 
+def closed_meanwhile(path, hit, *, beside):
+    """An engine that was closed within its request's 70 tokens, and the answer, which is right."""
+    model, ids, before = tiny(), prompts(200), engine_threads()
+    if hit:
+        with attach(model, path) as engine:
+            engine.generate(ids, max_new_tokens=1)
+    engine = attach(model, path)
+    streamer = Closing(engine, beside=beside)
+    answer = engine.generate(ids, max_new_tokens=70, streamer=streamer)
+    if beside:
+        streamer.closer.join(60)
+    assert torch.equal(answer, model.generate(ids, max_new_tokens=70))
+    assert engine_threads() <= before
+    return model, engine, answer
+
+
 @pytest.mark.parametrize("hit", [0, 192])
 def test_close_waits_for_the_request_another_thread_is_at(tmp_path, hit):
     """It ran on beside: its rows were lost, and a thread was begun that nobody ended."""
-    model, ids, before = tiny(), prompts(200), engine_threads()
-    if hit:
-        with attach(model, tmp_path) as engine:
-            engine.generate(ids, max_new_tokens=1)
-    engine = attach(model, tmp_path)
-    streamer = Closing(engine, beside=True)
-    answer = engine.generate(ids, max_new_tokens=70, streamer=streamer)
-    streamer.closer.join(60)
-    assert torch.equal(answer, model.generate(ids, max_new_tokens=70))
+    model, engine, answer = closed_meanwhile(tmp_path, hit, beside=True)
     request = engine.last_request
     assert (request.hit_tokens, request.stored_tokens, request.refused) == (hit, 256 - hit, "")
-    assert engine_threads() <= before
     with attach(model, tmp_path) as engine:
         engine.generate(answer, max_new_tokens=1)
         assert engine.last_request.hit_tokens == 256
@@ -1200,14 +1207,6 @@ def test_close_waits_for_the_request_another_thread_is_at(tmp_path, hit):
 
 @pytest.mark.parametrize("hit", [0, 192])
 def test_an_engine_closed_from_within_a_request_answers_it_and_leaves_nothing(tmp_path, hit):
-    model, ids, before = tiny(), prompts(200), engine_threads()
-    if hit:
-        with attach(model, tmp_path) as engine:
-            engine.generate(ids, max_new_tokens=1)
-    engine = attach(model, tmp_path)
-    streamer = Closing(engine, beside=False)
-    answer = engine.generate(ids, max_new_tokens=70, streamer=streamer)
-    assert torch.equal(answer, model.generate(ids, max_new_tokens=70))
+    _, engine, _ = closed_meanwhile(tmp_path, hit, beside=False)
     assert engine.last_request.refused == "the engine is closed"
-    assert engine_threads() <= before
     assert engine.store.buffers.used_bytes == 0
