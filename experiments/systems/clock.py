@@ -28,7 +28,8 @@ class Roofline:
     """A device: the larger of arithmetic and memory time, each at a stated efficiency.
 
     `step_s`: what every layer costs besides (launches, and on a CPU the interpreter); `score_s`
-    likewise what each choice of rows costs; `request_s` each request.
+    likewise what each choice of rows costs; `request_s` each request, before anything is read, and
+    `beside_s` beside its first reads.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Roofline:
     step_s: float = 0.0
     score_s: float = 0.0
     request_s: float = 0.0
+    beside_s: float = 0.0
 
     def seconds(self, flops: float, n_bytes: float) -> float:
         arithmetic = flops / (self.flop_s * self.efficiency)

@@ -1,10 +1,11 @@
 """Is the emulator right where compute is real? The small model that looks things up is asked.
 
 Numbers of this processor are fitted on requests of two lengths: its arithmetic rate on prompts that
-hit nothing, what a hit costs besides, by the rows it lays down, on exact hits, what a choice of
-rows costs on the choices alone. Then requests of a length between, and kinds that were not fitted
-whole (sparse hits), are served twice a round: by the Transformers engine, really, and by the
-emulator, which waits where the engine computes and reads the same rows from the same store.
+hit nothing; on hits, what they do before their reads begin, what a choice of rows costs, and what
+is neither arithmetic nor reading nor choosing. Then requests of a length between are served twice a
+round: by the Transformers engine, really, and by the emulator, which waits where the engine
+computes and reads the same rows from the same store. What reads and waits that go on beside each
+other come to is fitted nowhere: that is what is asked.
 Where the medians are apart by more than `MOST_ERROR`, the emulated experiments withdraw.
 """
 
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -34,8 +35,10 @@ from impress.engines import hf
 from impress.engines.hf_chosen import ChosenCache
 from impress.policy import Exact, Paper, Policy, Quality
 from impress.read.session import Session
+from impress.read.sparse import SparseSession
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
+from impress.store import PrefixStore
 
 CHECKPOINT: Final = "specialised"
 #: Document lengths the rates are fitted at, and the one between them that is predicted.
@@ -48,6 +51,7 @@ _POLICIES: Final[dict[str, Policy]] = {
     "recompute": Exact(), "exact": Exact(), "paper": Paper(0.25), "quality": Quality(0.1),
 }  # fmt: skip
 _CHOOSING: Final = ("paper", "quality")
+_HITS: Final = ("exact", *_CHOOSING)
 _CONFIG: Final = impress.Config(
     probes=("heads3-v1", "int4-v1"), dram_bytes=0, mode="sparse", durable=False, io_threads=2,
     segment_bytes=64 << 20, read_gap_bytes=16 << 10,
@@ -71,6 +75,20 @@ def _(policy: Recording, asked: Asked) -> Selection:
     selection = select(policy.inner, asked)
     policy.kept.append((selection, time.perf_counter() - begin))
     return selection
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What one hit's seconds were spent on, besides looking it up and reading.
+
+    `before_s`: until its reads began; `rest_s`: from then on, what is neither reading nor choosing,
+    the layers' arithmetic among it; `choosing_s`: a layer's, laying its rows down included.
+    """
+
+    selections: list[Selection]
+    before_s: float
+    rest_s: float
+    choosing_s: float
 
 
 @dataclass(slots=True)
@@ -109,22 +127,30 @@ class Real:
         assert request.hit_tokens == (0 if mode == "recompute" else n), "another way was taken"
         return request.ttft_ms / 1e3
 
-    def chosen(self, n: int, policy: Policy) -> list[tuple[Selection, float]]:
-        """What a policy really chooses, layer by layer, and the seconds it took.
-
-        All that the engine does for it but reading: the new tokens' own scores before, the choice,
-        and laying the rows down behind it.
-        """
-        recording = Recording(policy, [], policy.name, policy.probe)
+    def hit(self, n: int, mode: str) -> Hit:
+        """One real hit, as `ttft_s`, taken apart."""
+        policy = _POLICIES[mode]
+        kept: list[tuple[Selection, float]] = []
+        asked = Recording(policy, kept, policy.name, policy.probe) if mode in _CHOOSING else policy
+        kind = SparseSession if mode in _CHOOSING else Session
         prompt = torch.tensor([[*_tokens(n), *_question()]])
-        with _timed(ChosenCache, "choose") as whole, _timed(Session, "retrieve") as reads:
-            self.engine.generate(prompt, max_new_tokens=1, do_sample=False, policy=recording)
-        return [
-            (selection, seconds + all_s - read_s)
-            for (selection, seconds), all_s, read_s in zip(
-                recording.kept, whole, reads, strict=True
-            )
-        ]
+        with (
+            _timed(PrefixStore, "lease") as lookups, _timed(kind, "prefetch") as ahead,
+            _timed(ChosenCache, "choose") as choices, _timed(Session, "retrieve") as reads,
+        ):  # fmt: skip
+            begin = time.perf_counter()
+            self.engine.generate(prompt, max_new_tokens=1, do_sample=False, policy=asked)
+        request = self.engine.last_request
+        assert request is not None and len(ahead) == 1 and len(reads) == self.shape.n_layers
+        looked_s, asked_s = _sum(lookups), _sum(ahead)
+        before_s = ahead[0][0] - begin - looked_s
+        waits_s = _sum(choices if mode in _CHOOSING else reads)
+        return Hit(
+            [selection for selection, _ in kept],
+            before_s,
+            request.ttft_ms / 1e3 - before_s - looked_s - asked_s - waits_s,
+            (sum(took for _, took in kept) + waits_s - _sum(reads)) / self.shape.n_layers,
+        )
 
     def close(self) -> None:
         self.engine.close()
@@ -132,8 +158,8 @@ class Real:
 
 
 @contextmanager
-def _timed(owner: type, name: str) -> Iterator[list[float]]:
-    """Seconds of each call of a method while the block runs."""
+def _timed(owner: type, name: str) -> Iterator[list[tuple[float, float]]]:
+    """When each call of a method began while the block runs, and how many seconds it took."""
     real, took = getattr(owner, name), []
 
     def timing(*args: object, **more: object) -> object:
@@ -141,13 +167,17 @@ def _timed(owner: type, name: str) -> Iterator[list[float]]:
         try:
             return real(*args, **more)
         finally:
-            took.append(time.perf_counter() - begin)
+            took.append((begin, time.perf_counter() - begin))
 
     setattr(owner, name, timing)
     try:
         yield took
     finally:
         setattr(owner, name, real)
+
+
+def _sum(took: Sequence[tuple[float, float]]) -> float:
+    return sum(seconds for _, seconds in took)
 
 
 def _tokens(n: int) -> list[int]:
@@ -162,51 +192,47 @@ def _question() -> list[int]:
 class Times:
     """Seconds of what is fitted, round by round, so that a busy minute falls on all."""
 
-    real: dict[tuple[str, int], list[float]]
-    bare: dict[int, list[float]]  # emulated exact hits without what a hit costs besides
-    choosing: dict[tuple[str, int], list[float]]  # of one layer
+    dense: dict[int, list[float]] = field(default_factory=dict)
+    hits: dict[tuple[str, int], list[Hit]] = field(default_factory=dict)
 
     def one_round(self, real: Real) -> None:
         """Each of them once more."""
-        nothing = Roofline("no compute", math.inf, math.inf, 1.0, 1.0)
         real.ttft_s(PREDICTED, "recompute")  # not counted: behind the last round's waits it is slow
         for n in FITTED:
-            for mode in ("recompute", "exact"):
-                self.real.setdefault((mode, n), []).append(real.ttft_s(n, mode))
-            served = _server(real, nothing, "exact", []).serve(_asking(n))
-            self.bare.setdefault(n, []).append(served.ttft_s)
-            for mode in _CHOOSING:
-                layers = [seconds for _, seconds in real.chosen(n, _POLICIES[mode])]
-                self.choosing.setdefault((mode, n), []).append(float(np.mean(layers)))
+            self.dense.setdefault(n, []).append(real.ttft_s(n, "recompute"))
+            for mode in _HITS:
+                self.hits.setdefault((mode, n), []).append(real.hit(n, mode))
 
-    def rooflines(self, real: Real, rows: Mapping[str, float]) -> dict[str, Roofline]:
-        """This processor as a roofline, for each kind of request; `rows`: that a hit lays down."""
+    def rooflines(self, real: Real) -> dict[str, Roofline]:
+        """This processor as a roofline, for each kind of request."""
         compute = Compute(real.shape, Roofline("", 1.0, math.inf, 1.0, 1.0))
         flops = [real.shape.n_layers * compute.layer(n + N_NEW, 0) for n in FITTED]
-        dense = [_lately(self.real["recompute", n]) for n in FITTED]
-        slope, base = np.polyfit(flops, dense, 1)
-        device = Roofline(
-            "this processor", 1 / max(slope, 1e-15), math.inf, 1.0, 1.0, request_s=max(base, 0.0)
-        )
+        slope, base = np.polyfit(flops, [_lately(self.dense[n]) for n in FITTED], 1)
+        device = Roofline("this processor", 1 / max(slope, 1e-15), math.inf, 1.0, 1.0)
+        found = {"recompute": replace(device, request_s=max(base, 0.0))}
         compute = Compute(real.shape, device)
-        rest = [
-            _lately(self.real["exact", n]) - _lately(self.bare[n])
-            - real.shape.n_layers * compute.layer(N_NEW, n)
-            for n in FITTED
-        ]  # fmt: skip
-        besides = np.polyfit(FITTED, rest, 1)  # laying rows down takes longer, the more there are
-        found = {"recompute": device}
-        for mode, n_rows in rows.items():
-            score_s = 0.0
-            if mode in _CHOOSING:
-                score_s = float(np.interp(PREDICTED, FITTED, [
-                    _lately(self.choosing[mode, n])
-                    - score_seconds(compute, real.shape.geometry(1), _POLICIES[mode], n)
-                    for n in FITTED
-                ]))  # fmt: skip
-            request_s = max(float(np.polyval(besides, n_rows)), 0.0)
-            found[mode] = replace(device, request_s=request_s, score_s=max(score_s, 0.0))
+        for mode in _HITS:
+            lines = [self._fit(real, compute, mode, n) for n in FITTED]
+            before, beside, score = (
+                max(float(np.interp(PREDICTED, FITTED, some)), 0.0)
+                for some in zip(*lines, strict=True)
+            )
+            found[mode] = replace(device, request_s=before, beside_s=beside, score_s=score)
         return found
+
+    def _fit(self, real: Real, compute: Compute, mode: str, n: int) -> tuple[float, float, float]:
+        """Of requests of one length: before its reads, beside them, each choice of rows."""
+        hits = self.hits[mode, n]
+        rows = [selection.n_rows(n) for selection in hits[-1].selections] or [n]
+        forward = sum(compute.layer(N_NEW, m) for m in rows) * real.shape.n_layers / len(rows)
+        scored = 0.0
+        if mode in _CHOOSING:
+            scored = score_seconds(compute, real.shape.geometry(1), _POLICIES[mode], n)
+        return (
+            _lately([hit.before_s for hit in hits]),
+            _lately([hit.rest_s for hit in hits]) - forward,
+            _lately([hit.choosing_s for hit in hits]) - scored,
+        )
 
 
 def _lately(seconds: Sequence[float]) -> float:
@@ -223,18 +249,14 @@ def check(folder: Path, rounds: int) -> list[Row]:
     torch.set_num_threads(1)
     real = Real.of(folder)
     try:
-        chosen = {mode: [s for s, _ in real.chosen(PREDICTED, _POLICIES[mode])]
-                  for mode in _CHOOSING}  # fmt: skip
-        rows = {"exact": float(PREDICTED)}
-        for mode, selections in chosen.items():
-            rows[mode] = float(np.mean([s.n_rows(PREDICTED) for s in selections]))
-        times = Times({}, {}, {})
+        chosen = {mode: real.hit(PREDICTED, mode).selections for mode in _HITS}
+        times = Times()
         took: dict[str, list[tuple[float, float]]] = {}
         for turn in range(FIRST + rounds):
             times.one_round(real)
             if turn < FIRST:
                 continue
-            devices = times.rooflines(real, rows)
+            devices = times.rooflines(real)
             measured = {mode: real.ttft_s(PREDICTED, mode) for mode in devices}
             for mode, device in devices.items():
                 server = _server(real, device, mode, chosen.get(mode, []))

@@ -155,6 +155,7 @@ class Server:
         bits, io_s = self.system.bits, 0.0
         with lease.session(policy) as session:
             session.prefetch(outs if isinstance(policy, Exact) else None)
+            clock.spend(compute.device.beside_s)
             for layer in range(self._geometry.n_layers):
                 clock.spend(compute.project(N_NEW))
                 waits, spent = time.perf_counter(), clock.spent_s
