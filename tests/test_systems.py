@@ -13,7 +13,7 @@ import torch
 
 from experiments import repack
 from experiments.systems.catalogue import System, chosen, lacking, reading_ahead, systems
-from experiments.systems.cell import Bench, Load, budgets, order_of
+from experiments.systems.cell import Bench, Load, budgets, interval, order_of
 from experiments.systems.clock import A100, Clock, Compute, Roofline, dilation_of
 from experiments.systems.data import Data
 from experiments.systems.generate import (
@@ -183,13 +183,21 @@ def test_waits_are_counted_and_dilated() -> None:
     clock = Clock(2.0)
     begin = clock.start()
     clock.spend(0.004)
-    assert clock.spent_s >= 0.008
+    assert clock.spent_s >= clock.stated_s == 0.008
     assert begin > 0
     clock.dilation = 0.0
     clock.start()
     clock.spend(100.0)
     assert clock.spent_s < 1.0
     assert dilation_of(1.25) == 4.0
+
+
+def test_an_interval_of_requests_in_a_row_draws_rows_whole() -> None:
+    """Requests of a row are alike: drawn one by one, five rows of eight said too much."""
+    values = np.repeat([10.0, 20.0, 30.0, 40.0, 50.0], 8)
+    alone, in_rows = interval(values, 50), interval(values, 50, in_a_row=8)
+    assert in_rows[0] <= alone[0] < alone[1] <= in_rows[1]
+    assert in_rows[1] - in_rows[0] > alone[1] - alone[0]
 
 
 def test_requests_are_drawn_by_popularity_and_never_repeat() -> None:

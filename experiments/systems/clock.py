@@ -100,9 +100,10 @@ class Clock:
     def __init__(self, dilation: float) -> None:
         self.dilation = dilation
         self.spent_s = 0.0  # since `start`
+        self.stated_s = 0.0  # of these, that were asked for: threads that read hold the interpreter
 
     def start(self) -> float:
-        self.spent_s = 0.0
+        self.spent_s = self.stated_s = 0.0
         return time.perf_counter()
 
     def spend(self, seconds: float) -> None:
@@ -111,6 +112,7 @@ class Clock:
         until = begin + seconds * self.dilation
         while (left := until - time.perf_counter()) > 0:
             time.sleep(max(0.0, left - 50e-6))  # a sleep ends late: the last of it is spun
+        self.stated_s += seconds * self.dilation
         self.spent_s += time.perf_counter() - begin
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from experiments.systems.catalogue import System
@@ -37,7 +38,8 @@ Watch = Callable[[int, Any, Any, Any], None]
 class Served:
     """What one request took. Seconds of this machine's clock, emulated compute dilated.
 
-    `io_s`: it stood still for reads and copies, emulated compute taken out. Bytes as moved, rows
+    `io_s`: it stood still for planning, reads and copies, emulated compute taken out; `compute_s`:
+    emulated compute was waited for, and `stated_s` was to be. Bytes as moved, rows
     as used, by tier; `fell_back`: share of layers whose identifier did not decide.
     """
 
@@ -53,6 +55,7 @@ class Served:
     ahead_bytes: int = 0  # read on a guess
     ahead_used_bytes: int = 0  # and of these, wanted
     mode: str = "exact"
+    stated_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,8 @@ class Server:
         self._geometry = geometry
         self._clock = clock
         self._choices = choices
-        self._outs: dict[int, Outs] = {}
+        self._room = 0  # tokens that `_buffers` have room for
+        self._buffers: list[tuple[Any, Any]] = []
         self._rates: Rates | None = None  # None: it does not choose a mode yet
         self.watch: Watch | None = None  # sees what each layer brought; for tests
 
@@ -105,7 +109,7 @@ class Server:
         if self.system.auto:
             self._rates = Rates()
             seconds = self._compute.layer(n_tokens, 0) * self._clock.dilation
-            self._rates.note_prefill(n_tokens, 0, seconds * self._compute.shape.n_layers)
+            self._rates.note_forward("recompute", n_tokens, seconds * self._compute.shape.n_layers)
 
     def settle(self) -> None:
         """Return when what the request left to do in the background is done: each finds the
@@ -135,9 +139,9 @@ class Server:
     def _learn(self, rates: Rates, n_tokens: int, stored: Stored, served: Served) -> None:
         """As an engine does; what a slice of the layers took is told as of all of them."""
         times = self._compute.shape.n_layers / self._geometry.n_layers
-        if served.mode != "sparse":
-            hit = 0 if served.mode == "recompute" else stored.n_tokens
-            rates.note_prefill(n_tokens + N_NEW - hit, hit, (served.ttft_s - served.io_s) * times)
+        hit = 0 if served.mode == "recompute" else stored.n_tokens
+        forward_s = (served.ttft_s - served.io_s) * times
+        rates.note_forward(served.mode, n_tokens + N_NEW - hit, forward_s)
         if served.mode != "recompute":
             rates.note_read(served.mode, stored, served.io_s * times)
 
@@ -145,7 +149,8 @@ class Server:
         for _ in range(self._geometry.n_layers):
             self._clock.spend(self._compute.layer(n_tokens + N_NEW, 0))
         ttft_s = time.perf_counter() - begin
-        return Served(ttft_s, 0.0, self._clock.spent_s, mode="recompute")
+        spent_s, stated_s = self._clock.spent_s, self._clock.stated_s
+        return Served(ttft_s, 0.0, spent_s, stated_s=stated_s, mode="recompute")
 
     def _read(
         self, begin: float, lease: Lease, asking: Asking, mode: str, outs: Outs | None
@@ -154,7 +159,9 @@ class Server:
         policy = self._policy(asking, mode)
         bits, io_s = self.system.bits, 0.0
         with lease.session(policy) as session:
+            waits = time.perf_counter()  # what reads everything is planned and handed over here
             session.prefetch(outs if isinstance(policy, Exact) else None)
+            io_s += time.perf_counter() - waits
             clock.spend(compute.device.beside_s)
             for layer in range(self._geometry.n_layers):
                 clock.spend(compute.project(N_NEW))
@@ -168,7 +175,7 @@ class Server:
                 clock.spend(compute.attend(N_NEW, k.shape[1]))
             ttft_s = time.perf_counter() - begin
             served = _served(ttft_s, io_s, clock.spent_s, session.report(), lease.n_tokens)
-            served.mode = mode
+            served.mode, served.stated_s = mode, clock.stated_s
             return served
 
     def _lease(self, asking: Asking) -> Lease:
@@ -195,14 +202,23 @@ class Server:
         self._clock.spend(score_seconds(self._compute, self._geometry, inner, n_tokens))
 
     def _outs_of(self, n_tokens: int) -> Outs:
-        """Page-aligned memory for every layer, as an engine has it."""
+        """Page-aligned memory for every layer, as an engine has it: used before, of the longest."""
         store = self.store
         assert store is not None
-        n = n_tokens // 64 * 64
-        if n not in self._outs:
-            self._outs.clear()
-            self._outs[n] = [_out(store.geometry, n) for _ in range(self._geometry.n_layers)]
-        return self._outs[n]
+        g, n = store.geometry, n_tokens // 64 * 64
+        if n > self._room:
+            self._room = n
+            self._buffers = [
+                (aligned(n * g.k_row_bytes), aligned(n * g.v_row_bytes))
+                for _ in range(self._geometry.n_layers)
+            ]
+            for buffer in chain(*self._buffers):
+                buffer.fill(0)  # the first to touch a page waits for it
+        return [
+            (as_tensor(k[: n * g.k_row_bytes], g, n, g.head_dim),
+             as_tensor(v[: n * g.v_row_bytes], g, n, g.v_dim))
+            for k, v in self._buffers
+        ]  # fmt: skip
 
 
 def score_seconds(compute: Compute, geometry: Geometry, policy: Policy, n_tokens: int) -> float:
@@ -217,12 +233,6 @@ def score_seconds(compute: Compute, geometry: Geometry, policy: Policy, n_tokens
         heads = min(3, heads)
     groups = n_tokens // codec.group
     return compute.score(N_NEW, groups, heads, groups * codec.probe_bytes(geometry))
-
-
-def _out(geometry: Geometry, n: int) -> tuple[Any, Any]:
-    sizes = ((geometry.head_dim, geometry.k_row_bytes), (geometry.v_dim, geometry.v_row_bytes))
-    k, v = (as_tensor(aligned(n * b)[: n * b], geometry, n, dim) for dim, b in sizes)
-    return k, v
 
 
 def _served(

@@ -93,7 +93,9 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
         bench.warm()
         more["n_warmed"] = bench.n_warmed
         found = bench.measure()
-    return [{"system": name, **summary(s, stretch), **more} for name, s in found.items()]
+    return [
+        {"system": name, **summary(s, stretch, load.in_a_row), **more} for name, s in found.items()
+    ]
 
 
 def by_cell(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:

@@ -117,17 +117,17 @@ class Rates:
     what was known before: a prefix's bytes, and how many of them lay in no cache.
     """
 
-    # Of whole prompts, and of what followed a prefix: many short forwards would have the last say
-    # on what a long one takes.
-    _whole: Fit = field(default_factory=lambda: Fit(2))
-    _rest: Fit = field(default_factory=lambda: Fit(2))
+    # What a request took but for its reads, by its mode: many short forwards would have the last
+    # say on what a long one takes, and a sparse one neither plans for a whole prefix nor lays it
+    # down.
+    _forwards: dict[str, Fit] = field(default_factory=lambda: {mode: Fit(2) for mode in MODES})
     _reads: dict[str, Fit] = field(default_factory=lambda: {mode: Fit(3) for mode in _READS})
     _passed_over: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))
     _patience: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, _LOOK_AGAIN[0]))
 
-    def note_prefill(self, n_tokens: int, hit_tokens: int, seconds: float) -> None:
-        """A dense forward of n_tokens behind hit_tokens took so long, reads not counted."""
-        (self._rest if hit_tokens else self._whole).note((1, n_tokens), seconds)
+    def note_forward(self, mode: str, n_tokens: int, seconds: float) -> None:
+        """A request computed n_tokens, and took so long, reads not counted."""
+        self._forwards[mode].note((1, n_tokens), seconds)
 
     def note_read(self, mode: str, stored: Stored, seconds: float) -> None:
         """A prefix was read in a mode, and so long was waited for it."""
@@ -135,17 +135,19 @@ class Rates:
 
     def estimate(self, n_tokens: int, stored: Stored) -> dict[str, float | None]:
         """Seconds to the first token of n_tokens in each mode; None where too little is known."""
-        known: dict[str, float | None] = {"recompute": self._prefill((1, n_tokens), self._whole)}
-        rest = self._prefill((1, n_tokens - stored.n_tokens), self._rest)
+        known = {"recompute": self._forward("recompute", n_tokens)}
         for mode, fit in self._reads.items():
+            rest = self._forward(mode, n_tokens - stored.n_tokens)
             read = fit.seconds((stored.n_layers, stored.n_bytes, stored.cold_bytes))
             known[mode] = None if rest is None or read is None else rest + read
         return known
 
-    def _prefill(self, amounts: tuple[int, int], best: Fit) -> float | None:
-        """By the best fit, or the other one where that has no sample."""
-        other = self._rest if best is self._whole else self._whole
-        return (best if best.n_samples else other).seconds(amounts)
+    def _forward(self, mode: str, n_tokens: int) -> float | None:
+        """By the mode's own requests; before the first, by those of the mode most like it."""
+        for one in (mode, *reversed(MODES)) if mode in _READS else (mode, "exact", "sparse"):
+            if (seconds := self._forwards[one].seconds((1, n_tokens))) is not None:
+                return seconds
+        return None
 
     def choose(
         self, own: str, n_tokens: int, stored: Stored, *, own_is_wanted: bool = False
@@ -176,7 +178,7 @@ class Rates:
         """Whether few forwards say what recomputing costs, and it may be the cheapest after all:
         prompts that hit do not measure it, and a process's first forward is a slow one."""
         cost, best = seconds.get("recompute"), seconds.get(chosen)
-        if self._whole.n_samples >= _KNOWN or not cost or not best:
+        if self._forwards["recompute"].n_samples >= _KNOWN or not cost or not best:
             return False
         return cost < _FIRST_IS_SLOWER * best
 

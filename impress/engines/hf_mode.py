@@ -108,14 +108,9 @@ class Modes:
         return self.rates.choose(own, n_tokens, stored, own_is_wanted=own_is_wanted)
 
     def learn(self, request: Request, way: Way, batch: int, turn_ms: float) -> None:
-        """What the request says of this machine; `turn_ms`: its first token took, from its turn on.
-
-        A sparse forward's rate is not a dense one's.
-        """
+        """What the request says of this machine; `turn_ms`: to its first token, from its turn."""
         wait_s = sum(line["wait_ms"] for line in request.per_layer) / 1e3
-        if request.mode != "sparse":
-            n_computed = batch * (request.n_tokens - request.hit_tokens)
-            forward_s = max(turn_ms / 1e3 - wait_s, 0.0)
-            self.rates.note_prefill(n_computed, request.hit_tokens, forward_s)
+        n_computed = batch * (request.n_tokens - request.hit_tokens)
+        self.rates.note_forward(request.mode, n_computed, max(turn_ms / 1e3 - wait_s, 0.0))
         if request.hit_tokens and way.stored is not None:
             self.rates.note_read(request.mode, way.stored, wait_s)
