@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,10 @@ def test_files_and_functions_stay_short(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             n_lines = (node.end_lineno or 0) - node.lineno + 1
             assert n_lines <= 70, f"{node.name} has {n_lines} lines"
+
+
+def test_every_package_of_the_wheel_says_that_it_is_typed() -> None:
+    """Without the marker a checker takes all of an installed package for Any."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for name in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
+        assert (ROOT / name / "py.typed").is_file()
