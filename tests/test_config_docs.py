@@ -77,6 +77,12 @@ def test_every_metric_is_on_the_page_with_its_kind(
     assert sorted((row[0].strip("`"), row[1]) for row in rows("Metrics")) == sorted(served)
 
 
+def test_every_call_of_a_store_is_on_the_page() -> None:
+    public = {name: what for name, what in vars(impress.PrefixStore).items() if name[0] != "_"}
+    calls = [n for n, what in public.items() if callable(what) or isinstance(what, classmethod)]
+    assert sorted(row[0].strip("`") for row in rows("Calls of a store")) == sorted(calls)
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/VLLM.md"])
 def test_the_page_is_linked(page: str) -> None:
     assert "CONFIG.md)" in (Path(__file__).parent.parent / page).read_text()
