@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -592,6 +593,17 @@ def test_a_request_that_is_not_served_is_refused_by_name(tmp_path, options, name
         assert engine.last_request is None
 
 
+def test_what_the_readme_says_is_not_served_is_refused_by_name(tmp_path):
+    page = (Path(__file__).parent.parent / "README.md").read_text()
+    limits = page.partition("Limits of this engine")[2].partition("A call that names no length")[0]
+    names = set(re.findall(r"`(\w+)`", limits.partition("- Prompts:")[2])) - {"attention_mask"}
+    assert len(names) >= 10
+    with attach(tiny(), tmp_path) as engine:
+        for name in names:
+            with pytest.raises(Unsupported, match=name):
+                engine.generate(prompts(10), max_new_tokens=2, **{name: 2})
+
+
 @pytest.mark.parametrize(
     ("ids", "named"),
     [
@@ -606,6 +618,20 @@ def test_a_request_that_is_not_served_is_refused_by_name(tmp_path, options, name
 def test_tokens_that_are_no_prompt_are_bad_input(tmp_path, ids, named):
     with attach(tiny(), tmp_path) as engine, pytest.raises(BadInput, match=named):
         engine.generate(ids, max_new_tokens=2)
+
+
+def test_the_prompt_goes_by_either_of_its_names(tmp_path):
+    """Transformers' own name for it is `inputs`: that was a TypeError for want of input_ids."""
+    model, ids = tiny(), prompts(10)
+    want = model.generate(inputs=ids, max_new_tokens=2)
+    with attach(model, tmp_path) as engine:
+        assert torch.equal(engine.generate(inputs=ids, max_new_tokens=2), want)
+        assert torch.equal(engine.generate(input_ids=ids, max_new_tokens=2), want)
+        assert torch.equal(engine.generate(ids, max_new_tokens=2, inputs=None), want)
+        with pytest.raises(BadInput, match="inputs and input_ids are one argument: pass one"):
+            engine.generate(ids, max_new_tokens=2, inputs=ids)
+        with pytest.raises(BadInput, match=r"input_ids must be a tensor .* got NoneType"):
+            engine.generate(max_new_tokens=2)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "hybrid"])

@@ -149,7 +149,7 @@ class Engine:
 
     def generate(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
         max_new_tokens: int | None = None,
         *,
         streamer: Any = None,
@@ -158,7 +158,7 @@ class Engine:
     ) -> Any:
         """model.generate() with its own arguments and result, reusing and storing prefixes.
 
-        input_ids [batch, n_tokens] of equal lengths, every token of them prompt. 32 new tokens
+        input_ids (or inputs) [batch, n_tokens] of equal lengths, every token prompt. 32 new tokens
         unless the call says otherwise. Effects: stores whole windows of prompt and answer in the
         background. `policy` is this call's instead of the engine's; where it chooses rows, a hit
         takes one prompt, stores nothing and returns no past_key_values. The engine's own has to

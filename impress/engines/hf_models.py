@@ -127,6 +127,10 @@ def check_request(
 ) -> Prompt:
     """The request as data. Raises BadInput or Unsupported before anything is read or written."""
     kwargs = dict(options)
+    if (inputs := kwargs.pop("inputs", None)) is not None:  # generate()'s own name for them
+        if input_ids is not None:
+            raise BadInput("inputs and input_ids are one argument: pass one")
+        input_ids = inputs
     _check_mode(model)
     ids, tokens = _check_ids(input_ids, model.config.vocab_size)
     _check_mask(kwargs.pop("attention_mask", None), ids)
