@@ -109,7 +109,7 @@ def _pair(row: Row, name: str) -> str:
 def draw_curve(figure: Any, _said: Figures, rows: list[Row]) -> None:
     """I/O time over the floor, against the measured overlap."""
     axes = figure.subplots()
-    for kib in ROW_KIB:
+    for kib in dict.fromkeys(row["row_kib"] for row in rows):
         mine = sorted((r["overlap"], r["io_vs_floor_after"]) for r in rows if r["row_kib"] == kib)
         axes.plot(*np.array(mine).T, "o-", label=f"packed, rows of {kib} KiB")
         mine = sorted((r["overlap"], r["io_vs_floor_before"]) for r in rows if r["row_kib"] == kib)
@@ -134,7 +134,8 @@ def draw_units(figure: Any, _said: Figures, rows: list[Row]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("rows of a chunk")
     axes.set_ylabel("rows read ÷ rows chosen, whole chunks (computed)")
-    axes.legend(fontsize=7)
+    if axes.lines:
+        axes.legend(fontsize=7)
 
 
 EXPERIMENT: Final = Experiment(

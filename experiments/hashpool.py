@@ -154,7 +154,9 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     print_rows("Random prompts of which a share p comes again", rows)
     large = [row for row in rows if row["arm"] == POOL]
     hits = {row["p"]: row["hit"] for row in large}
-    said = {"hit_p01": hits[0.1], "hit_p10": hits[1.0], "linear_r2": linear_r2(hits)}
+    said = {name: hits[p] for name, p in (("hit_p01", 0.1), ("hit_p10", 1.0)) if p in hits}
+    if len(hits) > 2:  # any two lie on a line
+        said["linear_r2"] = linear_r2(hits)
     said |= {f"vs_no_cache_p{10 * row['p']:02.0f}": row["vs_no_cache"] for row in large}
     said["same_word_least"] = min(row["same_word"] for row in large)
     return said, rows

@@ -115,8 +115,10 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
         f"{rows[0]['trace']}: blocks found, and TiB of KV by where they were (size 0: no end)",
         [{name: row[name] for name in shown} for row in rows],
     )
-    said: Figures = {"hit_infinite": next(row["hit"] for row in rows if row["size"] == 0)}
+    said: Figures = {}
     for row in rows:
+        if row["size"] == 0:
+            said["hit_infinite"] = row["hit"]
         if row["size"] == FIGURE_SIZE:
             name = {POOL: "hashpool"}.get(row["policy"], row["policy"].replace("-", "_"))
             said[f"hit_{name}_10k"] = row["hit"]
@@ -129,8 +131,11 @@ def draw(figure: Any, said: Figures, rows: list[Row]) -> None:
     axes = figure.subplots()
     for policy in (*POLICIES, POOL):
         mine = [row for row in rows if row["policy"] == policy and row["size"]]
-        axes.plot([row["size"] for row in mine], [row["hit"] for row in mine], "o-", label=policy)
-    axes.axhline(said["hit_infinite"], color="grey", linestyle="--", label="no end")
+        if mine:
+            x, y = [row["size"] for row in mine], [row["hit"] for row in mine]
+            axes.plot(x, y, "o-", label=policy)
+    if "hit_infinite" in said:
+        axes.axhline(said["hit_infinite"], color="grey", linestyle="--", label="no end")
     axes.set_xscale("log")
     axes.set_xlabel("blocks of 512 tokens at home")
     axes.set_ylabel("blocks found")

@@ -74,14 +74,14 @@ def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
         parts[row["part"]].append(row)
     for part, (title, columns) in _TABLES.items():
         shown = [{name: row[column] for name, column in columns.items()} for row in parts[part]]
-        print_rows(title, [row for i, row in enumerate(shown) if row not in shown[:i]])
+        if shown:
+            print_rows(title, [row for i, row in enumerate(shown) if row not in shown[:i]])
     said: Figures = {}
     for row in parts["memory"]:
         if row["by"] == "real":
             kib = row["page_bytes"] >> 10
             said[f"bytes_vs_static.{kib}k"] = row["vs_static"]
             said[f"fragmentation.{kib}k"] = row["fragmentation"]
-    said["bytes_vs_static"] = said[f"bytes_vs_static.{PAGES[0] >> 10}k"]
     for row in parts["decode"]:
         for what in ("vs_concat", "cpu_vs_concat", "stalls"):
             name = f"{what}.{row['context']}x{row['batch']}.{row['system']}"
@@ -89,7 +89,12 @@ def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
     for row in parts["hit"]:
         said[f"hit_vs_pooled.{row['n_tokens']}"] = row["ttft_vs_pooled"]
     last = CONTEXTS[options.quick][-1]
-    said["decode_vs_concat"] = said[f"vs_concat.{last}x1.virtual_64k"]
+    for name, of in (
+        ("bytes_vs_static", f"bytes_vs_static.{PAGES[0] >> 10}k"),
+        ("decode_vs_concat", f"vs_concat.{last}x1.virtual_64k"),
+    ):
+        if of in said:
+            said[name] = said[of]
     return said, rows
 
 
@@ -143,7 +148,8 @@ def draw_decode(figure: Any, _said: Figures, rows: list[Row]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens before")
     axes.set_ylabel("decode steps per second (median)")
-    axes.legend(fontsize=8)
+    if decoded:
+        axes.legend(fontsize=8)
 
 
 EXPERIMENT: Final = Experiment(

@@ -193,7 +193,8 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
             for end in ("", "_low", "_high"):
                 said[f"{name}{end}.{label}"] = row[name + end]
     nothing = [row for row in rows if row["hit"] == 0]
-    said["zero_hit_share"] = max(row["share"] for row in nothing)
+    if nothing:
+        said["zero_hit_share"] = max(row["share"] for row in nothing)
     stored = [row["throughput_share"] for row in nothing if row["storing"]]
     if stored:
         said["zero_hit_throughput_share"] = stored[0]

@@ -1,0 +1,74 @@
+"""Figures and plots of every experiment from the rows of one cell alone: what `--cells` leaves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.common import Row
+from experiments.harness import Disk, Experiment, Options
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+#: What tells apart the cells of a report's rows.
+CELLS = {
+    "ablation": ("part", "cell"), "chunks": ("row_kib", "mix"), "hashpool": ("p",),
+    "hits": ("ratio", "zipf"), "repack": ("part",), "scale": ("part", "cell"),
+    "trace": ("size", "policy"), "ttft": ("part", "cell"),
+    "vbuffers": ("part", "page_bytes", "context", "batch"), "zero_hit": ("hit", "storing"),
+}  # fmt: skip
+#: The same where a report's rows are not those of cells: plots only.
+LINES = {"accuracy": ("group",), "threshold": ("model",)}
+
+
+def _one_by_one(wanted: dict[str, tuple[str, ...]]) -> list[Any]:
+    """(Experiment, rows of one of its cells in docs/results), for every cell."""
+    params = []
+    for name, keys in wanted.items():
+        found: dict[tuple[object, ...], list[Row]] = {}
+        for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
+            found.setdefault(tuple(row[key] for key in keys if key in row), []).append(row)
+        params += [
+            pytest.param(name, rows, id=" ".join(map(str, (name, *label))))
+            for label, rows in found.items()
+            if "all" not in label  # never without the others
+        ]
+    return params
+
+
+def _plot(experiment: Experiment, said: dict[str, float], rows: list[Row]) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    for draw in experiment.plots.values():
+        figure = Figure()
+        draw(figure, said, rows)
+        for line in (line for axes in figure.axes for line in axes.lines):
+            np.asarray(line.get_ydata(orig=True), dtype=float)  # a format alone is drawn as a word
+
+
+@pytest.mark.parametrize(("name", "rows"), _one_by_one(CELLS))
+def test_a_cell_alone_has_figures_and_plots(name: str, rows: list[Row], tmp_path: Path) -> None:
+    """`--cells` measured for an hour, then ended in a traceback, without a report: a figure was
+    taken from rows of other cells. A curve without a point was the word "o-" on its axis."""
+    experiment: Experiment = import_module(f"experiments.{name}").EXPERIMENT
+    quick = json.loads((RESULTS / f"{name}.json").read_text())["meta"]["quick"]
+    options = Options(
+        quick, None, None, False, tmp_path, 1, Disk(1.5, "given"),
+        argparse.Namespace(unchecked=False), ExitStack(),
+    )  # fmt: skip
+    said, lines = experiment.figures(rows, options)
+    assert lines
+    assert all(np.isfinite(value) for value in said.values())
+    _plot(experiment, said, lines)
+
+
+@pytest.mark.parametrize(("name", "rows"), _one_by_one(LINES))
+def test_a_group_alone_has_plots(name: str, rows: list[Row]) -> None:
+    _plot(import_module(f"experiments.{name}").EXPERIMENT, {}, rows)
