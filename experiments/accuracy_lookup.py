@@ -43,7 +43,7 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
 
     seconds = _ARM_S * _QUESTIONS * len(arms)
     return [
-        Cell({"group": checkpoint, "document": index, "arms": len(arms)},
+        Cell({"group": checkpoint, "document": index, "arms": sorted(arms)},
              _measure(engine, checkpoint, index, arms), seconds)
         for index in range(N_DOCUMENTS[options.quick])
         for checkpoint in CHECKPOINTS

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -54,10 +55,12 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
     def asking() -> Asking:
         return _opened(options, arms, queries, shared)
 
-    name = Path(more.model).name.replace(".", "_")
+    where = Path(more.model)
     params = {
-        "group": name, "task": more.task, "shots": more.shots, "items": len(queries),
-        "arms": sorted(arms),
+        "group": where.name.replace(".", "_"), "task": more.task, "shots": more.shots,
+        "items": len(queries), "arms": sorted(arms),
+        "model": str(where.resolve()) if where.exists() else more.model,
+        "asked": blake2b(repr(queries).encode(), digest_size=8).hexdigest(),
     }  # fmt: skip
     return [
         Cell({**params, "first": first}, _measure(asking, range(first, min(first + _CELL_ITEMS,

@@ -20,6 +20,7 @@ def state_file(report: Path) -> Path:
 
 class Cells:
     """Finished cells by their parameters: in memory, and in a file where a report is asked for.
+    What was measured more than once, a check, is kept every time.
 
     A line that a stopped run left half written is dropped, and its cell is measured again. Raises
     Unable on any other line that is no finished cell, and on a cell of another machine: figures of
@@ -29,7 +30,7 @@ class Cells:
     def __init__(self, report: Path | None, *, resume: bool) -> None:
         """`resume` keeps what the file holds; otherwise it begins empty."""
         self._path = state_file(report) if report is not None else None
-        self._done: dict[str, dict[str, Any]] = {}
+        self._done: dict[str, list[dict[str, Any]]] = {}
         if self._path is None:
             return
         kept = _lines(self._path) if resume and self._path.exists() else []
@@ -39,17 +40,17 @@ class Cells:
                     f"{self._path} holds cells of another machine ({cell['host']}): name another "
                     "--json FILE, or begin anew without --resume"
                 )
-            self._done[_key(cell["params"])] = cell
+            self._done.setdefault(_key(cell["params"]), []).append(cell)
         draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         draft.write_text("".join(json.dumps(cell) + "\n" for cell in kept))
         draft.replace(self._path)
 
     def __contains__(self, params: Mapping[str, Any]) -> bool:
-        return bool(self._done.get(_key(params), {}).get("rows"))
+        return any(cell["rows"] for cell in self._done.get(_key(params), ()))
 
     def __getitem__(self, params: Mapping[str, Any]) -> list[Row]:
-        rows: list[Row] = self._done[_key(params)]["rows"]
-        return rows
+        """Rows of every time it was measured, the last ones last."""
+        return [row for cell in self._done[_key(params)] for row in cell["rows"]]
 
     def add(self, params: Mapping[str, Any], rows: Sequence[Row], took_s: float) -> None:
         """A cell is finished: durable on return where there is a file."""
@@ -60,7 +61,7 @@ class Cells:
         }  # fmt: skip
         text = json.dumps(cell, default=_plain)
         # What is reported is what would be read back: the same run or a resumed one.
-        self._done[_key(params)] = json.loads(text)
+        self._done.setdefault(_key(params), []).append(json.loads(text))
         if self._path is not None:
             with self._path.open("a") as file:
                 file.write(text + "\n")
@@ -69,7 +70,8 @@ class Cells:
 
     def commits(self, cells: Sequence[Mapping[str, Any]]) -> list[str]:
         """The commits that these cells were measured at, in order of first use."""
-        return list(dict.fromkeys(self._done[_key(params)]["commit"] for params in cells))
+        times = (cell for params in cells for cell in self._done[_key(params)])
+        return list(dict.fromkeys(cell["commit"] for cell in times))
 
 
 def _key(params: Mapping[str, Any]) -> str:

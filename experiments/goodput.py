@@ -44,6 +44,8 @@ _WAYS: Final = [way.name for way in WAYS]
 LEVELS: Final = {False: (8, 32, 64), True: (8,)}
 RATES: Final = {False: (8, 16, 24, 32, 48), True: (8, 32)}
 REQUESTS: Final = {False: 128, True: 16}
+#: Of a row, the same in all.
+_ALIKE: Final = ("experiment", "seed", "quick", "ttft_ms")
 #: What the figures are taken at.
 _LEVEL: Final = {False: 32, True: 8}
 _TOKENS: Final = 8  # of an answer
@@ -62,7 +64,8 @@ def cells(options: Options) -> list[Cell]:
     n = len(WAYS) * REQUESTS[options.quick]
     return [
         Cell(
-            {"at once": level, "arrive/s": rate}, lambda at=(level, rate): field.measure(*at),
+            {"at once": level, "arrive/s": rate, "ttft_ms": options.more.ttft_ms},
+            lambda at=(level, rate): field.measure(*at),
             10 + n / rate,
         )
         for level in LEVELS[options.quick] for rate in RATES[options.quick]
@@ -172,7 +175,7 @@ def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
     first = ("way", "at once", "arrive/s")
     rows = sorted(rows, key=lambda row: _WAYS.index(row["way"]))
     lines = [
-        {key: row[key] for key in (*first, *row) if key not in ("experiment", "seed", "quick")}
+        {key: row[key] for key in (*first, *row) if key not in _ALIKE}
         for row in rows
     ]  # fmt: skip
     print_rows(f"Open-loop arrivals, a first token within {limit_ms:g} ms", lines)

@@ -84,15 +84,20 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement. `params`, in JSON's types, say which; equal ones are never measured twice
-    where `--resume` is given, unless they gave no rows. `seconds`: about how long `measure` takes.
-    `again`: it says whether this run's others can be believed, so it is measured with them.
+    """One measurement. `params`, in JSON's types, say which: all that the command line decides of
+    it. Equal ones are never measured twice where `--resume` is given, unless they gave no rows.
+    `seconds`: about how long `measure` takes. `again`: it says whether this run's others can be
+    believed, so it is measured with them, and what it said of other runs is kept.
     """
 
     params: Mapping[str, Any]
     measure: Callable[[], Sequence[Row]]
     seconds: float = 1.0
     again: bool = False
+
+    def words(self) -> list[str]:
+        """What people know it by: its parameters, but for lists."""
+        return [str(value) for value in self.params.values() if not isinstance(value, list)]
 
 
 Figures = dict[str, float]
@@ -226,7 +231,7 @@ def _chosen(cells: Sequence[Cell], words: Sequence[str] | None) -> list[Cell]:
     """Cells that have one of these words among their parameters; None: all. Raises Unable."""
     if words is None:
         return list(cells)
-    values = [[str(value) for value in cell.params.values()] for cell in cells]
+    values = [cell.words() for cell in cells]
     for word in words:
         if not any(word in said for said in values):
             known = list(dict.fromkeys(value for said in values for value in said))
@@ -245,8 +250,7 @@ def _measure(name: str, todo: Sequence[tuple[dict[str, Any], Cell]], done: Cells
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task(name, total=len(todo))
         for params, cell in todo:
-            label = " ".join(str(value) for value in cell.params.values())
-            progress.update(bar, description=f"{name} {label}"[:70])
+            progress.update(bar, description=" ".join([name, *cell.words()])[:70])
             begin_s = time.monotonic()
             rows = [dict(row) for row in cell.measure()]
             done.add(params, rows, time.monotonic() - begin_s)

@@ -164,7 +164,7 @@ def cells(options: Options) -> list[Cell]:
         field = Field(medium, options)
         n_rounds = ROUNDS[medium, options.quick]
         for number in range(n_rounds):
-            params = {"medium": medium, "round": number}
+            params = {"medium": medium, "round": number, "only": list(options.more.only)}
             last = number == n_rounds - 1
             made.append(Cell(params, lambda f=field, n=number, end=last: _round(f, n, end), 25))
     return made

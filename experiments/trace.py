@@ -65,12 +65,16 @@ def cells(options: Options) -> list[Cell]:
     trace = trace_of(options)
     console.print(f"trace: {trace.source}, {len(trace.requests):,} requests")
     requests = trace.requests[: N_QUICK if options.quick else None]
-    common = {"trace": trace.source, "digest": trace.digest, "n": len(requests)}
+    token_bytes = options.more.token_bytes
+    common = {
+        "trace": trace.source, "digest": trace.digest, "n": len(requests),
+        "token_bytes": token_bytes,
+    }  # fmt: skip
     seconds = len(requests) / 1000 * _THOUSAND_S
     wanted = [("lru", 0), *((p, s) for s in SIZES[options.quick] for p in (*POLICIES, POOL))]
     return [
         Cell({**common, "size": size, "policy": policy},
-             partial(measure, requests, policy, size, options.more.token_bytes), seconds)
+             partial(measure, requests, policy, size, token_bytes), seconds)
         for policy, size in wanted
     ]  # fmt: skip
 

@@ -162,6 +162,25 @@ def test_a_run_is_resumed_and_plotted(
     assert "(0 of 1 cells" in capsys.readouterr().out
 
 
+def test_other_shares_are_other_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the number of arms told cells apart: `--kept 25 --resume` kept what 50 had given."""
+    monkeypatch.setattr(accuracy.accuracy_lookup, "N_DOCUMENTS", {True: 1})
+    monkeypatch.setattr(accuracy.accuracy_lookup, "CHECKPOINTS", ("specialised",))
+    monkeypatch.setattr(
+        accuracy, "arms",
+        lambda kept: {"exact": Exact(), **{f"{n}.recency": Recency(n / 100) for n in kept}},
+    )  # fmt: skip
+    args = ["--quick", "--dir", str(tmp_path), "--json", str(tmp_path / "accuracy.json")]
+    for kept in ("50", "25"):
+        assert main(accuracy.EXPERIMENT, [*args, "--resume", "--kept", kept]) == 0
+        figures = json.loads((tmp_path / "accuracy.json").read_text())["figures"]
+        assert figures[f"specialised.all.{kept}.recency.rows_share"] == int(kept) / 100
+    assert main(accuracy.EXPERIMENT, [*args, "--cells", "nothing"]) == 2
+    assert capsys.readouterr().err.endswith("there are: specialised, 0\n")
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

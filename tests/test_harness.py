@@ -111,6 +111,27 @@ def test_a_withdrawn_run_is_measured_again_by_resume_and_checked_again(
     assert json.loads(report.read_text())["figures"] == {"of1": 2.0, "of2": 4.0, "of3": 6.0}
 
 
+def test_the_check_of_every_run_is_kept(tmp_path: Path, report: Path) -> None:
+    """Cells measured behind a check that was nearly off stood in a report as checked by the next
+    run's, which had a quiet machine."""
+    errors = iter([0.149, 0.01])
+
+    def cells(_options: Options) -> list[Cell]:
+        check = Cell({"part": "check"}, lambda: [{"error": next(errors)}], again=True)
+        return [check, *(Cell({"part": part}, lambda: [{"error": 0.0}]) for part in "ab")]
+
+    def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
+        return {"worst": max(row["error"] for row in rows)}, rows
+
+    made = Experiment("checked", "Checked.", cells, figures)
+    args = ["--dir", str(tmp_path), "--json", str(report)]
+    assert main(made, [*args, "--cells", "check", "a"]) == 0
+    assert main(made, [*args, "--resume"]) == 0
+    said = json.loads(report.read_text())
+    assert [row["error"] for row in said["rows"]] == [0.149, 0.01, 0.0, 0.0]
+    assert said["figures"] == {"worst": 0.149}
+
+
 @pytest.mark.parametrize("change", [["--seed", "2"], ["--quick"]])
 def test_other_parameters_are_measured_again(
     tmp_path: Path, report: Path, change: list[str]

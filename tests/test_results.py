@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from experiments import all as everything
 from experiments import chunks, results_table, ttft
 from experiments.harness import Disk, Options
 from experiments.results_lines import LINES
-from experiments.systems import emulator
+from experiments.systems import emulator, sizes
 from experiments.systems.rows import Rows, choices, measured_overlap
 from experiments.systems.sweep import BASE
 
@@ -187,6 +189,31 @@ def test_an_emulator_that_is_off_is_withdrawn(
     rows = [dict(row) for cell in ttft.cells(options) for row in cell.measure()]
     assert [row["part"] for row in rows] == ["check"]
     assert ttft.figures(rows, options)[0] == {"emulator_error": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("behind", "said"),
+    [((0.01, 0.149), {"emulator_error": 0.149}), ((0.01, None), {}), ((), {"emulator_error": 0.4})],
+)
+def test_the_worst_check_that_a_cell_was_measured_behind_is_reported(
+    behind: tuple[float | None, ...], said: dict[str, float]
+) -> None:
+    """A run that was off gave no cell: a later one, on a quiet machine, is not withdrawn by it. One
+    that was not checked makes the whole unchecked."""
+    cells = [{"part": "cell", "emulator_error": error} for error in behind]
+    assert sizes.checked([CHECK, *cells]) == (said, not behind)
+
+
+def test_more_requests_are_another_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--resume` took 40 requests in a row for the 200 that were asked for by then."""
+
+    def in_a_row() -> Mapping[str, Any]:
+        cells = ttft.cells(_options(tmp_path, quick=False))
+        return next(cell.params for cell in cells if cell.params.get("in_a_row") == 8)
+
+    before = in_a_row()
+    monkeypatch.setattr(ttft, "N_IN_A_ROW", {False: 40})
+    assert in_a_row() != before
 
 
 def test_the_base_cell_is_what_the_others_depart_from(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -228,6 +229,30 @@ def test_a_real_run_scores_as_one_forward_of_prompt_and_choice_does(
     assert figures[f"{where}.int4.bytes_share"] == pytest.approx(0.3125)  # 16 dimensions a scale
     assert (f"{where}.exact.accuracy_norm" in figures) is (task in ("piqa", "openbookqa"))
     assert len(shared_tokens(queries)) >= 64
+
+
+def test_another_model_of_the_name_and_other_questions_are_measured_again(
+    tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--resume` took a fine-tuned model, in a directory of the same name, for the one before; and
+    one split of a task for the other."""
+    other, data = tmp_path / model_dir.name, tmp_path / "copa.jsonl"
+    shutil.copytree(model_dir, other)
+    rows = (DATA / "copa" / "train.jsonl").read_text().splitlines(keepends=True)
+    questions = ["".join(rows[:3]), "".join(rows[1:])]
+
+    def measured(model: Path, text: str) -> str:
+        data.write_text(text)
+        args = ["--model", str(model), "--task", "copa", "--data", str(data), "--kept", "25",
+                "--shots", "2", "--items", "1", "--dir", str(tmp_path), "--resume",
+                "--json", str(tmp_path / "out.json")]  # fmt: skip
+        assert main(accuracy.EXPERIMENT, args) == 0
+        return capsys.readouterr().out
+
+    assert "(1 of 1 cells" in measured(model_dir, questions[0])
+    assert "(0 of 1 cells" in measured(model_dir, questions[0])
+    assert "(1 of 1 cells" in measured(other, questions[0])
+    assert "(1 of 1 cells" in measured(model_dir, questions[1])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from test_promote import ask
 import impress
 from experiments import hashpool, trace
 from experiments.common import Unable
+from experiments.harness import main
 from experiments.trace_file import Request, Trace, load, synthetic
 from experiments.trace_replay import Replay
 from impress.lineage.hashpool import HashPool
@@ -153,6 +154,20 @@ def test_the_replay_finds_what_a_store_finds_where_the_store_has_it(
     replay.check()
     assert store.stats()["chunks_from"] == replay.tally.found
     assert all(replay.tally.found.values()) and all(store.stats()["evictions"].values())
+
+
+def test_bytes_of_another_model_are_measured_again(tmp_path: Path) -> None:
+    """`--resume --token-bytes 1` said 1 in its report, over what had been counted at 131,072."""
+    file, report = tmp_path / "trace.jsonl", tmp_path / "trace.json"
+    file.write_text("".join(f"{line}\n" for line in synthetic(30, 1)))
+    args = ["--quick", "--trace", str(file), "--cells", "0", "--dir", str(tmp_path)]
+    found = []
+    for n_bytes in ("1024", "1"):
+        given = ["--token-bytes", n_bytes, "--json", str(report), "--resume"]
+        assert main(trace.EXPERIMENT, [*args, *given]) == 0
+        (row,) = json.loads(report.read_text())["rows"]
+        found.append(row["computed_tib"])
+    assert found[0] == 1024 * found[1] > 0
 
 
 # ---- the hash-table pool's experiment ------------------------------------------------------

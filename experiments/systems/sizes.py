@@ -93,11 +93,16 @@ class Verdict:
 
 
 def checked(rows: list[Row]) -> tuple[dict[str, float], bool]:
-    """(emulator_error where it was checked, whether the experiment is withdrawn)."""
-    found = [row for row in rows if row.get("part") == "check"]
-    if not found:
+    """(emulator_error where it was checked, whether the experiment is withdrawn).
+
+    Of several runs the worst check that cells were measured behind; where one of them was behind
+    none, the emulator is not checked. Rows of before this was noted: of the checks that are there.
+    """
+    behind = [row["emulator_error"] for row in rows if "emulator_error" in row]
+    errors = behind or [row["error"] for row in rows if row.get("part") == "check"]
+    if not errors or None in errors:
         return {}, False
-    error = emulator.worst(found)
+    error = max(errors)
     console.print(emulator.verdict(error))
     return {"emulator_error": error}, error > MOST_ERROR
 

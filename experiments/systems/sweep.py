@@ -56,7 +56,7 @@ def cell(plan: Plan, label: str, n: int, **factors: Any) -> Cell:
     """Systems under BASE with these factors changed."""
     factor = {**BASE, **factors}
     return Cell(
-        {"part": "cell", "cell": label, **factor}, partial(_measure, plan, factor, n),
+        {"part": "cell", "cell": label, "n": n, **factor}, partial(_measure, plan, factor, n),
         _seconds(plan, factor, n),
     )  # fmt: skip
 
@@ -86,7 +86,10 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
         plan.options.seed, factor["in_a_row"],
     )  # fmt: skip
     stretch = dilation(plan.options)
-    more = {"prefixes": len(data.prefixes), "layers": data.n_layers, "dilation": stretch}
+    more = {
+        "prefixes": len(data.prefixes), "layers": data.n_layers, "dilation": stretch,
+        "emulator_error": plan.verdict.error,
+    }  # fmt: skip
     torch.set_num_threads(os.cpu_count() or 1)  # choices are made before the clock starts
     with Bench(systems, data, load, stretch) as bench:
         torch.set_num_threads(1)
