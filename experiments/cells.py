@@ -9,12 +9,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from experiments.common import Row, Unable
+from experiments.common import Row, Unable, named
 from impress.report import commit, host
 
 
-def state_file(report: Path) -> Path:
-    """Where the finished cells of a report's run stand."""
+def state_file(report: Path | None) -> Path | None:
+    """Where the finished cells of a report's run stand; None where it is no file (- is stdout)."""
+    if report is None or str(report) == "-" or (report.exists() and not report.is_file()):
+        return None
     return report.with_name(f"{report.stem}.cells.jsonl")
 
 
@@ -29,7 +31,7 @@ class Cells:
 
     def __init__(self, report: Path | None, *, resume: bool) -> None:
         """`resume` keeps what the file holds; otherwise it begins empty."""
-        self._path = state_file(report) if report is not None else None
+        self._path = state_file(report)
         self._done: dict[str, list[dict[str, Any]]] = {}
         if self._path is None:
             return
@@ -42,8 +44,9 @@ class Cells:
                 )
             self._done.setdefault(_key(cell["params"]), []).append(cell)
         draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        draft.write_text("".join(json.dumps(cell) + "\n" for cell in kept))
-        draft.replace(self._path)
+        with named(self._path):
+            draft.write_text("".join(json.dumps(cell) + "\n" for cell in kept))
+            draft.replace(self._path)
 
     def __contains__(self, params: Mapping[str, Any]) -> bool:
         return any(cell["rows"] for cell in self._done.get(_key(params), ()))
@@ -63,7 +66,7 @@ class Cells:
         # What is reported is what would be read back: the same run or a resumed one.
         self._done.setdefault(_key(params), []).append(json.loads(text))
         if self._path is not None:
-            with self._path.open("a") as file:
+            with named(self._path), self._path.open("a") as file:
                 file.write(text + "\n")
                 file.flush()
                 os.fsync(file.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import shutil
 import signal
 import sys
@@ -50,12 +51,14 @@ def run(
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of all data (default 1)")
     args = parser.parse_args()
-    console.print(f"{about} Estimated time: {estimate(args.quick)}.")
     try:
-        with scratch(args.dir) as folder:
+        check_given(args.json, args.seed)
+        console.print(f"{about} Estimated time: {estimate(args.quick)}.")
+        with scratch(args.dir) as folder, named(args.dir):
             figures, rows = experiment(Options(args.quick, args.json, folder, args.seed))
         if args.json is not None:
-            write_report(args.json, figures, rows, seed=args.seed, quick=args.quick, **meta)
+            with named(args.json):
+                write_report(args.json, figures, rows, seed=args.seed, quick=args.quick, **meta)
     except KeyboardInterrupt:
         console.print("stopped; the temporary data is gone")
         return 130
@@ -63,6 +66,27 @@ def run(
         print(f"error: {err}", file=sys.stderr)
         return 2
     return 0
+
+
+def check_given(report: Path | None, seed: int) -> None:
+    """What every experiment can refuse before a second is spent. Raises Unable."""
+    if seed < 0:
+        raise Unable(f"--seed must be at least 0, got {seed}")
+    if report is not None and not report.absolute().parent.is_dir():
+        raise Unable(f"--json {report}: no such directory")
+    if report is not None and report.is_dir():
+        raise Unable(f"--json {report} is a directory: name a file in it")
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """A write that finds no room says nothing of where: it is given this path, if it has none."""
+    try:
+        yield
+    except OSError as err:
+        if err.filename is None and err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            err.filename = str(path)
+        raise
 
 
 @contextmanager

@@ -14,10 +14,13 @@ _SIZE = (8.0, 5.0)
 _DPI = 120
 
 
-def check_plotting() -> None:
-    """Raises Unable where there is no matplotlib."""
+def check_plotting(folder: Path) -> None:
+    """Raises Unable where there is no matplotlib, or where no such folder can be."""
     if find_spec("matplotlib") is None:
         raise Unable("--plot needs matplotlib: pip install matplotlib")
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise Unable(f"--plot {folder}: {there} is a file: name a directory")
 
 
 def plot_all(
@@ -28,7 +31,7 @@ def plot_all(
     rows: list[Row],
 ) -> list[Path]:
     """Write each plot as folder/NAME.PLOT.png; makes the folder. The files written."""
-    check_plotting()
+    check_plotting(folder)
     from matplotlib.figure import Figure  # the object, not pyplot: no global state, no display
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ was finished when a run stops is in the state file, and `--resume` goes on from 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from rich.progress import (
 
 from experiments import fio
 from experiments.cells import Cells, state_file
-from experiments.common import Row, Unable, console, scratch
+from experiments.common import Row, Unable, check_given, console, named, scratch
 from experiments.figures import check_plotting, plot_all
 from impress.errors import ImpressError
 from impress.report import write_report
@@ -137,7 +138,7 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
     args = _parser(experiment).parse_args(argv)
     try:
         _check(args)
-        with scratch(args.dir) as folder, ExitStack() as exits:
+        with scratch(args.dir) as folder, ExitStack() as exits, named(args.dir):
             _run(experiment, args, folder, exits)
     except KeyboardInterrupt:
         console.print(_stopped(args.json))
@@ -177,14 +178,13 @@ def _parser(experiment: Experiment) -> argparse.ArgumentParser:
 
 def _check(args: argparse.Namespace) -> None:
     """Everything that can be refused before a second is spent. Raises Unable."""
-    if args.resume and args.json is None:
+    check_given(args.json, args.seed)
+    if args.resume and state_file(args.json) is None:
         raise Unable("--resume goes on from what lies beside --json FILE: name that file")
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise Unable(f"--json {args.json}: no such directory")
-    if args.disk_gb_s is not None and not args.disk_gb_s > 0:
-        raise Unable(f"--disk-gb-s must be above 0, got {args.disk_gb_s:g}")
+    if args.disk_gb_s is not None and not 0 < args.disk_gb_s < math.inf:
+        raise Unable(f"--disk-gb-s must be a rate above 0, got {args.disk_gb_s:g}")
     if args.plot is not None:
-        check_plotting()
+        check_plotting(args.plot)
 
 
 def _run(
@@ -216,15 +216,17 @@ def _run(
     rows = [{**cell.params, **row} for params, cell in cells for row in done[params]]
     figures, lines = experiment.figures(rows, options)
     if args.json is not None:
-        write_report(
-            args.json, figures, lines, experiment=experiment.name, seed=args.seed,
-            quick=args.quick, disk={**asdict(disk), "after_gb_s": after.gb_s},
-            cells={"n": len(cells), "kept": len(cells) - len(todo),
-                   "commits": done.commits([params for params, _ in cells])},
-            **experiment.meta(options),
-        )  # fmt: skip
+        with named(args.json):
+            write_report(
+                args.json, figures, lines, experiment=experiment.name, seed=args.seed,
+                quick=args.quick, disk={**asdict(disk), "after_gb_s": after.gb_s},
+                cells={"n": len(cells), "kept": len(cells) - len(todo),
+                       "commits": done.commits([params for params, _ in cells])},
+                **experiment.meta(options),
+            )  # fmt: skip
     if args.plot is not None:
-        plot_all(args.plot, experiment.name, experiment.plots, figures, lines)
+        with named(args.plot):
+            plot_all(args.plot, experiment.name, experiment.plots, figures, lines)
 
 
 def _chosen(cells: Sequence[Cell], words: Sequence[str] | None) -> list[Cell]:
@@ -277,9 +279,10 @@ def _disk(args: argparse.Namespace, folder: Path, uses_disk: bool) -> Disk:
 
 
 def _stopped(report: Path | None) -> str:
-    if report is None:
+    kept = state_file(report)
+    if kept is None:
         return "stopped; the temporary data is gone (with --json FILE, --resume would go on)"
-    return f"stopped; finished cells are kept in {state_file(report)}: --resume goes on from them"
+    return f"stopped; finished cells are kept in {kept}: --resume goes on from them"
 
 
 def duration(seconds: float) -> str:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from experiments.common import Row, console, print_rows
+from experiments.common import Row, Unable, console, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.trace_file import BLOCK_TOKENS, Request, Trace, load, synthetic
 from experiments.trace_replay import Replay
@@ -62,10 +62,12 @@ def trace_of(options: Options) -> Trace:
 
 
 def cells(options: Options) -> list[Cell]:
+    token_bytes = options.more.token_bytes
+    if token_bytes < 1:
+        raise Unable(f"--token-bytes must be at least 1, got {token_bytes}")
     trace = trace_of(options)
     console.print(f"trace: {trace.source}, {len(trace.requests):,} requests")
     requests = trace.requests[: N_QUICK if options.quick else None]
-    token_bytes = options.more.token_bytes
     common = {
         "trace": trace.source, "digest": trace.digest, "n": len(requests),
         "token_bytes": token_bytes,

@@ -196,6 +196,7 @@ def test_cells_of_another_machine_are_not_resumed(
 ) -> None:
     assert Doubling([1]).run(tmp_path, "--json", str(report)) == 0
     state = state_file(report)
+    assert state is not None
     state.write_text(state.read_text().replace(json.dumps(host()), '"elsewhere"'))
     assert Doubling([1, 2]).run(tmp_path, "--json", str(report), "--resume") == 2
     assert "another machine (elsewhere)" in capsys.readouterr().err
@@ -230,6 +231,11 @@ def test_plots_are_written(tmp_path: Path) -> None:
         (["--resume"], "--json"),
         (["--json", "nowhere/at/all.json"], "no such directory"),
         (["--disk-gb-s", "0"], "above 0"),
+        (["--disk-gb-s", "inf"], "above 0"),
+        (["--seed", "-1"], "--seed must be at least 0, got -1"),
+        (["--json", "/"], "--json / is a directory: name a file in it"),
+        (["--plot", f"{__file__}/plots"], f"{__file__} is a file: name a directory"),
+        (["--json", "-", "--resume"], "name that file"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_measured(
@@ -237,8 +243,41 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
 ) -> None:
     made = Doubling([1])
     assert made.run(tmp_path, *args) == 2
-    assert says in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
     assert not made.measured
+
+
+def test_a_report_to_stdout_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Doubling([1]).run(tmp_path, "--json", "-") == 0
+    out = capsys.readouterr().out
+    assert json.loads(out[out.index("{") :])["figures"] == {"of1": 2.0}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("full", ["report", "cells", "data"])
+def test_a_full_disk_is_named(
+    tmp_path: Path, report: Path, full: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ "No space left on device" said nothing of which of three file systems."""
+    made, device = Doubling([1]), Path("/dev/full")
+    where = {"report": report, "cells": state_file(report), "data": tmp_path}[full]
+    assert where is not None
+
+    def fill(_number: int) -> list[Row]:
+        if full == "data":
+            device.write_text("rows")
+        where.unlink(missing_ok=True)
+        where.symlink_to(device)
+        return [{"twice": 2}]
+
+    made._double = fill  # type: ignore[method-assign]
+    assert made.run(tmp_path, "--json", str(report)) == 2
+    err = capsys.readouterr().err
+    assert f"No space left on device: '{where}'" in err and err.count("\n") == 1
 
 
 def test_plots_without_matplotlib_are_refused_at_once(

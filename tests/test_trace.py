@@ -156,6 +156,13 @@ def test_the_replay_finds_what_a_store_finds_where_the_store_has_it(
     assert all(replay.tally.found.values()) and all(store.stats()["evictions"].values())
 
 
+def test_a_token_without_bytes_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(trace.EXPERIMENT, ["--quick", "--token-bytes", "-4", "--dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: --token-bytes must be at least 1, got -4\n"
+
+
 def test_bytes_of_another_model_are_measured_again(tmp_path: Path) -> None:
     """`--resume --token-bytes 1` said 1 in its report, over what had been counted at 131,072."""
     file, report = tmp_path / "trace.jsonl", tmp_path / "trace.json"
