@@ -11,6 +11,7 @@ One that fails is named at the end, and the rest goes on.
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from experiments import fio, results_table
-from experiments.common import Unable, console, scratch
+from experiments.common import Unable, console, scratch, stop
 from experiments.harness import duration
 
 #: In the order they run: what needs a quiet disk stands together.
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--disk-gb-s", type=float, metavar="X", help="default: fio measures it")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="for trace; default: made up")
     args = parser.parse_args(argv)
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         rate = args.disk_gb_s or (_disk_gb_s(args.dir) if {*args.only} & {*_DISK} else 0.0)
@@ -67,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Unable, OSError) as err:
         print(f"error: {err}", file=sys.stderr)
         return 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
     _say(ran)
     if args.out == _ROOT / "docs" / "results":
         for page in results_table.PAGES:
@@ -92,7 +96,7 @@ def one(name: str, args: argparse.Namespace, rate: float) -> Ran:
         except subprocess.TimeoutExpired:
             _end(child)
             status = 124
-        except KeyboardInterrupt:  # the terminal tells the child too
+        except KeyboardInterrupt:  # Ctrl-C, which the terminal tells the child too, or SIGTERM
             _end(child)
             raise
     if status == 130:

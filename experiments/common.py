@@ -89,13 +89,14 @@ def named(path: Path) -> Iterator[None]:
         raise
 
 
+def stop(_signal: int, _frame: object) -> None:
+    """Handles SIGTERM as Ctrl-C."""
+    raise KeyboardInterrupt
+
+
 @contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
     """A fresh directory in `parent`, removed at the end, also on Ctrl-C and SIGTERM."""
-
-    def stop(_signal: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
     before = signal.signal(signal.SIGTERM, stop)
     folder = Path(tempfile.mkdtemp(prefix="impress-bench-", dir=parent)).resolve()
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -130,6 +132,37 @@ def test_what_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(everything, "_LIMIT_S", {True: 0})
     args = argparse.Namespace(out=tmp_path, dir=tmp_path, quick=True, resume=False)
     assert everything.one("hits", args, 1.0).status == 124
+
+
+_STOPPED_BY_ITS_CHILD = """
+import sys
+from experiments import all as everything
+sys.executable, *args = sys.argv[1:]
+sys.exit(everything.main(args))
+"""
+_CHILD = f"""#!{sys.executable}
+import os, signal
+from pathlib import Path
+term = {{signal.SIGTERM}}
+signal.pthread_sigmask(signal.SIG_BLOCK, term)
+os.kill(os.getppid(), signal.SIGTERM)
+if signal.sigtimedwait(term, 60):
+    Path(__file__).with_name("ended").touch()
+"""
+
+
+def test_sigterm_ends_the_experiment_under_way_too(tmp_path: Path) -> None:
+    """A scheduler ended `experiments.all`, and its child went on for hours."""
+    child = tmp_path / "child.py"
+    child.write_text(_CHILD)
+    child.chmod(0o755)
+    args = ["--quick", "--only", "hits", "--out", str(tmp_path), "--dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", _STOPPED_BY_ITS_CHILD, str(child), *args], check=False,
+        cwd=Path(everything.__file__).parent.parent, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (tmp_path / "ended").exists()
+    assert done.returncode == 130 and "stopped; --resume goes on" in done.stdout
 
 
 def test_a_path_that_cannot_be_is_one_line(
