@@ -44,13 +44,21 @@ class Neighbour:
         shard.check_index()
         self.shard = shard
         self.presence: Presence | None = None
-        with suppress(OSError):
+        unsaid = ""
+        try:
             self.presence = Presence(shard.readers)  # before the first look: all of it may be read
+        except OSError as err:
+            unsaid = err.strerror or str(err)
         try:
             self.index = Index(shard.index, create=False)
         except ImpressError:
             self.close_presence()
             raise
+        if unsaid:
+            log.warning(
+                "%s: shard %s is read, but its writer cannot be told so (%s): a lease here is not "
+                "waited for, and what it holds may be lost", shard.readers, shard.name, unsaid,
+            )  # fmt: skip
         self.version = -1  # LMDB's, of the last look
         self.generation = 0
 

@@ -12,7 +12,6 @@ Anything else, an empty file too, says that it may read whatever was ever there.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import struct
@@ -23,8 +22,6 @@ from typing import Final, NamedTuple
 import xxhash
 
 from tiers.files import lock_file, unlock_file
-
-log = logging.getLogger("impress")
 
 _HEAD: Final = struct.Struct("<QI4x")
 #: Spans one says it holds; with more it stays at its generation, and so holds everything.
@@ -42,6 +39,10 @@ class Seen(NamedTuple):
     def may_read(self, span: int, generation: int) -> bool:
         """A span that was taken out by the transaction of this generation."""
         return self.generation < generation or span in self.held
+
+
+#: Somebody of whom nothing is known: may read whatever was ever there.
+ANYBODY: Final = Seen("", 0, frozenset())
 
 
 class Presence:
@@ -76,10 +77,13 @@ class Presence:
 
 
 def present(folder: Path) -> list[Seen]:
-    """Who reads now; for the shard's writer. Clears away who was killed."""
+    """Who reads now; for the shard's writer. Clears away who was killed.
+
+    Raises OSError where the folder is not to be listed: that is not nobody, but anybody.
+    """
     try:
         names = [entry.name for entry in os.scandir(folder)]
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     found = (_seen(folder / name) for name in names)
     return [seen for seen in found if seen is not None]

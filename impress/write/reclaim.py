@@ -23,7 +23,7 @@ from impress.write.commit import WRITE_TIMEOUT_S
 from impress.write.directory import Shard
 from impress.write.index import Index
 from impress.write.limbo import Limbo
-from impress.write.readers import present
+from impress.write.readers import ANYBODY, Seen, present
 from tiers.base import PAGE, Slot
 from tiers.errors import MediumError
 from tiers.slots import aligned
@@ -58,6 +58,7 @@ class Reclaim:
         self._state = threading.Condition()
         self._open = True
         self._n_busy = 0  # threads that write or free
+        self._said = False  # that readers cannot be listed
 
     def spoil(self, spans: Iterable[int]) -> None:
         """Erase these spans' bytes before their space is free."""
@@ -73,7 +74,7 @@ class Reclaim:
         """Give back what no other process may be reading any more."""
         with self._ours() as ours:
             if ours and self.limbo:
-                self._bury(self.limbo.take(present(self._shard.readers), monotonic()))
+                self._bury(self.limbo.take(self._readers(), monotonic()))
 
     def wait_for(self, spans: Collection[int]) -> None:
         """Until these spans' space is free, for a while."""
@@ -85,8 +86,7 @@ class Reclaim:
 
         At opening: nobody owns that space any more, but it may still be read.
         """
-        readers = self._shard.readers
-        self._wait(lambda: not any(r.generation < generation or r.held for r in present(readers)))
+        self._wait(lambda: not any(r.generation < generation or r.held for r in self._readers()))
 
     def close(self) -> bool:
         """Wait for others a last time, then bury what is left: its rows stay until the next open,
@@ -103,6 +103,19 @@ class Reclaim:
         with self._ours() as ours:
             if ours:
                 self._bury([record])
+
+    def _readers(self) -> list[Seen]:
+        """Who reads here; where that cannot be told, somebody who may read anything."""
+        try:
+            found = present(self._shard.readers)
+        except OSError as err:
+            if not self._said:
+                said = "%s: %s: whoever may be reading here is waited for as long as a lease lasts"
+                log.warning(said, self._shard.readers, err.strerror)
+            self._said = True
+            return [ANYBODY]
+        self._said = False
+        return found
 
     @contextlib.contextmanager
     def _ours(self) -> Iterator[bool]:
