@@ -1,5 +1,5 @@
-"""Small files written whole, what makes a new name survive a power cut, files named by numbers,
-holes, locks, and what can be read of a file that cannot be read whole."""
+"""Small files written whole, what makes a new name survive a power cut, whose a new file is, files
+named by numbers, holes, locks, and what can be read of a file that cannot be read whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
+from contextlib import suppress
 from pathlib import Path
 
 from tiers.base import PAGE
@@ -22,6 +24,26 @@ def sync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """For its owner alone, where there is none. Raises OSError."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    give_to_owner(path)
+
+
+def give_to_owner(path: Path) -> None:
+    """What is root's goes to the owner of the folder it is in; others change nothing.
+
+    What root makes in a directory would else lock out the service whose that is.
+    """
+    if os.geteuid() != 0:
+        return
+    with suppress(OSError):  # deleted meanwhile, or a file system where nothing is given away
+        owner, its = path.parent.stat(), path.lstat()
+        # A file that is named elsewhere too may be any: its owner put the name here.
+        if its.st_uid == 0 and (stat.S_ISDIR(its.st_mode) or its.st_nlink == 1):
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 def numbered(folder: Path, suffix: str) -> list[Path]:
@@ -50,6 +72,7 @@ def write_whole(path: Path, raw: bytes, *, replace: bool = True) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
+        give_to_owner(draft)
         with os.fdopen(fd, "wb") as out:
             out.write(raw)
             out.flush()
@@ -71,6 +94,7 @@ def lock_file(path: Path, *, wait: bool) -> int | None:
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        give_to_owner(path)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if _still_there(path, fd):

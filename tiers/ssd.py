@@ -22,7 +22,7 @@ from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import Run, coalesce, locate
 from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError, ReadFailed
-from tiers.files import numbered, punch, sync_path
+from tiers.files import give_to_owner, make_folder, numbered, punch, sync_path
 from tiers.queues import DEPTH, ReadQueue, SegmentFile, close_all
 from tiers.slots import aligned
 from tiers.space import Space
@@ -73,7 +73,7 @@ class SsdTier:
         self._queues = self.engine != "preadv"  # whether threads still get them
         try:
             if not read_only:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_folder(folder)
             self._find(numbered(folder, ".seg"))
         except OSError as err:
             raise MediumError(f"ssd: {folder}: {err.strerror}") from err
@@ -280,6 +280,7 @@ class SsdTier:
             if err.errno in (errno.ENOSPC, errno.EDQUOT):
                 return self._outgrown(err)
             raise MediumError(f"ssd: {path}: {err.strerror}") from err
+        give_to_owner(path)
         try:
             os.posix_fallocate(fd, 0, self._segment_bytes)
             os.fsync(fd)
@@ -306,10 +307,9 @@ class SsdTier:
         fd = self._fds.get(segment)
         if fd is not None:
             return fd
-        path = self._path(segment)
         with self._lock:
             if segment not in self._fds:
-                self._fds[segment] = self._open(path)
+                self._fds[segment] = self._open(self._path(segment))
             return self._fds[segment]
 
     def _open(self, path: Path) -> int:

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from tiers.files import write_whole
+from tiers.files import make_folder, write_whole
 
 log = logging.getLogger("impress")
 
@@ -129,7 +129,7 @@ class Params:
                 return None
             current = {**self._current, _key(namespace, codec): digest}
             try:
-                self._folder.mkdir(mode=0o700, exist_ok=True)
+                make_folder(self._folder)
                 self._say(current)  # first: by its name `forget` finds what a crash leaves of it
                 write_whole(self._folder / digest.hex(), raw)
             except OSError as err:

@@ -25,7 +25,7 @@ from typing import Any, Final
 from impress.errors import BadInput, FormatError, StoreFailed, StoreLocked, StoreMismatch
 from impress.spans.format import VERSION
 from impress.types import Geometry
-from tiers.files import lock_file, unlock_file, write_whole
+from tiers.files import lock_file, make_folder, unlock_file, write_whole
 
 log = logging.getLogger("impress")
 
@@ -197,8 +197,8 @@ class Shard:
     def lock(self) -> None:
         """Become the writer. Raises StoreLocked at once when somebody is."""
         try:
-            for folder in (self.path.parent, self.path):  # parents=True would ignore the mode
-                folder.mkdir(mode=0o700, exist_ok=True)
+            for folder in (self.path.parent, self.path):
+                make_folder(folder)
             self._fd = lock_file(self.path / "lock", wait=False)
             if self._fd is None:
                 raise StoreLocked(

@@ -17,7 +17,7 @@ import lmdb
 
 from impress.errors import FormatError, ImpressError, StoreFailed
 from impress.write.directory import GONE, OLD
-from tiers.files import sync_path
+from tiers.files import give_to_owner, make_folder, sync_path
 
 #: Address space, not disk: the file grows as it fills. Fixed, because growing a map under a live
 #: reader is not refused by LMDB and corrupts it.
@@ -57,6 +57,8 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
                 os.fsencode(folder), map_size=MAP_BYTES, max_dbs=8, mode=0o600, create=create,
                 readonly=not writable, lock=writable, readahead=False,
             )  # fmt: skip
+            for name in ("data.mdb", "lock.mdb"):  # the second is made by a reader too
+                give_to_owner(folder / name)
             env.reader_check()  # slots of killed readers would hold old pages forever
             shared = Env(env)
         key = (folder, inode_of(folder))
@@ -107,13 +109,14 @@ def compact(folder: Path) -> None:
     try:
         for stale in (draft, gone, folder.with_name(OLD)):
             shutil.rmtree(stale, ignore_errors=True)
-        draft.mkdir(mode=0o700)
+        make_folder(draft)
         shared, key = open_env(folder, create=False)
         try:
             shared.env.copy(os.fsencode(draft), compact=True)
         finally:
             close_env(key)
         (draft / "data.mdb").chmod(0o600)
+        give_to_owner(draft / "data.mdb")
         sync_path(draft / "data.mdb")
         sync_path(draft)
         # The whole folder: with the old lock file a reader's table would speak of other pages.

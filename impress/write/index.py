@@ -19,6 +19,7 @@ from impress.errors import FormatError, StoreFailed
 from impress.spans.format import encode_extents, extents_of, split_index
 from impress.write.changes import Change, decode, encode
 from impress.write.env import check_whole, close_env, error_of, inode_of, open_dbs, open_env
+from tiers.files import make_folder
 
 #: Ids noted as given out at a time.
 IDS: Final = 1024
@@ -53,7 +54,7 @@ class Index:
         self._erased: set[int] = set()  # and still noted
         try:
             if create:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_folder(self._folder)
             self._shared, self._key = open_env(self._folder, create=create)
             self._env = self._shared.env
         except (lmdb.Error, OSError) as err:
