@@ -210,6 +210,33 @@ def test_inspect_shows_a_name_as_it_is(tmp_path):
     assert done.stdout.count("[/odd] [red]") == 2
 
 
+def test_a_model_is_purged_by_what_inspect_calls_it(tmp_path):
+    """An engine's namespace has no name: what inspect showed, text and JSON, purge refused."""
+    for seed in range(3):
+        namespace = bytes([seed]) * 32
+        with impress.PrefixStore.open(tmp_path / "s", GEOMETRY, namespace, CONFIG) as store:
+            put(store, PROMPT)
+    _, found = run_json("inspect", "--store", tmp_path / "s", "--prefix", prompt_file(tmp_path))
+    first, second, third = found["namespaces"]
+    assert {row["name"] for row in found["prefix"]["stored"]} == {
+        row["name"] for row in found["namespaces"]
+    }
+    shown = run("inspect", "--store", tmp_path / "s").stdout
+    purge = ("purge", "--store", tmp_path / "s", "--namespace")
+    assert first["name"] in shown and run(*purge, first["name"]).returncode == 0
+    assert run(*purge, second["namespace"][:12]).returncode == 0
+    assert third["root"][:12] in shown
+    assert_refused(run(*purge, third["root"][:12]), "is a root", f"--namespace '{third['name']}'")
+    assert_refused(run(*purge, first["name"]), "is not stored here")
+    _, left = run_json("inspect", "--store", tmp_path / "s")
+    assert left["namespaces"] == [third]
+
+
+def prompt_file(folder):
+    (folder / "prompt.json").write_text(json.dumps(PROMPT))
+    return folder / "prompt.json"
+
+
 def test_inspect_asks_a_running_process_for_its_counters(path):
     config = CONFIG.model_copy(update={"metrics_port": 0})
     with impress.PrefixStore.open(path, GEOMETRY, "a test", config) as store:

@@ -49,18 +49,13 @@ def table(*columns: str) -> Table:
     return made
 
 
-def called(row: dict[str, Any]) -> str:
-    """An engine derives its namespace from the model: a digest, without a name."""
-    return escape(row["name"]) or f"model {row['namespace'][:12]}"
-
-
 def _print_root(row: dict[str, Any], found: dict[str, Any]) -> None:
     whose = " (this model's)" if row["yours"] else ""
     verdict = "hit" if row["windows"] else "miss"
     say(
         f"\n[bold]{verdict}[/bold]: {row['windows']:,} of {found['windows']:,} windows, "
         f"{row['tokens']:,} tokens ({share(row['tokens'], found['tokens'])}), "
-        f"under {called(row)}{whose}"
+        f"under {escape(row['name'])}{whose}"
     )
     _print_stop(row["stop"], found["window"])
     if row["yours"] and not row["windows"] and len(found["found"]) > 1:
@@ -150,7 +145,7 @@ def _print_others(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
             else "another namespace"
         )
         say(
-            f"{what}, {called(row)} {row['root'][:12]}: {row['windows']:,} windows, "
+            f"{what}, {escape(row['name'])} {row['root'][:12]}: {row['windows']:,} windows, "
             f"{row['tokens']:,} tokens"
         )
     if len(some) > MOST_OTHERS:

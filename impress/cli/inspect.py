@@ -136,11 +136,6 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _called(row: dict[str, Any]) -> str:
-    """An engine derives its namespace from the model: a digest, without a name."""
-    return escape(row["name"]) or f"model {row['namespace'][:12]}"
-
-
 def _tiers(tiers: dict[str, Any], *, live: bool) -> Table:
     """Three rows, whatever is known: copies above the SSD belong to the process that serves."""
     table = _table("Tiers", "tier", ">used", ">free", ">total", ">full", ">chunks", ">important")
@@ -174,7 +169,7 @@ def _namespaces(rows: list[dict[str, Any]]) -> Table:
     table = _table("\nNamespaces", "root", "name", ">spans", ">tokens", ">on SSD")
     for row in rows:
         table.add_row(
-            row["root"][:12], _called(row), f"{row['spans']:,}", f"{row['tokens']:,}",
+            row["root"][:12], escape(row["name"]), f"{row['spans']:,}", f"{row['tokens']:,}",
             size(row["bytes"]),
         )  # fmt: skip
     return table
@@ -214,7 +209,7 @@ def _print_prefix(prefix: dict[str, Any]) -> None:
         out.print("nothing of it is stored")
     for row in prefix["stored"]:
         part = share(row["tokens"], prefix["tokens"])
-        out.print(f"{row['tokens']:,} tokens stored ({part}) under {_called(row)}, in")
+        out.print(f"{row['tokens']:,} tokens stored ({part}) under {escape(row['name'])}, in")
         for held in row["spans"]:
             first, last = held["first_window"], held["first_window"] + held["n_windows"] - 1
             out.print(f"  span {held['span']}: windows {first} to {last}")
@@ -222,7 +217,7 @@ def _print_prefix(prefix: dict[str, Any]) -> None:
 
 def _print_tree(found: dict[str, Any]) -> None:
     """One drawing per root; the rows come parents first."""
-    names = {row["root"]: _called(row) for row in found["namespaces"]}
+    names = {row["root"]: escape(row["name"]) for row in found["namespaces"]}
     drawn: dict[str, list[Tree]] = {}  # root -> the branch last drawn at each depth
     for row in found["tree"][:MOST_LINES]:
         root = row["root"]

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from impress.blockhash import Tokens, key_after, labels_of, namespace_digest, root_key
-from impress.cli.survey import known_of
+from impress.cli.survey import called, known_of
 from impress.config import Config
 from impress.quality.ledgers import decoded
 from impress.read.load import LEAST_SLICE, MOST_SLICE
@@ -50,7 +50,7 @@ def match_prompt(store: PrefixStore, tokens: Tokens, namespace: bytes | None) ->
     labels = labels_of(tokens, store.window)
     names = store.names()
     rows = [
-        _row(store, root, names.get(root.key, ""), labels, len(tokens))
+        _row(store, root, called(root.namespace, names.get(root.key, "")), labels, len(tokens))
         for root in _roots(store, namespace)
     ]
     rows.sort(key=lambda row: (not row["yours"], -row["windows"], -row["nearest_tokens"]))

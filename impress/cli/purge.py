@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from impress.blockhash import namespace_digest
 from impress.cli.options import Json, Store, print_json, store_dir
+from impress.cli.survey import called
 from impress.config import Config
 from impress.errors import BadInput
 from impress.spans.params import Params
@@ -25,7 +27,8 @@ def purge(
     namespace: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="A namespace as inspect shows it: its name or its first digits."
+            metavar="NAME",
+            help="A namespace as inspect shows it: its name, of a model's without one the digits.",
         ),
     ] = None,
     tenant: Annotated[
@@ -55,7 +58,7 @@ def purge(
 
     **Examples**
 
-    impress purge --namespace 3f9a52c1
+    impress purge --namespace "model 3f9a52c1d07b"
 
     impress purge --tenant acme --tenant-secret-file /etc/impress/tenant.key
 
@@ -135,10 +138,20 @@ def _digests(store: PrefixStore, shards: list[Shard], namespace: str | None) -> 
     named = namespace_digest(namespace)
     if named in there:
         return {named}
-    digits = namespace.lower()
-    found = {d for d in there if len(digits) >= _LEAST_HEX and d.hex().startswith(digits)}
+    digits = namespace.lower().removeprefix("model ")
+    if len(digits) < _LEAST_HEX:
+        return set()
+    found = {d for d in there if d.hex().startswith(digits)}
     if len(found) > 1:
         raise BadInput(
             f"purge: --namespace {namespace} names several namespaces (impress inspect lists them)"
         )
+    names = store.names()
+    for record in store.catalog.records() if not found else ():
+        if record.root.hex().startswith(digits):  # one tenant's part: not said by whose name
+            name = called(record.namespace, names.get(record.root, ""))
+            raise BadInput(
+                f"purge: {namespace} is a root, of the namespace {name!r}; that and all its "
+                f"tenants go with --namespace {shlex.quote(name)}"
+            )
     return found

@@ -58,6 +58,11 @@ def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def called(namespace: bytes, name: str) -> str:
+    """What a namespace is shown as: an engine derives its own from the model, without a name."""
+    return name or f"model {namespace.hex()[:12]}"
+
+
 def known_of(store: PrefixStore, span: int) -> tuple[float | None, float | None]:
     """(mean score of a span's chunks, share of its rows that mattered); None: nobody knows yet.
 
@@ -91,7 +96,8 @@ def _namespaces(store: PrefixStore) -> list[dict[str, Any]]:
     for record in store.catalog.records():
         new = {
             "root": record.root.hex(), "namespace": record.namespace.hex(),
-            "name": names.get(record.root, ""), "spans": 0, "tokens": 0, "bytes": 0,
+            "name": called(record.namespace, names.get(record.root, "")),
+            "spans": 0, "tokens": 0, "bytes": 0,
         }  # fmt: skip
         row = rows.setdefault(record.root, new)
         row["spans"] += 1
@@ -166,7 +172,8 @@ def stored_prefixes(store: PrefixStore, tokens: Tokens) -> list[dict[str, Any]]:
             at += h.count
         if held:
             found.append({
-                "root": root.hex(), "namespace": namespace.hex(), "name": names.get(root, ""),
+                "root": root.hex(), "namespace": namespace.hex(),
+                "name": called(namespace, names.get(root, "")),
                 "tokens": at * store.window, "spans": spans,
             })  # fmt: skip
     return sorted(found, key=lambda row: (-int(row["tokens"]), row["root"]))
