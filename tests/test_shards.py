@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import MIB, assert_serves, kv_of, prompt, put_prompt
+from console import run_json
 from test_isolation import everything_in, rows_of
 from typer.testing import CliRunner
 
 import impress
+import impress.upkeep.shares
 import impress.write.index
 import impress.write.reclaim
 from impress.cli.main import app
@@ -640,16 +642,28 @@ def test_inspect_shows_the_shards_in_use(pair: Pair) -> None:
     look(b)
     ready(b, prompt(512, 2))
     run = CliRunner().invoke
-    shown = run(app, ["inspect", "--store", str(a.path), "--json"])
-    assert shown.exit_code == 0, shown.output
-    main, one = json.loads(shown.stdout)["shards"]
-    assert (main["name"], main["windows"], main["readers"]) == ("main", 4, 2)  # b, and inspect
+    main, one = run_json("inspect", "--store", a.path)[1]["shards"]
+    assert (main["name"], main["windows"], main["readers"]) == ("main", 4, 1)  # b, not inspect
     assert (one["name"], one["windows"], one["writer"]) == ("1", 8, os.getpid())
     assert main["used"] == a.ssd.usage().used > 0
     assert "Shards" in run(app, ["inspect", "--store", str(a.path)]).stdout
     repacked = run(app, ["repack", "--store", str(a.path)])
     assert repacked.exit_code == 2 and repacked.stderr.count("is open for writing by") == 2
     assert repacked.stderr.count("stop that process, then repeat") == 2
+
+
+def test_a_lock_on_another_file_system_is_none_of_the_shards(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever had a file of the same inode number locked was shown as the store's writer."""
+    with open_store(geometry) as store:
+        ready(store, prompt(256, 1))
+    inode = (store.path / "shards/main/lock").stat().st_ino
+    locks = tmp_path / "locks"
+    locks.write_text(f"1: FLOCK  ADVISORY  WRITE 4242 ff:ffff:{inode} 0 EOF\n")
+    monkeypatch.setattr(impress.upkeep.shares, "LOCKS", locks)
+    shown = CliRunner().invoke(app, ["inspect", "--store", str(store.path), "--json"])
+    assert [shard["writer"] for shard in json.loads(shown.stdout)["shards"]] == [None]
 
 
 def test_inspect_counts_the_same_shards_beside_a_running_process(

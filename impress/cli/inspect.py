@@ -51,12 +51,12 @@ def inspect(
 ) -> None:  # fmt: skip
     """Show what a store holds: tiers, spans, namespaces, hottest prefixes.
 
-    Reads a snapshot of the indexes and no rows, needs no model and takes no lock: it works while
-    other processes write to the store, each its shard. The SSD tier is the directory; copies in HBM
-    and DRAM belong to the process that has the store open, so they are shown only with --metrics.
-    Leases of a running writer are counted here after it closes. "important" is the share of a
-    tier's rows that sparse requests chose, and a chunk's score its uses times that share, as last
-    saved; – where no request has told yet.
+    Reads a snapshot of the indexes and no rows, needs no model and holds up no writer: it works
+    while other processes write to the store, each its shard. The SSD tier is the directory; copies
+    in HBM and DRAM belong to the process that has the store open, so they are shown only with
+    --metrics. Leases of a running writer are counted here after it closes. "important" is the share
+    of a tier's rows that sparse requests chose, and a chunk's score its uses times that share, as
+    last saved; – where no request has told yet.
 
     **Exit status**
 

@@ -23,7 +23,7 @@ HOTTEST: Final = 5
 
 
 def open_for_reading(path: Path) -> tuple[PrefixStore, Identity]:
-    """A snapshot of any store, whatever model it is of. Takes no lock."""
+    """A snapshot of any store, whatever model it is of. Holds up no writer."""
     identity = read_identity(path)
     config = Config(window=identity.window, dram_bytes=0, io_threads=1, follow_every_s=0)
     try:

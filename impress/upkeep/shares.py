@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from impress.tree.merged import MergedCatalog
 from impress.write.directory import Shard, shards_of
 from tiers.files import numbered
+
+LOCKS: Final = Path("/proc/locks")
+_File = tuple[int, int, int]  # device's major and minor number, inode
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,34 +30,59 @@ class Share:
 
 def shares_of(path: Path, catalog: MergedCatalog) -> list[Share]:
     """Of every shard; `catalog`: all of them, as they stand."""
-    locks = locked_by()
+    locks = _locked_by()
     return [_share(shard, catalog, locks) for shard in shards_of(path)]
 
 
-def _share(shard: Shard, catalog: MergedCatalog, locks: dict[int, int]) -> Share:
+def _share(shard: Shard, catalog: MergedCatalog, locks: dict[_File, int]) -> Share:
     used = sum(extent.length for extent in catalog.extents(shard.spans)[0])
     views = catalog.views_of(shard.spans)
     total = sum(path.stat().st_size for path in numbered(shard.segments, ".seg"))
-    readers = sum(inode in locks for inode in map(_inode, shard.readers.glob("*")))
-    writer = locks.get(_inode(shard.path / "lock"))
+    device = _device(shard.path)
+    holders = (locks.get((*device, _inode(path))) for path in shard.readers.glob("*"))
+    readers = sum(holder not in (None, os.getpid()) for holder in holders)  # who asks is none
+    writer = locks.get((*device, _inode(shard.path / "lock")))
     return Share(shard.name, len(views), sum(views.values()), total, used, writer, readers)
 
 
-def locked_by() -> dict[int, int]:
-    """Inode -> the process that has a lock on it, as the kernel lists them; none where it does not.
+def _locked_by() -> dict[_File, int]:
+    """File -> the process that has a lock on it, as the kernel lists them; none where it does not.
 
     Trying the lock instead would keep it from whoever tries at that moment.
     """
-    found: dict[int, int] = {}
+    found: dict[_File, int] = {}
     try:
-        lines = Path("/proc/locks").read_text().splitlines()
+        lines = LOCKS.read_text().splitlines()
     except OSError:
         return found
     for line in lines:
         fields = line.split()
         if len(fields) > 5 and fields[1] == "FLOCK":
-            found[int(fields[5].rpartition(":")[2])] = int(fields[4])
+            major, minor, inode = fields[5].split(":")
+            found[int(major, 16), int(minor, 16), int(inode)] = int(fields[4])
     return found
+
+
+def _device(folder: Path) -> tuple[int, int]:
+    """(major, minor) of a folder's file system, as the kernel lists it with its locks.
+
+    That of its mount: where a file system holds several volumes (btrfs), st_dev is another.
+    """
+    stat = folder.stat()
+    fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+    try:
+        about = Path(f"/proc/self/fdinfo/{fd}").read_text().split()
+        mount = about[about.index("mnt_id:") + 1]
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            fields = line.split()
+            if fields[0] == mount:
+                major, minor = fields[2].split(":")
+                return int(major), int(minor)
+    except (OSError, ValueError):
+        pass  # no /proc: no locks are listed either
+    finally:
+        os.close(fd)
+    return os.major(stat.st_dev), os.minor(stat.st_dev)
 
 
 def _inode(path: Path) -> int:
