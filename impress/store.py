@@ -291,11 +291,11 @@ class PrefixStore:
         digests = {self.namespace} if namespaces is None else set(namespaces)
         if tenant is None:
             self._reading.params.forget(digests)
-            spans = self._home.leaving.purge(lambda record: record.namespace in digests)
+            spans = self._home.leaving.purge(lambda namespace, _: namespace in digests)
             self._reading.params.forget(digests)  # and a fit that began meanwhile
         else:
             roots = {root_key(d, self.geometry, self.window, tenant, self._secret) for d in digests}
-            spans = self._home.leaving.purge(lambda record: record.root in roots)
+            spans = self._home.leaving.purge(lambda _, root: root in roots)
         self._home.ssd.trim()
         return spans
 

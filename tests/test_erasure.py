@@ -163,6 +163,32 @@ def test_a_purge_reaches_stores_that_were_handed_over_before_it(
     store.check()
 
 
+def test_a_purge_reaches_a_store_that_waits_for_its_space(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A purge knew of a store only once it had its space: one that waited for it was served."""
+    store, hers, his = open_store(GEOMETRY, dram_bytes=0), prompt(256, 1), prompt(256, 2)
+    reserve = SsdTier.reserve
+
+    def purged_behind(ssd: SsdTier, n_bytes: int) -> Slot | None:
+        monkeypatch.undo()
+        assert store.purge("hers") == (0, 0)
+        return reserve(ssd, n_bytes)
+
+    for tokens, tenant in ((hers, "hers"), (his, "his")):
+        monkeypatch.setattr(SsdTier, "reserve", purged_behind)
+        stored = put_prompt(store, tokens, wait_s=60, tenant=tenant)
+        assert stored.wait(60) == (tenant == "his")
+        assert stored.refused == ("purged" if tenant == "hers" else "")
+    store.flush()
+    assert store.lookup(hers, tenant="hers") == 0
+    assert_serves(store, his, 256, tenant="his")
+    left = bytes_of(store.path)
+    assert row_of(hers) not in left and hers[:64].tobytes() not in left
+    assert put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)  # begun after it
+    store.check()
+
+
 @pytest.mark.parametrize("behind", [0, 128], ids=["of its own", "behind what is stored"])
 def test_a_store_under_way_is_purged_and_one_begun_after_it_is_new(
     open_store: Open, behind: int

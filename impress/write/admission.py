@@ -45,6 +45,8 @@ class Admission:
         self._counters = counters
         self._tables = tables
         self.fitter = fitter
+        # Begun and without a writer yet: by their root keys.
+        self._begun: dict[Stored, bytes] = {}
         # Space reserved, not yet READY or given back.
         self._drafts: dict[int, tuple[Draft, Stored]] = {}
         home.leaving.refuse = self._refuse
@@ -55,23 +57,32 @@ class Admission:
         """A writer for the windows of this prompt that are not stored; see PrefixStore.writer."""
         if not isinstance(start, int) or not 0 <= start <= len(tokens):
             raise BadInput(f"store: start {start!r} is not in 0..{len(tokens)}")
+        stored = Stored(len(labels) // (4 * self._window) * self._window, 0)
+        self._begun[stored] = root  # a purge may come while it waits for its space
+        try:
+            return self._begin(stored, root, labels, start, wait_s)
+        finally:
+            del self._begun[stored]
+
+    def _begin(
+        self, stored: Stored, root: bytes, labels: bytes, start: int, wait_s: float
+    ) -> Writer:
         held = self._home.catalog.hold(root, labels, count=False)  # ancestors stay until the commit
         first = sum(h.count for h in held)
-        n_windows = len(labels) // (4 * self._window)
-        if start > first * self._window:
-            self._home.release(held)
-            raise BadInput(
-                f"store: start {start} is beyond what is stored ({first * self._window} tokens)"
-            )
-        stored = Stored(n_windows * self._window, (n_windows - first) * self._window)
+        n_windows = stored.n_tokens // self._window
+        stored.n_new = (n_windows - first) * self._window
         draft = None
         try:
+            if start > first * self._window:
+                raise BadInput(
+                    f"store: start {start} is beyond what is stored ({first * self._window} tokens)"
+                )
             if n_windows > first:
                 found = self._draft(root, labels, first, n_windows - first, self._before(held))
                 if isinstance(found, Draft):
                     draft = found
                 else:
-                    stored.refused = found
+                    stored.refused = stored.refused or found
         except BaseException:
             self._home.release(held)
             raise
@@ -96,8 +107,11 @@ class Admission:
 
         What the committer is at this moment may be READY all the same.
         """
+        for stored, root in list(self._begun.items()):  # first: from there they go to the drafts
+            if wanted(self._namespace, root):
+                stored.refused = stored.refused or "purged"
         for draft, stored in list(self._drafts.values()):
-            if wanted(draft.record):
+            if wanted(draft.record.namespace, draft.record.root):
                 self._home.leaving.spoil([draft.record.span_id])
                 stored.refused = stored.refused or "purged"
 

@@ -27,8 +27,8 @@ log = logging.getLogger("impress")
 #: Longest wait for the committer: a disk that takes longer is stuck.
 COMMIT_TIMEOUT_S = 150.0
 
-#: Whether a span, or one in the making, is to be purged.
-Wanted = Callable[[SpanRecord], bool]
+#: Whether what is stored in a namespace under a root key is to be purged.
+Wanted = Callable[[bytes, bytes], bool]
 
 
 class Leaving:
@@ -107,12 +107,13 @@ class Leaving:
             raise ImpressError('store: opened with mode="r"')
         failed = self._counters["unerased_spans"]
         undeleted = self._catalog.retired_records(self.committer.undeleted)
-        late = [record.span_id for record in undeleted if wanted(record)]
+        late = [record.span_id for record in undeleted if wanted(record.namespace, record.root)]
         self.spoil(late)
         self.refuse(wanted)
         if not self.committer.barrier(COMMIT_TIMEOUT_S):  # what it was through with is in the tree
             raise StoreFailed(f"{self._path}: not purged: no commit within {COMMIT_TIMEOUT_S:g} s")
-        roots = {record.root for record in self._catalog.all_records() if wanted(record)}
+        known = {(record.namespace, record.root) for record in self._catalog.all_records()}
+        roots = {root for namespace, root in known if wanted(namespace, root)}
         gone = [span for root in roots for span in self._catalog.purge(root)]
         spans = late + gone
         self.spoil(gone)
