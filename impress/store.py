@@ -130,6 +130,7 @@ class PrefixStore:
         self._reading = Reading(
             geometry, config, home.ssd, self._copies, self._pool, self.buffers, self.counters,
             home.leaving.quarantine, home.history, home.save_history, params,
+            home.catalog.knows,
         )  # fmt: skip
         self._admission: Admission | None = None
         if home.committer is not None:

@@ -125,6 +125,39 @@ def test_a_copy_that_fails_takes_no_place(open_store: Open, policy: Policy) -> N
     assert in_tier(store) == (12 if isinstance(policy, Exact) else 4)
 
 
+def copied_bytes(store: impress.PrefixStore) -> int:
+    tiers = settled(store).stats()["tiers"]
+    return int(tiers["dram"]["used"] + tiers["hbm"]["used"])
+
+
+@pytest.mark.parametrize("how", ["purge", "evict"])
+@pytest.mark.parametrize("warm", [False, True], ids=["from home", "from dram"])
+@pytest.mark.parametrize("policy", [Exact(), Recency(keep=0.2)], ids=lambda policy: policy.name)
+def test_what_leaves_home_while_a_request_is_on_its_way_leaves_no_copy(
+    open_store: Open, policy: Policy, warm: bool, how: str
+) -> None:
+    """What follows a request came after its span was forgotten: of what was purged rows lay in
+    memory until the close."""
+    store = open_store(
+        GEOMETRY, read_gap_bytes=0, segment_bytes=4 * MIB, hbm_bytes=2 * MIB, hbm_device="cpu"
+    )
+    for tokens, tenant in ((prompt(N), ""), (prompt(64), "his")):
+        put_prompt(store, tokens, tenant=tenant).wait(60)
+    if warm:
+        ask(store, prompt(N), policy)
+    kept, lease = store.lease(prompt(64), tenant="his"), store.lease(prompt(N))
+    with kept, lease.session(policy) as session:  # the segment stays, evicted rows and all
+        for layer in range(2):
+            session.retrieve(layer, torch.zeros(4, 1, 64))
+        if how == "purge":
+            assert store.purge("") == (1, 1)
+        lease.release()
+        if how == "evict":
+            assert store.evict(1) > 0
+        assert copied_bytes(store) == 0
+    assert copied_bytes(store) == 0 and store.history.used_bytes == 0
+
+
 def budget(n_chunks: int) -> int:
     """DRAM of which n_chunks are left for chunks; the sixteenth of tables comes on top."""
     return -(-n_chunks * CHUNK * 16 // 15) + 4096

@@ -74,6 +74,8 @@ def _climb(load: Load, levels: Sequence[ChunkCache]) -> None:
                     _copy_up(load, part, first, where, upper, lower)
     except Exception:  # nobody waits for it, and the cache may forget
         log.exception("a promotion failed")
+    finally:
+        load.reading.forget_gone(part.span for part in load.parts)
 
 
 def places_of(load: Load, i: int) -> list[Ids]:

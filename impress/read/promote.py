@@ -64,6 +64,8 @@ def after(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked])
         fetch(reading, sources, looked, worths)
     except Exception:  # nobody waits for it, and the cache may forget
         log.exception("what follows a request failed")
+    finally:
+        reading.forget_gone(source.span for source in sources)
 
 
 def count(reading: Reading, looked: Sequence[Looked]) -> None:
@@ -225,6 +227,7 @@ def _fetch(
         if below is not None:
             below.drop_windows(source.span, layer, granted)
         cache.publish(entries)
+        reading.forget_gone([source.span])
     finally:
         for buffer in buffers:
             buffer.release()

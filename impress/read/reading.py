@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -39,6 +39,7 @@ class Reading:
     history: History
     save_history: Callable[[], None]  # asks the committer; nothing where none writes
     params: Params  # of fitted probe codecs
+    kept: Callable[[int], bool] = lambda _span: True  # span at home is somebody's
     flights: Flights = field(default_factory=Flights)
     #: Buffers that wait to be copied up: requests come first, and these would pile up behind them.
     waiting: Allowance = field(default_factory=lambda: Allowance(MOST_WAITING))
@@ -51,6 +52,17 @@ class Reading:
         except MediumError as err:
             self.counters.add(f"lost/{err.reason}")
             raise PrefixLost(err.reason, str(err)) from None
+
+    def forget_gone(self, spans: Iterable[int]) -> None:
+        """After copies or notes of these: where a span has left home, none stay.
+
+        What follows a request comes after its lease. Who takes a span out forgets it then, so that
+        one of the two sees what the other did.
+        """
+        for span in set(spans):
+            if not self.kept(span):
+                self.copies.drop_span(span)
+                self.history.forget(span)
 
     def rent(self, n_bytes: int) -> Buffer:
         """A buffer to read into, page-aligned; released by whoever used it last.
