@@ -13,6 +13,7 @@ cache with the other rows masked, and nothing of it is stored.
 
 from __future__ import annotations
 
+import atexit
 import os
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -50,9 +51,6 @@ from impress.policy import Policy
 from impress.read.shadow import SHADOW_ROWS
 from impress.store import PrefixStore
 from tiers.slots import BufferPool
-
-_STORE_WAIT_S = 30.0  # for write buffers, of one put
-_MAX_WAITING = 4  # requests whose caches may be held back for storing
 
 
 def attach(
@@ -126,13 +124,15 @@ class Engine:
         self._owns_store = owns_store
         self._store_new = store_new and store.writable
         self._weights = Weights(model)
-        self._storing = StoreQueue(store, limit=_MAX_WAITING, wait_s=_STORE_WAIT_S)
+        self._storing = StoreQueue(store)
         self._turn = turn_of(model)
         with self._turn.request():
             self._modes = Modes(model, store, policy)
         self._auditor = Auditor(model, store, self._turn)
         self._last: tuple[Request, Outcome] | None = None
         self._closed = False
+        if owns_store:  # a program that ends without close: the threads end themselves before it
+            atexit.register(store.close)
 
     @property
     def last_request(self) -> Request | None:
@@ -246,6 +246,7 @@ class Engine:
                 self.buffers.close()
             if self._owns_store:
                 self.store.close()
+                atexit.unregister(self.store.close)
 
     def __enter__(self) -> Engine:
         return self

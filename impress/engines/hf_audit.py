@@ -9,6 +9,7 @@ forward of its own ends at the next layer once a request has come, to whichever 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -122,7 +123,7 @@ def turn_of(model: Any) -> Turn:
 
 
 class Interrupted(Exception):
-    """A request came: the audit makes way."""
+    """A request came, or the program ends: the audit makes way."""
 
 
 class RawLogits:
@@ -205,6 +206,7 @@ class Auditor:
         self._watches: queue.Queue[Watch | None] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._is_ending = False
 
     def offer(self, watch: Watch) -> None:
         """Take a watch, or drop it at once when the line is full or closed. Never waits."""
@@ -215,6 +217,7 @@ class Auditor:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="impress-guard", daemon=True)
             self._thread.start()
+            atexit.register(self._end)
         try:
             self._watches.put_nowait(watch)
         except queue.Full:
@@ -225,8 +228,18 @@ class Auditor:
         """Wait until every watch offered has been weighed or dropped."""
         self._watches.join()
 
+    def _end(self) -> None:
+        """The program ends, and nobody closed the engine: drop what waits and end the thread.
+
+        One that is inside torch when the interpreter is gone aborts the process.
+        """
+        if self._thread is not None and self._thread.is_alive():  # it is not in a fork's child
+            self._is_ending = True
+            self.close()
+
     def close(self) -> None:
         """Weigh what is waiting and end the thread. Idempotent."""
+        atexit.unregister(self._end)
         self._is_closed = True
         if self._thread is not None:
             self._watches.put(None)
@@ -247,7 +260,9 @@ class Auditor:
 
     def _audit(self, watch: Watch) -> None:
         try:
-            weighed = weigh(watch, self._store.geometry.n_layers, self._turn.wait)
+            weighed = weigh(watch, self._store.geometry.n_layers, self._pause)
+        except Interrupted:
+            weighed = None
         except ImpressError as err:
             if not isinstance(err, PrefixLost):  # what a policy cannot do, say
                 log.warning("guard: no shadow under %s: %s", watch.policy.name, err)
@@ -260,10 +275,20 @@ class Auditor:
             return
         try:
             with self._turn.audit():
-                again = rerun(self._model, self._store, watch, self._turn.check)
+                again = rerun(self._model, self._store, watch, self._check)
         except (Interrupted, PrefixLost):
             return
         self._store.ledgers.note_rerun(watch.ledger, again)
+
+    def _pause(self) -> None:
+        if self._is_ending:
+            raise Interrupted
+        self._turn.wait()
+
+    def _check(self) -> None:
+        if self._is_ending:
+            raise Interrupted
+        self._turn.check()
 
 
 @torch.no_grad()

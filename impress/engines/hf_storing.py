@@ -6,11 +6,13 @@ generate() ── offer ──> | job | job | ... | ──> thread: writer, put 
 
 from __future__ import annotations
 
+import atexit
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,11 @@ import torch
 
 from impress.engines.hf_cache import RowsCache
 from impress.store import PrefixStore
+
+log = logging.getLogger("impress")
+
+_WAIT_S: Final = 30.0  # for write buffers, of one put
+_MOST_WAITING: Final = 4  # requests whose caches may be held back for storing
 
 
 @dataclass(slots=True)
@@ -44,7 +51,9 @@ class StoreQueue:
     Thread-safe. A job that fails leaves its error for `drain`; the ones behind it go on.
     """
 
-    def __init__(self, store: PrefixStore, *, limit: int, wait_s: float) -> None:
+    def __init__(
+        self, store: PrefixStore, *, limit: int = _MOST_WAITING, wait_s: float = _WAIT_S
+    ) -> None:
         """Room for `limit` jobs; a put waits at most `wait_s` for the store's write buffers."""
         self.n_skipped = 0
         self._store = store
@@ -69,6 +78,7 @@ class StoreQueue:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="impress-store", daemon=True)
             self._thread.start()
+            atexit.register(self._end)
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
@@ -83,8 +93,17 @@ class StoreQueue:
         if failed is not None:
             raise failed
 
+    def _end(self) -> None:
+        """The program ends, and nobody closed the engine: do it before the interpreter is gone."""
+        if self._thread is not None and self._thread.is_alive():  # it is not in a fork's child
+            try:
+                self.close()
+            except Exception as err:
+                log.error("what was generated is not stored: %s", err)
+
     def close(self) -> None:
         """Finish the jobs offered and end the thread. Idempotent; raises as `drain` does."""
+        atexit.unregister(self._end)
         self._is_closed = True
         if self._thread is not None:
             self._jobs.put(None)

@@ -1,0 +1,65 @@
+"""Transformers engines that nobody closes, and requests that are broken off: what they leave."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_engine_hf import CONFIG, prompts, tiny
+
+from impress.engines import hf
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_ENDS_WITHOUT_CLOSE = """
+import atexit, sys, threading
+sys.path.insert(0, sys.argv[2])
+from test_engine_guard import NoRates
+from test_engine_hf import CONFIG, prompts, tiny
+from impress.engines import hf, hf_audit
+from impress.policy import Quality
+
+def threads():  # called after the engine's own: that is registered later
+    print(sorted(t.name for t in threading.enumerate() if t.name.startswith("impress")))
+
+atexit.register(threads)
+config = CONFIG.model_copy(update={"mode": "auto", "guard_shadows": 1})
+engine = hf.attach(tiny(), sys.argv[1], Quality(), config=config)
+engine._modes.rates = NoRates()
+weighing, go = threading.Event(), threading.Event()
+engine.generate(prompts(200), max_new_tokens=1)
+engine.flush()
+
+def halted(watch, n_layers, pause):
+    weighing.set()
+    while True:
+        pause()
+
+hf_audit.weigh = halted
+store = engine._storing._store_rows
+engine._storing._store_rows = lambda job: go.wait(60) and store(job)
+for seed in (2, 3):
+    engine.generate(prompts(200, seed=seed), max_new_tokens=1)
+for _ in range(2):
+    engine.generate(prompts(200), max_new_tokens=1)
+assert weighing.wait(60)
+atexit.register(go.set)
+if sys.argv[3] == "gone":
+    del engine
+"""
+
+
+@pytest.mark.parametrize("engine", ["there", "gone"])
+def test_a_program_that_ends_without_close_stores_what_waits_and_ends_its_threads(tmp_path, engine):
+    """One that was inside torch when the interpreter went aborted the process: signal 6, and what
+    waited to be stored was lost."""
+    command = [sys.executable, "-c", _ENDS_WITHOUT_CLOSE, tmp_path, Path(__file__).parent, engine]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    assert "Traceback" not in done.stderr and "not stored" not in done.stderr
+    with hf.attach(tiny(), tmp_path, config=CONFIG) as again:
+        for seed in (1, 2, 3):
+            assert again.store.lookup(prompts(200, seed=seed)[0].numpy().astype(np.int32)) == 192
