@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -274,6 +276,30 @@ def test_a_slowdown_is_told_with_whole_turns_drawn() -> None:
     found, low, high = repack._slowdown({"held": alike, "during": slower}, 50)
     assert found == pytest.approx(1.0)
     assert 0.8 < low < 1 < high < 1.2
+
+
+def test_repacks_milliseconds_are_those_of_the_papers_disk() -> None:
+    """Its report said "divided by the dilation" of milliseconds that were not."""
+    done, served = threading.Event(), SimpleNamespace(ttft_s=0.5, map_s=0.05, map_cpu_s=0.01)
+    asked = iter(range(1000))
+
+    def serve(_asking: object) -> object:
+        if next(asked) == 12 + 2 * repack.TURN - 1:  # learnt, and a turn of either kind
+            done.set()
+        return served
+
+    def pass_of_the_repacker() -> object:
+        assert done.wait(60)
+        return SimpleNamespace(spans=(), moved=0, moved_bytes=0)
+
+    server = SimpleNamespace(serve=serve, settle=lambda: None)
+    data = SimpleNamespace(prefixes=[SimpleNamespace(tokens=())], n_bytes=1)
+    store = SimpleNamespace(repack=pass_of_the_repacker)
+    row = repack._phases(server, data, store, itertools.repeat((0, 0)), repack.TURN, 5.0)
+    assert row["dilation"] == 5.0
+    assert {row[f"p50_ms_{name}"] for name in ("held", "during", "after")} == {100.0}
+    assert row["map_share_of_ttft"] == pytest.approx(0.1)
+    assert repack.figures([row], None)[0]["repack_p99_slowdown"] == 0.0
 
 
 def test_the_repacker_is_held_before_its_next_slice() -> None:
