@@ -91,7 +91,9 @@ class Counters:
             return {"count": total, "sum_ms": self._latency_sum_ms, "le_ms": cumulative}
 
 
-def serve_metrics(stats: Callable[[], dict[str, Any]], port: int | None) -> tuple[Any, int | None]:
+def serve_metrics(
+    stats: Callable[[], dict[str, Any]], uuid: bytes, port: int | None
+) -> tuple[Any, int | None]:
     """Serve Prometheus text on 127.0.0.1; (something with .shutdown(), the port bound).
 
     None: no port, no server. Raises StoreFailed where the port is not to be had.
@@ -101,7 +103,7 @@ def serve_metrics(stats: Callable[[], dict[str, Any]], port: int | None) -> tupl
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    registry.register(_Collector(stats))
+    registry.register(_Collector(stats, uuid))
     try:
         server, _thread = start_http_server(port, addr="127.0.0.1", registry=registry)
     except OSError as err:
@@ -112,11 +114,20 @@ def serve_metrics(stats: Callable[[], dict[str, Any]], port: int | None) -> tupl
 class _Collector:
     """Turns one stats() dictionary into metric families at each scrape."""
 
-    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, stats: Callable[[], dict[str, Any]], uuid: bytes) -> None:
         self._stats = stats
+        self._uuid = uuid
 
     def describe(self) -> list[Any]:
         return []
+
+    def identity(self) -> Iterator[Any]:
+        """Which store this is: two servers of a machine differ by no more than their port."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        made = GaugeMetricFamily("impress_store_info", "the store's identity", labels=["uuid"])
+        made.add_metric([self._uuid.hex()], 1)
+        yield made
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import (
@@ -126,6 +137,7 @@ class _Collector:
         )
 
         stats = self._stats()
+        yield from self.identity()
         for name, help_text, key, label in _COUNTERS:
             value = stats[key]
             counter = CounterMetricFamily(name, help_text, labels=[label] if label else None)

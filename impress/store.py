@@ -142,7 +142,8 @@ class PrefixStore:
                 self.counters, self._tables, fitter,
             )  # fmt: skip
         home.tidy()
-        self._metrics, self.metrics_port = serve_metrics(self.stats, config.metrics_port)
+        uuid, port = self._identity.uuid, config.metrics_port
+        self._metrics, self.metrics_port = serve_metrics(self.stats, uuid, port)
         self._repacker: Repacker | None = None
         if self.writable:  # last: it starts to work
             busy = partial(bool, self._leases)  # a request is between its lease and its first token

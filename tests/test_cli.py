@@ -32,6 +32,7 @@ from console import (
 )
 
 import impress
+import impress.stats
 from impress.usage.history import Note
 from impress.write.directory import Shard
 
@@ -249,6 +250,26 @@ def test_inspect_asks_a_running_process_for_its_counters(path):
     assert found["tiers"]["dram"]["total"] > 0
     assert "hit tokens" in shown and "not_stored 1" in shown
     assert_refused(run("inspect", "--store", path, "--metrics", port), str(port))
+
+
+def test_the_metrics_of_another_store_are_refused(path, tmp_path):
+    """Two servers on a machine, the wrong port: one store's tiers were shown with the other's."""
+    other = tmp_path / "other"
+    config = CONFIG.model_copy(update={"metrics_port": 0})
+    with impress.PrefixStore.open(other, GEOMETRY, "a test", config) as store:
+        put(store, PROMPT)
+        port = store.metrics_port
+        assert run("inspect", "--store", other, "--metrics", port).returncode == 0
+        assert_refused(run("inspect", "--store", path, "--metrics", port), str(port), "another")
+
+
+def test_a_server_that_does_not_say_which_store_it_serves_is_believed(path, monkeypatch):
+    """One started before it said so."""
+    monkeypatch.setattr(impress.stats._Collector, "identity", lambda self: iter(()))
+    config = CONFIG.model_copy(update={"metrics_port": 0})
+    with impress.PrefixStore.open(path, GEOMETRY, "a test", config) as store:
+        done, found = run_json("inspect", "--store", path, "--metrics", store.metrics_port)
+    assert done.returncode == 0 and found["live"]["hits"] == 0
 
 
 def test_a_port_that_speaks_another_protocol_is_one_line_and_2(path):

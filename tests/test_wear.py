@@ -707,12 +707,14 @@ def test_what_a_failed_sync_may_have_lost_is_never_ready(
 
 def test_a_gauge_says_so(open_store: Open, geometry: impress.Geometry) -> None:
     from impress.cli.live import live_counters
+    from impress.write.directory import read_identity
 
     store = open_store(geometry, metrics_port=0, daily_write_bytes=MIB)
     assert store.metrics_port is not None
-    assert live_counters(store.metrics_port)["ssd_read_only"] == 0
+    uuid = read_identity(store.path).uuid
+    assert live_counters(store.metrics_port, uuid)["ssd_read_only"] == 0
     store._home.health.trouble("it broke")
-    assert live_counters(store.metrics_port)["ssd_read_only"] == 1
+    assert live_counters(store.metrics_port, uuid)["ssd_read_only"] == 1
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def inspect(
         if tree:
             found["tree"] = tree_of(opened)
     if metrics is not None:
-        found["live"] = live_counters(metrics)
+        found["live"] = live_counters(metrics, identity.uuid)
         _take_live_tiers(found)
     if as_json:
         print_json(found)

@@ -7,7 +7,7 @@ from typing import Any, Final
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
-from impress.errors import StoreFailed
+from impress.errors import StoreFailed, StoreMismatch
 
 _TIMEOUT_S: Final = 5.0
 #: Counter families, and what `store.stats()` calls them.
@@ -21,10 +21,11 @@ _GAUGES: Final = (
 )  # fmt: skip
 
 
-def live_counters(port: int) -> dict[str, Any]:
+def live_counters(port: int, uuid: bytes) -> dict[str, Any]:
     """Counters, occupancy by tier and mean layer load of the process serving 127.0.0.1:port.
 
-    Raises StoreFailed when nothing answers there, or something that is no store.
+    Raises StoreFailed when nothing answers there, or something that is no store, StoreMismatch when
+    it says that it serves another than that of `uuid`.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -43,6 +44,11 @@ def live_counters(port: int) -> dict[str, Any]:
             tiers.setdefault(sample.labels["tier"], {})[state] = value
         elif name.startswith("layer_load_seconds_") and not sample.labels:
             load[name.rpartition("_")[2]] = sample.value
+        elif name == "store_info" and sample.labels["uuid"] != uuid.hex():
+            raise StoreMismatch(
+                f"port {port}: another store is served there, of uuid {sample.labels['uuid']}; "
+                "name the Config(metrics_port=...) of a process that serves this one"
+            )
         elif name in found:
             label = next(iter(sample.labels.values()), "")
             found[name][label] = sample.value if name == "oldest_lease_s" else int(sample.value)
