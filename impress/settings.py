@@ -1,13 +1,34 @@
-"""Which settings go with these rows and here: asked before an open touches its directory."""
+"""Which arguments and settings go here, with these rows: asked before an open touches anything."""
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 from impress.cache.copies import check_budgets
 from impress.config import Config, tenant_secret
-from impress.errors import ConfigError, ImpressError
+from impress.errors import BadInput, ConfigError, ImpressError
 from impress.selection.probes import codec_of
 from impress.types import Geometry
 from tiers.engines import engine_named
+
+
+def check_types(path: Any, geometry: Any, config: Any) -> None:
+    """Raises BadInput where `PrefixStore.open` was given something else than it takes."""
+    if not isinstance(path, str | os.PathLike):
+        raise BadInput(f"path: want a directory, str or os.PathLike, got {type(path).__name__}")
+    if not isinstance(geometry, Geometry):
+        raise BadInput(f"geometry: want impress.Geometry, got {type(geometry).__name__}")
+    check_config(config)
+
+
+def check_config(config: Any) -> None:
+    """Raises BadInput where it is neither a Config nor None."""
+    if config is not None and not isinstance(config, Config):
+        raise BadInput(
+            "config: want impress.Config (Config(dram_bytes=...), or Config.load(path) of a file), "
+            f"got {type(config).__name__}"
+        )
 
 
 def check_settings(config: Config, geometry: Geometry) -> None:

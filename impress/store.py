@@ -23,7 +23,7 @@ from impress.read.session import Lease
 from impress.read.sparse import session_of
 from impress.repacking.repack import Repacker, RepackReport
 from impress.selection.probes import codec_of
-from impress.settings import check_settings
+from impress.settings import check_settings, check_types
 from impress.spans.params import Params
 from impress.spans.rows import check_layers
 from impress.spans.tables import TableCache
@@ -92,6 +92,7 @@ class PrefixStore:
         """
         if mode not in ("rw", "r"):
             raise BadInput(f'open: mode must be "rw" or "r", got {mode!r}')
+        check_types(path, geometry, config)
         config, where = config or Config(), Path(path)
         try:
             check_settings(config, geometry)  # before anything is made of an empty directory

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,27 @@ def test_tokens_that_are_none(
         with pytest.raises(impress.BadInput, match=said):
             call(tokens)
     assert store.stats()["tiers"]["ssd"]["used"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"config": {"dram_bytes": 1}}, r"config: want impress.Config .*Config.load.*, got dict"),
+        ({"config": {}}, r"config: .*got dict"),
+        ({"config": "impress.toml"}, r"config: .*got str"),
+        ({"geometry": {"n_layers": 2}}, r"geometry: want impress.Geometry, got dict"),
+        ({"path": 3}, r"path: want a directory.*got int"),
+        ({"path": b"store"}, r"path: want a directory.*got bytes"),
+    ],
+)
+def test_arguments_of_another_type_are_one_line(
+    tmp_path: Path, geometry: impress.Geometry, changed: dict[str, Any], said: str
+) -> None:
+    """Each was the AttributeError or TypeError of whatever looked at it first."""
+    given = {"path": tmp_path / "s", "geometry": geometry, "namespace": "t", **changed}
+    with pytest.raises(impress.BadInput, match=f"^{said}$"):
+        impress.PrefixStore.open(**given)
+    assert not (tmp_path / "s").exists()
 
 
 def test_shapes_and_dtypes_are_checked_before_anything_is_written(

@@ -93,6 +93,21 @@ def assert_same_bits(mine, theirs):
         assert (a - b).abs().max().item() == 0.0, f"step {step}"
 
 
+def test_attach_says_what_it_wants_of_arguments_of_another_type(tmp_path):
+    """A model's name, a setting in a dict: the AttributeError of whatever looked at it first."""
+    model, path = tiny(), tmp_path / "s"
+    for given, config, said in (
+        ("gpt2", None, "model: want a Transformers model .*from_pretrained.*got str"),
+        (torch.nn.Linear(1, 1), None, "model: .*got Linear"),
+        (model, {"dram_bytes": 1}, "config: want impress.Config .*got dict"),
+    ):
+        with pytest.raises(impress.BadInput, match=f"^{said}$"):
+            hf.attach(given, path, config=config)
+    with pytest.raises(impress.BadInput, match=r"^path: want a directory.*got int$"):
+        hf.attach(model, 3)
+    assert not path.exists()
+
+
 # --- exactness ------------------------------------------------------------------------------------
 
 MODELS = [

@@ -72,6 +72,7 @@ def attach(
     stored with them: the attention of the prompt's last rows (hf_observed). `virtual` keeps rows in
     contiguous virtual buffers (buffers.py), where the machine gives them; answers are the same.
     """
+    hf_models.check_types(model, config)
     with turn_of(model).request():  # while another engine's runs, its attention is not its own
         hf_models.check_model(model)
     geometry = hf_models.geometry_of(model.config, model.dtype)

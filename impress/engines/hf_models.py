@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from impress.engines.hf_modules import check_eval, foreign_code, modules_of
 from impress.errors import BadInput, Unsupported
+from impress.settings import check_config
 from impress.types import Geometry
 
 FAMILIES = ("opt", "llama", "qwen2", "qwen3", "mistral")
@@ -80,6 +81,16 @@ def geometry_of(config: Any, dtype: Any) -> Geometry:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
         dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def check_types(model: Any, config: Any) -> None:
+    """Raises BadInput where `attach` was given something else than it takes."""
+    if not isinstance(model, torch.nn.Module) or getattr(model, "config", None) is None:
+        raise BadInput(
+            "model: want a Transformers model (AutoModelForCausalLM.from_pretrained(name)), "
+            f"got {type(model).__name__}"
+        )
+    check_config(config)
 
 
 def check_model(model: Any) -> None:
