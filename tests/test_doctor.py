@@ -29,7 +29,8 @@ def test_every_engine_is_named_with_a_rate_or_a_reason(
     assert [engine["name"] for engine in found["engines"]] == list(ENGINES)
     for engine in found["engines"]:
         assert engine["why_not"] == why_not(engine["name"])
-        assert (engine["random_gbps"] > 0) == (engine["why_not"] == "")
+        assert (engine["random_gbps"] is None) == (engine["why_not"] != "")
+        assert engine["random_gbps"] is None or engine["random_gbps"] > 0
     assert found["folder"] == str(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -93,6 +94,10 @@ def test_without_measuring_nothing_is_written(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["doctor", "--store", str(tmp_path / "s"), "--no-measure"])
     assert done.exit_code == 0 and "auto takes it" in done.stdout
     assert "preadv" in done.stdout and list(tmp_path.iterdir()) == []
+    asked = ["doctor", "--store", str(tmp_path / "s"), "--no-measure", "--json"]
+    for engine in json.loads(CliRunner().invoke(app, asked).stdout)["engines"]:
+        measured = {key: value for key, value in engine.items() if key not in ("name", "why_not")}
+        assert len(measured) == 4 and set(measured.values()) == {None}  # not buffered, at 0 GB/s
 
 
 def test_an_engine_that_does_not_go_is_one_line_at_open(

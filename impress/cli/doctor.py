@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from impress.cli.options import Json, Store, print_json, store_dir
-from impress.terminal import err, out, size
+from impress.terminal import err, number, out, size
 from impress.upkeep.doctor import Finding, examine, machine
 from tiers.engines import ENGINES
 
@@ -89,10 +89,8 @@ def _print(
             table.add_column(column, justify="right")
     table.add_column("", overflow="fold")
     for finding in findings:
-        cells = ["–"] * 3 if finding.why_not else [
-            f"{finding.random_gbps:.2f}", f"{finding.sequential_gbps:.2f}",
-            f"{finding.cpu_s_per_gb:.2f}",
-        ]  # fmt: skip
+        rates = (finding.random_gbps, finding.sequential_gbps, finding.cpu_s_per_gb)
+        cells = [number(rate, ".2f") for rate in rates]
         table.add_row(
             finding.name, *(cells if measured else []), escape(_note(finding, facts, measured))
         )

@@ -38,17 +38,17 @@ _TIMEOUT_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One engine. Rates are of verified reads past the page cache where `direct`; 0: not measured.
+    """One engine. Rates are of verified reads past the page cache where `direct`.
 
-    GB/s, and CPU seconds (of the whole process) per GB.
+    GB/s, and CPU seconds (of the whole process) per GB. None: not measured.
     """
 
     name: str
     why_not: str  # "" when it goes here
-    direct: bool = False
-    random_gbps: float = 0.0
-    sequential_gbps: float = 0.0
-    cpu_s_per_gb: float = 0.0
+    direct: bool | None = None
+    random_gbps: float | None = None
+    sequential_gbps: float | None = None
+    cpu_s_per_gb: float | None = None
 
 
 def machine(folder: Path) -> dict[str, str | int]:
