@@ -8,9 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_engine_guard import Liar, filled
 from test_engine_hf import CONFIG, prompts, tiny
 
 from impress.engines import hf
+from impress.engines.choice import Rates
+from impress.engines.hf_mode import Modes
+from impress.store import PrefixStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,3 +67,38 @@ def test_a_program_that_ends_without_close_stores_what_waits_and_ends_its_thread
     with hf.attach(tiny(), tmp_path, config=CONFIG) as again:
         for seed in (1, 2, 3):
             assert again.store.lookup(prompts(200, seed=seed)[0].numpy().astype(np.int32)) == 192
+
+
+BROKEN_OFF = [
+    (Rates, "choose", "exact"),  # before the prefix is read
+    (Rates, "choose", "sparse"),
+    (Modes, "learn", "exact"),  # behind the answer
+    (Modes, "learn", "sparse"),
+    (Modes, "learn", "miss"),
+    (PrefixStore, "admitted", "exact"),  # before anything is handed on
+    (PrefixStore, "admitted", "miss"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "kind"), BROKEN_OFF)
+def test_a_request_broken_off_beside_its_run_gives_back_prefix_and_memory(
+    tmp_path, monkeypatch, owner, name, kind
+):
+    """Ctrl-C there left its lease, what that pinned and its rows until the engine was closed."""
+
+    def broken(*_args, **_options):
+        raise KeyboardInterrupt
+
+    ids = prompts(200, seed=2 if kind == "miss" else 1)
+    with filled(tiny(), tmp_path, Liar(), guard_shadows=1) as engine:
+        if kind == "sparse":  # a clean shadow earns that
+            engine.generate(ids, max_new_tokens=1)
+            engine.flush()
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(owner, name, broken)
+            engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        assert engine.store.stats()["leases"] == 0
+        assert engine.store.buffers.used_bytes == 0
+        engine.generate(ids, max_new_tokens=1)
+        assert engine.last_request.mode == ("recompute" if kind == "miss" else kind)

@@ -43,7 +43,7 @@ from impress.engines.hf_observed import OBSERVED_ROWS, Observed, observing
 from impress.engines.hf_output import FirstLogits, PromptOnce
 from impress.engines.hf_prefix import StoredPrefix, end_reads, find_prefix
 from impress.engines.hf_request import Request, totals
-from impress.engines.hf_storing import Job, Outcome, StoreQueue, whole_windows
+from impress.engines.hf_storing import Outcome, StoreQueue
 from impress.engines.hf_weights import Weights
 from impress.errors import BadInput, ImpressError, PrefixLost, StoreMismatch
 from impress.namespace import namespace_of
@@ -185,37 +185,45 @@ class Engine:
         lost = ""
         prefix = watch = None
         way = self._modes.way(prompt, None, asked)
-        try:
-            prefix = find_prefix(self.store, prompt.rows)
-            way = self._modes.way(prompt, prefix, asked)
-            if prefix is not None and way.choice.mode == "recompute":
-                prefix.close()
-                prefix = None
-            watch = watch_of(way, prefix, prompt)
-            result, cache = self._run(prompt, prefix, way.reads_by, once, first, watch)
-        except PrefixLost as err:
-            lost, prefix, watch = err.reason, None, None
-            choice = Choice("recompute", f"recompute: the prefix was lost ({lost})")
-            way = replace(way, choice=choice)
-            result, cache = self._run(prompt, None, EXACT, once, first, None)
-        sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        hit = prefix.n_tokens if prefix is not None else 0
-        request = Request(
-            n_tokens=prompt.n_tokens,
-            hit_tokens=hit,
-            n_new=int(sequences.shape[1]) - prompt.n_tokens,
-            mode=way.choice.mode,
-            ttft_ms=first.ttft_ms,
-            lost=lost,
-            policy=way.policy.name,
-            why=way.choice.why,
-            guard=way.guard,
-            memory=self.buffers.said if self.buffers is not None else "pooled",
-            **totals(prefix.reports() if prefix is not None else [], self.store.geometry),
-        )
-        if not lost:  # one that was lost ran twice
-            self._modes.learn(request, way, len(prompt.rows), first.turn_ms)
-        self._last = request, self._store(prompt, sequences, cache, hit, watch)
+        with ExitStack() as undo:  # what is given back unless it is handed on
+            try:
+                prefix = find_prefix(self.store, prompt.rows)
+                if prefix is not None:
+                    undo.callback(prefix.close)
+                way = self._modes.way(prompt, prefix, asked)
+                if prefix is not None and way.choice.mode == "recompute":
+                    prefix.close()
+                    prefix = None
+                watch = watch_of(way, prefix, prompt)
+                if watch is not None:
+                    undo.callback(watch.drop)
+                result, cache = self._run(prompt, prefix, way.reads_by, once, first, watch)
+            except PrefixLost as err:
+                undo.close()
+                lost, prefix, watch = err.reason, None, None
+                choice = Choice("recompute", f"recompute: the prefix was lost ({lost})")
+                way = replace(way, choice=choice)
+                result, cache = self._run(prompt, None, EXACT, once, first, None)
+            if cache is not None:
+                undo.callback(cache.release)
+            sequences = result if isinstance(result, torch.Tensor) else result.sequences
+            hit = prefix.n_tokens if prefix is not None else 0
+            request = Request(
+                n_tokens=prompt.n_tokens,
+                hit_tokens=hit,
+                n_new=int(sequences.shape[1]) - prompt.n_tokens,
+                mode=way.choice.mode,
+                ttft_ms=first.ttft_ms,
+                lost=lost,
+                policy=way.policy.name,
+                why=way.choice.why,
+                guard=way.guard,
+                memory=self.buffers.said if self.buffers is not None else "pooled",
+                **totals(prefix.reports() if prefix is not None else [], self.store.geometry),
+            )
+            if not lost:  # one that was lost ran twice
+                self._modes.learn(request, way, len(prompt.rows), first.turn_ms)
+            self._last = request, self._store(prompt, sequences, cache, hit, watch, undo)
         return result
 
     def flush(self) -> None:
@@ -266,14 +274,11 @@ class Engine:
     ) -> tuple[Any, RowsCache | None]:
         """One pass of model.generate(), and the rows it made unless they are never to be stored.
 
-        On any error the prefix, the memory and what `watch` holds are given back.
+        Closes the prefix. On any error the memory is given back.
         """
         if once is not None:
             once.begin()
-        made: tuple[Any, RowsCache | None]
-        with ExitStack() as undo, ExitStack() as pins:
-            if watch is not None:
-                undo.callback(watch.drop)
+        with ExitStack() as pins:
             if prefix is not None:
                 pins.callback(prefix.close)
                 self._weights.check()  # what is stored is this model's
@@ -281,11 +286,8 @@ class Engine:
             if prefix is not None and chooses(policy):
                 raw = watch.raw if watch is not None else None
                 with nullcontext() if raw is None else raw.heard(self.model):
-                    made = self._run_sparse(prompt, prefix, once, first), None
-            else:
-                made = self._run_dense(prompt, prefix, once, first, watched=watch is not None)
-            undo.pop_all()
-        return made
+                    return self._run_sparse(prompt, prefix, once, first), None
+            return self._run_dense(prompt, prefix, once, first, watched=watch is not None)
 
     def _run_dense(
         self,
@@ -370,30 +372,29 @@ class Engine:
 
     def _store(
         self, prompt: Prompt, sequences: torch.Tensor, cache: RowsCache | None, hit: int,
-        watch: Watch | None,
+        watch: Watch | None, undo: ExitStack,
     ) -> Outcome:  # fmt: skip
         """Hand the whole windows that are new to the storing thread, the request to the auditor.
 
-        The cache is freed when both have done with it.
+        The cache is freed when both have done with it, no longer by `undo`.
         """
-        release = cache.release if cache is not None else None
+        job = None
+        if cache is not None:
+            ends = hf_models.setting(self.model, prompt.options, "eos_token_id")
+            job = self._storing.job(cache, sequences, prompt.n_tokens, ends)
         if watch is not None:
-            if cache is not None:
-                watch.cache = cache
+            watch.cache, watch.sequences = cache, sequences
+            if cache is not None and job is not None:
                 watch.release = release = Shared(2, cache.release)
-            watch.sequences = sequences
+                job = replace(job, release=release)
+        undo.pop_all()
+        if watch is not None:
             self._auditor.offer(watch)
-        if cache is None or release is None:
+        if job is None:
             return Outcome(refused="rows computed on a part of the prefix are never stored")
-        n_held = cache.length
-        outcome = Outcome()
-        ends = hf_models.setting(self.model, prompt.options, "eos_token_id")
-        rows = whole_windows(sequences[:, :n_held], prompt.n_tokens, self.store.window, ends)
-        rows = self._storing.admitted(rows)
-        if n_held != sequences.shape[1] - 1:  # virtual tokens of a prompt-tuned model, say
-            outcome.refused = f"the cache holds {n_held} rows for {sequences.shape[1]} tokens"
-        if outcome.refused or not self._store_new or all(len(row) <= hit for row in rows):
-            release()
-            return outcome
-        self._storing.offer(Job(cache, rows, release, outcome))
-        return outcome
+        is_new = any(len(row) > hit for row in job.tokens)
+        if is_new and self._store_new and not job.outcome.refused:
+            self._storing.offer(job)
+        else:
+            job.release()
+        return job.outcome

@@ -63,11 +63,17 @@ class StoreQueue:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def admitted(
-        self, rows: tuple[npt.NDArray[np.int32], ...]
-    ) -> tuple[npt.NDArray[np.int32], ...]:
-        """Of each batch row's whole windows, those to be stored by `Config.admit`; notes a use."""
-        return tuple(row[: self._store.admitted(row)] if len(row) else row for row in rows)
+    def job(self, cache: RowsCache, sequences: torch.Tensor, n_prompt: int, ends: Any) -> Job:
+        """What there is to store of a request: whole windows, those that `Config.admit` lets in.
+
+        Effects: notes a use of each. `ends`: see `whole_windows`.
+        """
+        n_held, outcome = cache.length, Outcome()
+        rows = whole_windows(sequences[:, :n_held], n_prompt, self._store.window, ends)
+        rows = tuple(row[: self._store.admitted(row)] if len(row) else row for row in rows)
+        if n_held != sequences.shape[1] - 1:  # virtual tokens of a prompt-tuned model, say
+            outcome.refused = f"the cache holds {n_held} rows for {sequences.shape[1]} tokens"
+        return Job(cache, rows, cache.release, outcome)
 
     def offer(self, job: Job) -> None:
         """Take a job, or skip it at once when the line is full or closed. Never waits."""
