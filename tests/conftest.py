@@ -147,3 +147,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing compiled before: at its limit torch would leave a forward as it is."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

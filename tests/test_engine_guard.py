@@ -240,6 +240,37 @@ def test_some_shadows_are_run_again_exactly(tmp_path, monkeypatch):
     assert flips > 0
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_models_answers_are_run_again_too(tmp_path, monkeypatch, caplog):
+    """torch.compile's wrapper hands generate on, so a hook of its own heard nothing: each rerun was
+    a traceback, and its shadow was counted as one that was dropped, too."""
+    monkeypatch.setattr(guard, "RERUN_EVERY", 1)
+    counts = []
+    for model in (model_of("llama"), torch.compile(model_of("llama"), backend="eager")):
+        with filled(model, tmp_path / str(len(counts)), Liar(), guard_shadows=1) as engine:
+            ask(engine)
+            assert ask(engine, n_new=4)[1].mode == "sparse"
+            ledger = ledger_of(engine)
+            counts.append([ledger[name] for name in ("shadows", "dropped", "reruns", "compared")])
+    assert counts == [[2, 0, 1, 4]] * 2 and not caplog.records
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_an_answer_that_cannot_be_run_again_stays_one_shadow(tmp_path, monkeypatch, heard):
+    def fails(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(guard, "RERUN_EVERY", 1)
+    monkeypatch.setattr(hf_audit, "rerun", fails)
+    if not heard:
+        monkeypatch.setattr(hf_audit.RawLogits, "_note", lambda *_: None)
+    with filled(model_of("llama"), tmp_path, Liar(), guard_shadows=1) as engine:
+        ask(engine)
+        assert ask(engine)[1].mode == "sparse"
+        ledger = ledger_of(engine)
+    assert (ledger["shadows"], ledger["dropped"], ledger["reruns"]) == (2, 0, 0)
+
+
 def test_what_is_run_again_makes_way_for_a_request(tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "RERUN_EVERY", 1)
     with filled(model_of("llama"), tmp_path, Liar(), guard_shadows=1) as engine:

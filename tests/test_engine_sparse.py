@@ -169,14 +169,6 @@ def the_attention(model):
         layer.self_attn.compile(backend="eager")
 
 
-@pytest.fixture
-def fresh_dynamo():
-    """Nothing compiled before: at its limit torch would leave a forward as it is."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("compiled", "policy"),

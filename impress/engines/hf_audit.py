@@ -25,6 +25,7 @@ import torch
 from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_mode import Way
 from impress.engines.hf_models import Prompt
+from impress.engines.hf_modules import bare
 from impress.engines.hf_prefix import StoredPrefix, end_reads
 from impress.errors import ImpressError, PrefixLost
 from impress.policy import Exact, Policy
@@ -135,7 +136,7 @@ class RawLogits:
 
     @contextmanager
     def heard(self, model: Any) -> Iterator[None]:
-        hook = model.register_forward_hook(self._note)
+        hook = bare(model).register_forward_hook(self._note)
         try:
             yield
         finally:
@@ -200,7 +201,7 @@ class Auditor:
     """Weighs watches in the order offered, in one thread started by the first of them."""
 
     def __init__(self, model: Any, store: PrefixStore, turn: Turn) -> None:
-        self._model = model
+        self._model = bare(model)
         self._store = store
         self._turn = turn
         self._watches: queue.Queue[Watch | None] = queue.Queue(_MOST_WAITING)
@@ -271,12 +272,15 @@ class Auditor:
             self._store.ledgers.dropped(watch.ledger)
             return
         self._store.ledgers.note(watch.ledger, weighed)
-        if watch.raw is None:
+        if watch.raw is None or watch.raw.first is None:  # nothing was heard of its answer
             return
         try:
             with self._turn.audit():
                 again = rerun(self._model, self._store, watch, self._check)
         except (Interrupted, PrefixLost):
+            return
+        except Exception:  # the shadow itself has been noted
+            log.exception("guard: a request could not be run again")
             return
         self._store.ledgers.note_rerun(watch.ledger, again)
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from torch.nn.modules import module as every
+from transformers import PreTrainedModel
 
 from impress.errors import Unsupported
 
@@ -30,6 +31,14 @@ def modules_of(model: Any) -> list[Any]:
             found[id(module)] = module
             left.extend(module._modules.values())
     return list(found.values())
+
+
+def bare(model: Any) -> Any:
+    """The module that answers, under what torch.compile or PEFT put around it.
+
+    They hand `generate` on to it: their own forward, and its hooks, are passed by.
+    """
+    return next((m for m in modules_of(model) if isinstance(m, PreTrainedModel)), model)
 
 
 def check_eval(model: Any, modules: Sequence[Any]) -> None:
