@@ -18,8 +18,8 @@ from impress.spans.format import (
     split_index,
 )
 from impress.tree.eviction import ALL, Dead, Score, least
-from impress.tree.places import Places, split_all
-from impress.tree.radix import Graft, RadixTree, View
+from impress.tree.places import Places, Short, split_all
+from impress.tree.radix import Graft, Match, RadixTree, View
 from impress.tree.trace import Trace, path_of, trace, walk
 from impress.tree.views import Views
 from impress.types import Prefix
@@ -104,7 +104,12 @@ class Catalog:
         """
         with self.lock:
             self._keep(record.span_id, split_index(encode_index(record))[0])
-            if added := self._show(record, prefix):
+            added = self._show(record, prefix)
+            if added < record.n_windows:
+                for node in self._claim(record, self._tree.match(record.root, prefix)):
+                    self._tree.used[node] = self._tick
+                    added += self._tree.view(node).n_windows
+            if added:
                 return added
             is_stored = self._tree.match(record.root, prefix).n_windows >= record.end_window
             return 0 if is_stored else -1
@@ -225,7 +230,8 @@ class Catalog:
             for _, span, own in sorted(early):
                 if not self._replant(span, own, places, heat):
                     retired.append(span)
-        return retired, damaged
+            self._share(places.short, heat)  # at last: places are noted by views as they were
+        return [span for span in retired if span not in self._views], damaged
 
     def _replant(
         self, span: int, labels: bytes, places: Places, heat: dict[int, tuple[int, int]]
@@ -240,7 +246,10 @@ class Catalog:
             self._views.split(split)
         else:
             return False
-        graft = self._graft(above, labels, span, 0, len(labels) // (4 * self.window))
+        n_windows = len(labels) // (4 * self.window)
+        graft = self._graft(above, labels, span, 0, n_windows)
+        if graft.added < n_windows:
+            places.short.append((above, span, labels))
         if not graft.added:
             if places.lacks(after):  # what hangs from its end hangs from where that lies
                 match = self._tree.match_below(above, labels)
@@ -251,6 +260,9 @@ class Catalog:
             self._warm(graft.node, heat[span])
         places.note(graft.node, before, labels, after, self.window)
         return True
+
+    def _share(self, short: list[Short], heat: dict[int, tuple[int, int]]) -> None:
+        """What `load` hung beside spans that have windows of it too. `short`: see Places."""
 
     def _warm(self, node: int, heat: tuple[int, int]) -> None:
         self._tree.hits[node], self._tree.used[node] = heat
@@ -357,6 +369,10 @@ class Catalog:
             self._views.view(span, graft.added, n_windows)
         self._views.split(graft.split)
         return graft
+
+    def _claim(self, record: SpanRecord, match: Match) -> list[int]:
+        """On the way to a span's end, nodes that view it now instead of what they did."""
+        return []
 
     def _give(self, node: int, record: SpanRecord, skip: int) -> bool:
         """A node views this span, which lacks the first `skip` windows of the one before, instead;

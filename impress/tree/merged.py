@@ -1,6 +1,7 @@
 """One tree of several shards: a process's own spans, and those that others wrote and it follows.
 
-A prefix may go from span to span whoever wrote them. A process evicts, purges and rewrites only its
+A prefix may go from span to span whoever wrote them. Of windows that several stored one's own come
+first: what a process stored rests on nobody's copy. A process evicts, purges and rewrites only its
 own; another's leave the tree when their writer took them out, once others' that have the same
 windows (a repacked copy, one stored at once) have taken their places. What hangs from a place that
 none takes goes too: its own are orphans then, to be deleted; others' may find one yet: they wait.
@@ -23,7 +24,8 @@ from impress.errors import FormatError
 from impress.spans.format import SpanRecord, decode_index, extents_of, place_of, split_index
 from impress.tree.catalog import Catalog
 from impress.tree.eviction import Dead, Score
-from impress.tree.radix import Ids, RadixTree
+from impress.tree.places import Short
+from impress.tree.radix import Ids, Match, RadixTree
 from tiers.base import Extent
 
 #: Labels before spans that wait; beyond this the oldest are found again only by reading it all.
@@ -59,7 +61,9 @@ class MergedCatalog(Catalog):
         with self.lock:
             self._keep(span, kept)
             self._show(record, prefix)  # the rest of it, where nodes view a part by now
-            self._inherit(record, prefix, gone)
+            if gone:
+                on_the_way = self._tree.match(record.root, prefix)
+                self._inherit(record, on_the_way, lambda other: other in gone)
             match = self._tree.match(record.root, prefix)
             whole = match.n_windows == record.end_window
             if whole and self._tree.view(match.nodes[-1]).span == span:
@@ -67,16 +71,18 @@ class MergedCatalog(Catalog):
             self._wait(span, before)
             return False
 
-    def _inherit(self, record: SpanRecord, prefix: bytes, gone: Collection[int]) -> None:
-        """Nodes on the way to a span's end that view one that is `gone` view it instead, as far as
-        it reaches: cut where they must be, and all that hangs from them stays."""
-        tree = self._tree
-        match = tree.match(record.root, prefix)
-        for node in match.nodes if gone else ():
+    def _inherit(
+        self, record: SpanRecord, match: Match, takes_from: Callable[[int], bool]
+    ) -> list[int]:
+        """Nodes on the way to a span's end that view such a span view it instead, as far as it
+        reaches: cut where they must be, and all that hangs from them stays. Those nodes."""
+        tree, given = self._tree, []
+        for node in match.nodes:
             span, first, n_windows = tree.view(node)
             start = tree.end[node] - n_windows
-            low, high = max(start, record.first_window), min(tree.end[node], match.n_windows)
-            if span not in gone or low >= high:
+            high = start + (match.last_count if node == match.nodes[-1] else n_windows)
+            low = max(start, record.first_window)
+            if low >= high or not takes_from(span):
                 continue
             if low > start:  # `node` is the lower part from here on
                 _, split = tree.end_at(node, first + low - start - 1)
@@ -84,6 +90,29 @@ class MergedCatalog(Catalog):
             upper, split = tree.end_at(node, first + high - start - 1)
             self._views.split(split)
             self._give_all(upper, record)
+            given.append(upper)
+        return given
+
+    def _claim(self, record: SpanRecord, match: Match) -> list[int]:
+        """One's own come first in one's own tree: of windows that others' have too the view is of
+        one's own span. Else each of two processes could take its own for superfluous, or lose what
+        it has when the other evicts. The others' wait."""
+        theirs = {}
+        for node in match.nodes:
+            span = self._tree.view(node).span
+            if span not in self.own and self._tree.end[node] > record.first_window:
+                theirs[span] = self._before(node)
+        given = self._inherit(record, match, lambda span: span in theirs)
+        for span, before in theirs.items():
+            self._wait(span, before)
+        return given
+
+    def _share(self, short: list[Short], heat: dict[int, tuple[int, int]]) -> None:
+        for above, span, labels in short:
+            if span in self.own:
+                match = self._tree.match_below(above, labels)
+                for node in self._claim(self._record(span), match):
+                    self._warm(node, heat.get(span, (0, 0)))
 
     def _give_all(self, node: int, record: SpanRecord) -> bool:
         """As `_give`, to a span that has all of the node's windows."""
@@ -111,8 +140,8 @@ class MergedCatalog(Catalog):
         return [span for span in gone if span in self.own]
 
     def _heir(self, node: int, spans: Collection[int]) -> SpanRecord | None:
-        """Another's span below a node that has the node's windows too, dead until now. (None of
-        one's own: a rewrite of it may be under way, without them.)"""
+        """Another's span below a node that has the node's windows too, dead until now. (One's own
+        views all that it has of such windows.)"""
         start = self._tree.end[self._tree.parent(node)]
         for below in self._tree.subtree(node):
             span = self._tree.view(below).span

@@ -8,6 +8,9 @@ from impress.blockhash import chain
 from impress.errors import FormatError
 from impress.spans.format import place_of, split_index
 
+#: A span that added less than all of it: the node it begins behind, its id, its labels.
+Short = tuple[int, int, bytes]
+
 
 class Places:
     """Where windows lie that spans begin behind: key -> (node, window of its span)."""
@@ -15,6 +18,7 @@ class Places:
     def __init__(self, kept: Collection[bytes]) -> None:
         """From all index values: which keys are wanted, and whether any lies inside a span."""
         self.of: dict[bytes, tuple[int, int]] = {}
+        self.short: list[Short] = []
         self._wanted = {before for first, _, before, _ in map(place_of, kept) if first}
         ends = {after for _, _, _, after in map(place_of, kept) if after in self._wanted}
         self._inside = len(ends) < len(self._wanted)  # else no key but the last need be made

@@ -107,6 +107,7 @@ class Follower:
         self._failed: dict[int, tuple[Stamp, bool]] = {}  # as what it cannot be read; is it said?
         self.error: ImpressError | None = None  # the last one's
         self._n_removed = 0  # nodes, when spans that wait were last tried again
+        self._shown = 0  # of them, then: what hangs from those may be shown too
         self.neighbours: dict[int, Neighbour] = {}
         self._discover()
 
@@ -156,9 +157,9 @@ class Follower:
                 except (ImpressError, OSError) as err:
                     self._leave_out(neighbour.shard, _stamp(neighbour.shard), err)
             self._take_out(gone)  # at last: what is new, in any shard, takes places of theirs
-            if changed or self._catalog.n_removed != self._n_removed:
+            if changed or self._shown or self._catalog.n_removed != self._n_removed:
                 self._n_removed = self._catalog.n_removed
-                self._catalog.retry(RETRIES, self.value)
+                self._shown = self._catalog.retry(RETRIES, self.value)
             self._ssd.drop_deleted(2 * self._grace_s)  # files go after their spans
             self.say()
             return changed
