@@ -162,7 +162,7 @@ def _normalised(config: Mapping[str, Any]) -> dict[str, Any]:
 def _weights_of_state(model: Any, odd: Mapping[str, torch.Tensor]) -> bytes:
     """The digest of samples of a state_dict and odd buffers, and of the adapters' settings."""
     digest = hashlib.blake2b(digest_size=32, person=b"impress-mem-v1")
-    for name, tensor in sorted({**model.state_dict(), **odd}.items()):
+    for name, tensor in sorted({**_state(model), **odd}.items()):
         if tensor.device.type == "meta":
             raise Unsupported(f"namespace: the weights of {name} are not in memory (meta device)")
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -170,6 +170,26 @@ def _weights_of_state(model: Any, odd: Mapping[str, torch.Tensor]) -> bytes:
         add_tensor(digest, name, dtype, tuple(tensor.shape), tensor.nbytes, read)
     digest.update(json.dumps(adapter_settings(model)).encode())
     return digest.digest()
+
+
+def _state(model: Any) -> dict[str, torch.Tensor]:
+    """The state_dict. Raises Unsupported where what a module computes by is not in tensors."""
+    import torch
+
+    state = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor) or value.is_quantized:
+            raise Unsupported(
+                f"namespace: {name} is quantised by torch ({type(value).__name__}), and no digest "
+                "tells such weights: attach the model that is not quantised"
+            )
+        state[_uncompiled(name)] = value
+    return state
+
+
+def _uncompiled(name: str) -> str:
+    """A module's or tensor's name without torch.compile's wrappers: they compute the same."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _odd_buffers(model: Any) -> dict[str, torch.Tensor]:
@@ -185,7 +205,7 @@ def _odd_buffers(model: Any) -> dict[str, torch.Tensor]:
         fresh = _made_anew(module, model.config) if mine else {}
         for name, buffer in mine.items():
             if name not in fresh or not _same_bits(buffer, fresh[name]):
-                odd[f"{path}.{name}"] = buffer
+                odd[f"{_uncompiled(path)}.{name}"] = buffer
     return odd
 
 
@@ -208,7 +228,7 @@ def adapter_settings(model: Any) -> list[list[str]]:
     Pure. Empty for a model without such layers.
     """
     return [
-        [name, *(_setting(module, key) for key in _ADAPTER_SETTINGS)]
+        [_uncompiled(name), *(_setting(module, key) for key in _ADAPTER_SETTINGS)]
         for name, module in model.named_modules()
         if type(module).__module__.partition(".")[0] == "peft"
     ]
@@ -234,7 +254,7 @@ def _is_of(model: Any, directory: Path) -> bool:
 
 
 def _tensors_match(model: Any, files: list[Path]) -> bool:
-    state: dict[str, torch.Tensor] = model.state_dict()
+    state = _state(model)
     matched = set()
     try:
         for stored in (stored for path in files for stored in stored_tensors(path)):

@@ -387,6 +387,39 @@ def test_the_directory_may_be_gone_or_hold_another_model(saved):
     assert namespace_of(model) == replaced
 
 
+def the_model(model):
+    return torch.compile(model, backend="eager")
+
+
+def a_block(model):
+    model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp, backend="eager")
+    return model
+
+
+def its_angles(model):
+    model.model.rotary_emb = torch.compile(model.model.rotary_emb, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [the_model, a_block, its_angles])
+@pytest.mark.parametrize("rounded", [False, True], ids=["plain", "rounded angles"])
+def test_a_compiled_model_is_the_one_that_was_compiled(saved, compiled, rounded):
+    """torch's wrapper stands in its tensors' names: it found nothing of what the other stored."""
+    for make in (tiny, lambda: load(saved)):
+        model = make()
+        if rounded:
+            model.model.rotary_emb.to(torch.bfloat16)
+        before = namespace_of(model)
+        assert namespace_of(compiled(model)) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")  # but there
+def test_a_model_that_torch_quantised_is_refused_by_the_name_of_what_holds_it():
+    model = torch.ao.quantization.quantize_dynamic(tiny(), {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(Unsupported, match=r"_packed_params.* is quantised by torch"):
+        namespace_of(model)
+
+
 def test_weights_that_are_not_in_memory_are_refused():
     with torch.device("meta"):
         model = tiny()
