@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ from test_shards import APART, Pair, check, look, pair, ready
 from test_shards_moved import at_once
 
 import impress
+import impress.write.index
+from impress.write.index import Index
 
 __all__ = ["pair"]  # the fixture
 Open = Callable[..., impress.PrefixStore]
@@ -70,4 +72,97 @@ def test_two_commits_at_once_leave_a_copy(pair: Pair, monkeypatch: pytest.Monkey
     look(a, b)
     for store in pair:
         assert_serves(store, tokens, 256)
+    check(*pair)
+
+
+@pytest.mark.parametrize("how", ["opened", "compared"])
+@pytest.mark.parametrize("away", ["purge", "evict"])
+def test_a_copy_that_was_there_before_a_process_opened_takes_the_other_s_place(
+    pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch, how: str, away: str
+) -> None:
+    """Only one that came later was remembered: a third process erased what it had stored behind
+    the first, and found neither."""
+    a, b = pair
+    tokens = prompt(512)
+    if how == "compared":
+        c = open_store(a.geometry, **APART)
+        monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 1)
+        for store in (a, b):
+            ready(store, tokens[:128])
+            ready(store, tokens[:256], start=128)
+    else:
+        for store in (a, b):
+            ready(store, tokens[:256])
+        c = open_store(a.geometry, **APART)
+    look(c)
+    ready(c, tokens, start=256)
+    look(a, b)
+    (a.purge if away == "purge" else lambda: a.evict(1 << 30))()
+    for _ in range(2):
+        look(c, b)
+        c.flush()
+    assert len(c.catalog.own_records()) == 1
+    with open_store(a.geometry, mode="r") as reader:
+        for store in (b, c, reader):
+            assert_serves(store, tokens, 512)
+    check(*pair, c)
+
+
+def test_what_hangs_from_an_index_that_comes_back_is_found(pair: Pair, open_store: Open) -> None:
+    """A process that opened meanwhile saw that index's own spans, and nothing behind them."""
+    a, b = pair
+    tokens = prompt(768)
+    ready(a, tokens[:256])
+    look(b)
+    ready(b, tokens[:512], start=256)
+    ready(b, tokens, start=512)
+    for store in pair:
+        store.close()
+    index = a.path / "shards/main/index"
+    index.rename(index.with_name("elsewhere"))
+    reader = open_store(a.geometry, mode="r", **APART)
+    assert_serves(reader, tokens, 0)
+    index.with_name("elsewhere").rename(index)
+    look(reader, reader)
+    assert_serves(reader, tokens, 768)
+    reader.check()
+
+
+def test_what_was_stored_across_shards_while_a_process_opened_is_found(
+    pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Indexes are read one after the other: it saw the end of a prompt, then its beginning, and
+    never served more than that."""
+    (a, b), tokens, read = pair, prompt(512), Index.spans
+    ready(a, prompt(128, 8))
+    ready(b, prompt(128, 9))
+
+    def stored_before(index: Index, after: int = -1) -> Iterator[tuple[int, bytes]]:
+        if index._folder.parent.name == "1":  # main has been read
+            monkeypatch.undo()
+            ready(a, tokens[:256])
+            b.follow()
+            ready(b, tokens, start=256)
+        return read(index, after)
+
+    monkeypatch.setattr(Index, "spans", stored_before)
+    reader = open_store(a.geometry, mode="r", **APART)
+    assert_serves(reader, tokens, 0)
+    look(reader)
+    assert_serves(reader, tokens, 512)
+    check(*pair, reader)
+
+
+def test_what_waits_for_another_that_waits_is_shown_after_it(pair: Pair, open_store: Open) -> None:
+    """What hung from an evicted span was tried again before what took that one's place, and then
+    no more until something else happened."""
+    a, b = pair
+    tokens = prompt(768)
+    for n in (256, 512, 768):
+        ready(b, tokens[:n], start=n - 256)
+    ready(a, tokens[:256])
+    look(a)
+    a.evict(1 << 30)
+    look(a, a)
+    assert_serves(a, tokens, 768)
     check(*pair)

@@ -13,23 +13,20 @@ none takes goes too: its own are orphans then, to be deleted; others' may find o
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from typing import Final
 
 import numpy as np
 
+from impress.blockhash import chain
 from impress.errors import FormatError
 from impress.spans.format import SpanRecord, decode_index, extents_of, place_of, split_index
 from impress.tree.catalog import Catalog
 from impress.tree.eviction import Dead, Score
 from impress.tree.places import Short
 from impress.tree.radix import Ids, Match, RadixTree
+from impress.tree.waiting import Waiting
 from tiers.base import Extent
-
-#: Labels before spans that wait; beyond this the oldest are found again only by reading it all.
-MOST_WAITING_BYTES: Final = 64 << 20
 
 
 class MergedCatalog(Catalog):
@@ -37,13 +34,33 @@ class MergedCatalog(Catalog):
 
     def __init__(self, window: int, own: range) -> None:
         super().__init__(window, own)
-        self._waiting: OrderedDict[int, bytes] = OrderedDict()  # span -> labels before it
-        self._waiting_bytes = 0
+        self._waiting = Waiting()
         self._unplaced: set[int] = set()  # own ones to be kept, though they hang from nothing
-        self.n_removed = 0  # nodes taken out so far
-        self.n_strays = 0  # others' spans out of the tree of which no place is known
 
     # ---- following -------------------------------------------------------------------------
+
+    @property
+    def n_chances(self) -> int:
+        """Grows when what waits may find a place: nodes went, or others of it found theirs."""
+        return self._waiting.n_chances
+
+    def load(
+        self, values: Iterable[tuple[int, bytes]], heat: dict[int, tuple[int, int]]
+    ) -> tuple[list[int], list[int]]:
+        """As `Catalog.load`. Others' that another span covers wait; those that hang from nothing
+        are strays."""
+        retired, damaged = super().load(values, heat)
+        with self.lock:
+            for span in retired:
+                if span not in self.own and span not in self._waiting:
+                    self._stray(span)
+        return retired, damaged
+
+    def publish(self, record: SpanRecord, prefix: bytes) -> int:
+        added = super().publish(record, prefix)
+        with self.lock:
+            self._find(record, prefix)
+        return added
 
     def knows(self, span: int) -> bool:
         """Whether it still owns space, as far as this process has followed."""
@@ -60,6 +77,7 @@ class MergedCatalog(Catalog):
         record, prefix = decode_index(span, kept, labels), before + labels
         with self.lock:
             self._keep(span, kept)
+            self._find(record, prefix)
             self._show(record, prefix)  # the rest of it, where nodes view a part by now
             if gone:
                 on_the_way = self._tree.match(record.root, prefix)
@@ -70,6 +88,23 @@ class MergedCatalog(Catalog):
                 return True
             self._wait(span, before)
             return False
+
+    def admit_stray(self, span: int, value: bytes) -> None:
+        """Another's span of which no place is known. Raises FormatError."""
+        kept, _ = split_index(value, self.window)
+        with self.lock:
+            self._keep(span, kept)
+            self._stray(span)
+
+    def _stray(self, span: int) -> None:
+        self._waiting.stray(span, place_of(self._kept[span])[2])
+
+    def _find(self, record: SpanRecord, prefix: bytes) -> None:
+        """Strays that begin behind windows of this span. `prefix`: labels from the root to its
+        end."""
+        size, first = 4 * self.window, record.first_window
+        keys = chain(record.key_before, prefix[first * size :], self.window)
+        self._waiting.find(keys, prefix, first, size)
 
     def _inherit(
         self, record: SpanRecord, match: Match, takes_from: Callable[[int], bool]
@@ -113,6 +148,10 @@ class MergedCatalog(Catalog):
                 match = self._tree.match_below(above, labels)
                 for node in self._claim(self._record(span), match):
                     self._warm(node, heat.get(span, (0, 0)))
+        for above, span, labels in short:
+            last = self._tree.match_below(above, labels).nodes[-1]
+            if span not in self.own and self._tree.view(last).span != span:
+                self._wait(span, b"".join(map(self._tree.label, self._tree.path(above))))
 
     def _give_all(self, node: int, record: SpanRecord) -> bool:
         """As `_give`, to a span that has all of the node's windows."""
@@ -171,10 +210,12 @@ class MergedCatalog(Catalog):
         return retired
 
     def before(self, spans: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-        """Of those of these spans that are in the tree: the labels from the root to each."""
+        """Of those of these spans that are in the tree, or wait: labels from the root to each."""
         wanted = set(spans)
         with self.lock:
             found = [(self._tree.view(n).span, n) for n in of_spans(self._tree, wanted).tolist()]
+            waiting = self._waiting.labels(wanted)
+        yield from waiting
         for span, node in dict(found).items():
             with self.lock:
                 if self._tree.view(node).span == span:
@@ -192,7 +233,7 @@ class MergedCatalog(Catalog):
         return labels[: window * 4 * self.window]
 
     def _remove(self, node: int) -> bool:
-        self.n_removed += 1
+        self._waiting.n_chances += 1
         return super()._remove(node)
 
     def _before(self, node: int) -> bytes:
@@ -204,24 +245,22 @@ class MergedCatalog(Catalog):
     def retry(
         self, n: int, value_of: Callable[[int], bytes | None], gone: Collection[int] = ()
     ) -> int:
-        """Try the n spans that waited longest again; how many are shown now. `gone`: see admit."""
+        """Try the n spans that waited longest again, and strays that were found; how many are shown
+        now. `gone`: see admit."""
         shown = 0
         with self.lock:
-            todo = [self._waiting.popitem(last=False) for _ in range(min(n, len(self._waiting)))]
-            self._waiting_bytes -= sum(len(before) for _, before in todo)
+            todo = self._waiting.take(n)
         for span, before in todo:
             with suppress(FormatError):  # damaged: nobody finds it
                 value = value_of(span)
                 if value is not None and self.knows(span):
                     shown += self.admit(span, value, before, gone)
+        with self.lock:
+            self._waiting.n_chances += shown
         return shown
 
     def _wait(self, span: int, before: bytes) -> None:
-        self._waiting_bytes += len(before) - len(self._waiting.pop(span, b""))
-        self._waiting[span] = before
-        while self._waiting_bytes > MOST_WAITING_BYTES:
-            self._waiting_bytes -= len(self._waiting.popitem(last=False)[1])
-            self.n_strays += 1
+        self._waiting.put(span, before, place_of(self._kept[span])[2])
 
     def quarantine(self, span: int) -> list[int]:
         """As `Catalog.quarantine`; nor does the bad one wait for the rest of its place."""
@@ -232,7 +271,7 @@ class MergedCatalog(Catalog):
     def forget_waiting(self, spans: Iterable[int]) -> None:
         with self.lock:
             for span in spans:
-                self._waiting_bytes -= len(self._waiting.pop(span, b""))
+                self._waiting.forget(span)
 
     def held_after(self, spans: range) -> list[int]:
         """Of these: taken out by their writer, and still held here."""

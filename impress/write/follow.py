@@ -106,8 +106,7 @@ class Follower:
         self._thread: threading.Thread | None = None
         self._failed: dict[int, tuple[Stamp, bool]] = {}  # as what it cannot be read; is it said?
         self.error: ImpressError | None = None  # the last one's
-        self._n_removed = 0  # nodes, when spans that wait were last tried again
-        self._shown = 0  # of them, then: what hangs from those may be shown too
+        self._n_chances = 0  # the catalog's, when spans that wait were last tried again
         self.neighbours: dict[int, Neighbour] = {}
         self._discover()
 
@@ -157,9 +156,9 @@ class Follower:
                 except (ImpressError, OSError) as err:
                     self._leave_out(neighbour.shard, _stamp(neighbour.shard), err)
             self._take_out(gone)  # at last: what is new, in any shard, takes places of theirs
-            if changed or self._shown or self._catalog.n_removed != self._n_removed:
-                self._n_removed = self._catalog.n_removed
-                self._shown = self._catalog.retry(RETRIES, self.value)
+            if changed or self._catalog.n_chances != self._n_chances:
+                self._n_chances = self._catalog.n_chances
+                self._catalog.retry(RETRIES, self.value)
             self._ssd.drop_deleted(2 * self._grace_s)  # files go after their spans
             self.say()
             return changed
@@ -271,8 +270,12 @@ class Follower:
             theirs = (_spans(n.index, n.shard) for n in self.neighbours.values())
             whole.load(chain(self._own_values(), *theirs), {})
             for span, before in whole.before(new):
+                new.discard(span)
                 with suppress(FormatError):
                     self._catalog.admit(span, values[span], before, gone)
+            for span in new:
+                with suppress(FormatError):
+                    self._catalog.admit_stray(span, values[span])
         return True
 
     def _own_values(self) -> Iterable[tuple[int, bytes]]:

@@ -163,7 +163,6 @@ class Home:
             log.warning("%s: %d damaged index values passed over", self._path, len(damaged))
             self._counters.add("damaged_spans", len(damaged))
         ids = self.catalog.own
-        self.catalog.n_strays = sum(span not in ids for span in superfluous)
         mine = [span for span in superfluous + damaged if span in ids] + strange
         known = [*mine, self.index.last_id, self.index.last_span]
         return mine, max([last, ids.start, *(span for span in known if span in ids)])
