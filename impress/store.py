@@ -37,6 +37,7 @@ from impress.write.directory import Identity, locked_shard, matching_identity
 from impress.write.draft import Media, Stored
 from impress.write.fitting import Fitter
 from impress.write.home import Home
+from impress.write.index import Index
 from impress.write.leaving import COMMIT_TIMEOUT_S
 from impress.write.writer import Writer, importance_of
 from tiers.errors import MediumError
@@ -124,7 +125,6 @@ class PrefixStore:
         self.ssd = home.ssd
         self.catalog = home.catalog  # the tree and its spans, for commands that show them
         self.history = home.history  # what requests have shown of each span
-        self.index = home.index
         params = Params(home.place.params, write=self.writable, others=home.others.params)
         self.buffers = BufferPool(None)
         """Page-aligned buffers for whoever reads: sessions and engines."""
@@ -154,6 +154,10 @@ class PrefixStore:
         self._copies.drop_span(span)
         self._tables.drop(span)
         self._home.history.forget(span)
+
+    @property
+    def index(self) -> Index:
+        return self._home.index  # a reader's changes
 
     # ---- looking up ------------------------------------------------------------------------
 

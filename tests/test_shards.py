@@ -582,6 +582,25 @@ def test_an_index_made_anew_is_followed(pair: Pair) -> None:
         assert limbo(again) == 0 and b.lookup(prompt(256, 2)) == 0
 
 
+def test_a_reader_outlives_the_index_that_it_opened(
+    open_store: Open, small: impress.Geometry
+) -> None:
+    """It went on asking the one that a purge had put another in the place of: that was closed."""
+    a = open_store(small, **APART)
+    ready(a, prompt(128, 1))
+    reader = open_store(small, mode="r", **APART)
+    a.close()
+    done = CliRunner().invoke(app, ["purge", "--store", str(a.path), "--tenant", ""])
+    assert done.exit_code == 0, done.output
+    with open_store(small, **APART) as again:
+        ready(again, prompt(128, 2))
+        look(reader)
+        assert reader.names() == again.names()
+        assert reader.index.ledgers() == []
+        assert reader.ledgers.open(b"another namespace", impress.Quality(), reader.config)
+        assert_serves(reader, prompt(128, 2), 128)
+
+
 @pytest.mark.parametrize("running", [False, True], ids=["closed", "running"])
 def test_a_copy_of_a_shard_under_another_number_does_that_shard_no_harm(
     open_store: Open, geometry: impress.Geometry, running: bool

@@ -77,13 +77,13 @@ class Home:
             raise
 
     def _open(self, config: Config, identity: Identity) -> None:
-        self.index = self._open_index()
+        self._own_index = None if self._shard is None else Index(self._shard.index, create=True)
         self.n_layers = identity.geometry.n_layers
         self.history = History(
             identity.geometry.n_layers, identity.window, budget_of(config.dram_bytes),
             self._history_of, self.index.history_tick(),
         )  # fmt: skip
-        self.ledgers = Ledgers(self.index.ledger, self.save_history)
+        self.ledgers = Ledgers(self._ledger, self.save_history)
         self.budget = WriteBudget(config.daily_write_bytes, wall_clock, self.index.wear())
         self.health = Health(self._path, self._try_writing, monotonic)
         self._superfluous, last_span = self._load()
@@ -109,10 +109,12 @@ class Home:
                 self.history, self.ledgers, durable=config.durable,
             )  # fmt: skip
 
-    def _open_index(self) -> Index:
-        """One's own; a reader's is that of the first shard there is."""
-        if self._shard is not None:
-            return Index(self._shard.index, create=True)
+    @property
+    def index(self) -> Index:
+        """One's own; a reader's is that of the first shard there is, as it is now: a purge or a
+        rebuild may put another in its place at any look."""
+        if self._own_index is not None:
+            return self._own_index
         if not self.others.neighbours:
             raise self.others.error or FormatError(
                 f"{self._path}: nothing has been stored here yet"
@@ -179,6 +181,9 @@ class Home:
     def _history_of(self, span: int) -> bytes | None:
         own = self.catalog.own
         return self.index.history(span) if span in own else self.others.history(span)
+
+    def _ledger(self, key: bytes) -> bytes | None:
+        return self.index.ledger(key)
 
     def names(self) -> dict[bytes, str]:
         """Root key -> what its namespace is called."""
