@@ -266,6 +266,31 @@ def test_zero_hit_times_what_the_engine_calls() -> None:
     assert hf.find_prefix is before
 
 
+def test_zero_hit_leaves_decoding_out_of_what_storing_costs() -> None:
+    """With seven tokens behind the first, the engine's faster decoding made up for what storing
+    took."""
+    from experiments import zero_hit
+
+    asked: list[int] = []
+
+    def stored(_prompt: object, *, max_new_tokens: int, **_options: object) -> None:
+        asked.append(max_new_tokens)
+
+    def plain(_prompt: object, *, max_new_tokens: int, logits_processor: list, **_: object) -> None:
+        asked.append(max_new_tokens)
+        logits_processor[0](None, None)
+
+    engine = SimpleNamespace(
+        generate=stored, flush=lambda: None,
+        last_request=SimpleNamespace(ttft_ms=1.0, hit_tokens=0),
+    )  # fmt: skip
+    prompts = [torch.zeros(1, 4, dtype=torch.int64)] * 3 * zero_hit.BLOCK
+    row = zero_hit._compared(engine, SimpleNamespace(generate=plain), prompts)
+    assert set(asked) == {1} and len(asked) == 2 * len(prompts)
+    said, _ = zero_hit.figures([{"hit": 0, "storing": True, **row}], None)
+    assert said["zero_hit_throughput_share"] == row["throughput_share"] > 0
+
+
 def test_a_slowdown_is_told_with_whole_turns_drawn() -> None:
     rng = np.random.default_rng(1)
     alike = rng.lognormal(0, 0.3, 40 * repack.TURN).tolist()
