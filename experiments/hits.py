@@ -66,6 +66,7 @@ def measure(options: Options, ratio: int, zipf: float) -> list[Row]:
         total = sum(chunks.values())
         rows.append({
             "eviction": name, "n": len(served), "n_warmed": bench.n_warmed,
+            "flat": bench.flat,
             **{f"{tier}_bytes": hit_rate(served, tier) for tier in ("hbm", "dram")},
             **{f"{tier}_rows": row_hit_rate(served, tier) for tier in ("hbm", "dram")},
             **{f"{tier}_chunks": chunks.get(tier, 0) / total if total else None

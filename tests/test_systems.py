@@ -236,6 +236,17 @@ def test_low_bit_rows_come_back_nearly(bits: int, share: float) -> None:
         assert ((back - keys[head].float()).abs() <= 0.51 * scale + 1e-3).all()
 
 
+@pytest.mark.parametrize(("windows", "flat"), [(1, False), (3, True)])
+def test_whether_hit_rates_were_flat_is_noted(windows: int, flat: bool, data: Data) -> None:
+    """Warming ends at a number of windows too; a report said only how many requests it took."""
+    (recompute,) = chosen(["recompute"])  # whose hit rate is 0 in every window
+    load = Load(n_measured=1, n_warm=1, most_windows=windows)
+    with Bench([recompute], data, load, 0.0) as bench:
+        bench.warm()
+        assert bench.flat is flat
+        assert bench.n_warmed == (2 if flat else 1)
+
+
 @pytest.mark.parametrize(("dilation", "mode"), [(1.0, "recompute"), (1e9, "sparse")])
 def test_the_mode_is_chosen_by_what_things_cost(dilation: float, mode: str, data: Data) -> None:
     (auto,) = chosen(["auto"])

@@ -98,6 +98,7 @@ class Bench:
         self.choices: Choices = data.prepare(kinds, policies, self._asked, load.knobs)
         self.servers = [self._server(system) for system in self.systems]
         self.n_warmed = 0
+        self.flat = False  # hit rates, when warming ended: it ends at most_windows too
 
     def _server(self, system: System) -> Server:
         store = None
@@ -119,9 +120,11 @@ class Bench:
                 for server in self.servers
             }
             self.n_warmed += len(part)
-            flat = before and all(abs(rates[name] - before[name]) < FLAT for name in rates)
+            self.flat = bool(before) and all(
+                abs(rates[name] - before[name]) < FLAT for name in rates
+            )
             before = rates
-            if flat:
+            if self.flat:
                 break
         self.clock.dilation = dilation
 

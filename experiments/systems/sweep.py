@@ -94,7 +94,7 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
     with Bench(systems, data, load, stretch) as bench:
         torch.set_num_threads(1)
         bench.warm()
-        more["n_warmed"] = bench.n_warmed
+        more |= {"n_warmed": bench.n_warmed, "flat": bench.flat}
         found = bench.measure()
     return [
         {"system": name, **summary(s, stretch, load.in_a_row), **more} for name, s in found.items()
