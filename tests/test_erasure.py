@@ -170,10 +170,10 @@ def test_a_purge_reaches_a_store_that_waits_for_its_space(
     store, hers, his = open_store(GEOMETRY, dram_bytes=0), prompt(256, 1), prompt(256, 2)
     reserve = SsdTier.reserve
 
-    def purged_behind(ssd: SsdTier, n_bytes: int) -> Slot | None:
+    def purged_behind(ssd: SsdTier, n_bytes: int, least: int) -> Slot | None:
         monkeypatch.undo()
         assert store.purge("hers") == (0, 0)
-        return reserve(ssd, n_bytes)
+        return reserve(ssd, n_bytes, least)
 
     for tokens, tenant in ((hers, "hers"), (his, "his")):
         monkeypatch.setattr(SsdTier, "reserve", purged_behind)

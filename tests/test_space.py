@@ -20,7 +20,7 @@ import impress
 import impress.write.admission
 import impress.write.commit
 import impress.write.health
-import tiers.space
+import impress.write.leaving
 from impress.read.session import Lease
 from impress.upkeep.verify import verify_store
 from impress.write.writer import Writer
@@ -269,7 +269,7 @@ def test_a_store_on_a_fragmented_disk_is_ready_in_hundreds_of_parts(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its header was sized for 64: the commit broke off, and whoever waited for it waited on."""
-    monkeypatch.setattr(tiers.space, "LEAST_PART", PAGE)  # else it takes a store of 300 MiB
+    monkeypatch.setattr(impress.write.leaving, "SMALL_PART", PAGE)  # else it takes 40 MiB
     store, tokens = open_store(geometry, **QUIET, disk_bytes=8 * MIB), prompt(640, 1)
     pages = [store.ssd.reserve(PAGE) for _ in range(8 * MIB // PAGE)]
     free = [*range(0, 1400, 2), *range(1800, len(pages))]

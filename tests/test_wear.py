@@ -24,6 +24,7 @@ from test_sparse import POLICIES, retrieve_all
 import impress
 import impress.write.health
 import impress.write.home
+import impress.write.leaving
 from impress.errors import ConfigError, StoreFailed
 from impress.spans.tables import read_header
 from impress.tree.eviction import ByWorth, by_last_use, by_prefix, by_uses, least, score_of
@@ -277,6 +278,56 @@ def test_a_prompt_that_can_never_fit_takes_nothing_with_it(
     for seed in range(3, 12):
         assert put_prompt(store, prompt(128, seed)).wait(60)
     assert store.stats()["evicted_spans"] > 0
+    sound(store)
+
+
+def full_of_short_ones(store: impress.PrefixStore, order: Callable[[int], Any]) -> int:
+    """Until 8 MiB are full of prompts of a window, side by side, which go in this order; a size."""
+    n = 0
+    while store.ssd.usage().used < 7.5 * MIB:
+        n += 1
+        assert put_prompt(store, prompt(store.window, n)).wait(60)
+    for seed in sorted(range(1, n + 1), key=order):
+        store.lease(prompt(store.window, seed)).release()
+    return store.catalog.records()[0].owned_bytes
+
+
+ONE_SEGMENT = {
+    "segment_bytes": 8 * MIB, "disk_bytes": 8 * MIB, "dram_bytes": 0, "disk_high": 1, "disk_low": 1,
+    "eviction": "lru",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [64, 16])
+def test_a_long_prompt_takes_the_place_of_short_ones_wherever_they_lay(
+    open_store: Open, geometry: impress.Geometry, window: int
+) -> None:
+    """Holes below 1 MiB were no room: it evicted its own size, what was free aside, and was refused
+    all the same; and so was the next."""
+    store = open_store(geometry, window=window, **ONE_SEGMENT)
+    one = full_of_short_ones(store, lambda seed: (seed % 3, seed))
+    store.evict(MIB // 2)
+    assert put_prompt(store, prompt(512)).wait(60)
+    assert_serves(store, prompt(512), 512)
+    new = next(record for record in store.catalog.records() if record.n_windows > 1)
+    assert len(new.parts) > 5
+    assert store.stats()["evicted_spans"] * one <= new.owned_bytes + 3 * one
+    sound(store)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_what_went_in_vain_is_followed_by_as_much_and_no_more(
+    open_store: Open, geometry: impress.Geometry, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Holes of one or two short prompts are no parts here: a second half of what goes may lie
+    between the first."""
+    monkeypatch.setattr(impress.write.leaving, "SMALL_PART", 700 << 10)
+    store = open_store(geometry, window=64, **ONE_SEGMENT)
+    every = 2 if joins else 3
+    one = full_of_short_ones(store, lambda seed: (joins and seed > 16, seed % every, seed))
+    stored = put_prompt(store, prompt(512))
+    assert stored.wait(60) == joins and stored.refused == ("" if joins else "disk full")
+    assert 2 * MIB < store.stats()["evicted_spans"] * one < 4.5 * MIB
     sound(store)
 
 

@@ -36,6 +36,13 @@ def aligned(n_bytes: int) -> Bytes:
     return np.frombuffer(area, dtype=np.uint8)
 
 
+def copied(data: Bytes) -> Bytes:
+    """As much of that memory, with these bytes in it."""
+    copy = aligned(len(data))[: len(data)]
+    np.copyto(copy, data)
+    return copy
+
+
 def size_class(n_bytes: int) -> int:
     """The least of eight sizes an octave that holds n_bytes: buffers of one are used again for
     whatever falls into it."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from tiers.base import Extent
 
-#: A slot is cut only where it must be, and never into parts smaller than this but the last.
+#: A slot is cut only where it must be, and never into parts smaller than this but the last; where
+#: there is no more room, than what the caller says.
 LEAST_PART = 1 << 20
 
 
@@ -30,26 +31,29 @@ class Space:
         self._free[segment] = [(0, n_bytes)]
         self.free_bytes += n_bytes
 
-    def missing(self, n_bytes: int) -> int:
+    def missing(self, n_bytes: int, least: int = LEAST_PART) -> int:
         """Bytes short for n_bytes, counting only extents that may be parts; 0 when it fits."""
-        usable = sum(n for free in self._free.values() for _, n in free if n >= LEAST_PART)
+        usable = sum(n for free in self._free.values() for _, n in free if n >= least)
         whole = any(n >= n_bytes for free in self._free.values() for _, n in free)
         return 0 if whole else max(0, n_bytes - usable)
 
-    def take(self, n_bytes: int) -> tuple[Extent, ...] | None:
-        """One extent where one is large enough (first fit), else several; None when full."""
+    def take(self, n_bytes: int, least: int = LEAST_PART) -> tuple[Extent, ...] | None:
+        """One extent where one is large enough (first fit), else several; None when full.
+
+        Of several all but the last have at least `least` bytes.
+        """
         for segment in sorted(self._free):
             for off, length in self._free[segment]:
                 if length >= n_bytes:
                     extent = Extent(segment, off, n_bytes)
                     self.claim([extent])
                     return (extent,)
-        if self.missing(n_bytes):
+        if self.missing(n_bytes, least):
             return None
         parts: list[Extent] = []
         for segment in sorted(self._free):
             for off, length in self._free[segment]:
-                if length >= LEAST_PART and n_bytes:
+                if length >= least and n_bytes:
                     parts.append(Extent(segment, off, min(length, n_bytes)))
                     n_bytes -= parts[-1].length
         self.claim(parts)

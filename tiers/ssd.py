@@ -24,8 +24,8 @@ from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError, ReadFailed
 from tiers.files import give_to_owner, make_folder, numbered, punch, sync_path
 from tiers.queues import DEPTH, ReadQueue, SegmentFile, close_all
-from tiers.slots import aligned
-from tiers.space import Space
+from tiers.slots import aligned, copied
+from tiers.space import LEAST_PART, Space
 
 log = logging.getLogger("impress.ssd")
 
@@ -53,7 +53,6 @@ class SsdTier:
         """
         self.engine = engine_named(engine)
         self.folder = folder
-        self.full = False  # the last reserve found no room
         self.no_room = ""  # why the file system gave no more when last asked; empty: it did
         self.sync_failures = 0
         """Syncs that failed. What was written before one and synced after it may be lost: the
@@ -118,14 +117,21 @@ class SsdTier:
         with self._lock:
             return self._space.free_parts(extents)
 
-    def reserve(self, n_bytes: int) -> Slot | None:
-        n_bytes = round_up(n_bytes)
+    def reserve(self, n_bytes: int, least: int = LEAST_PART) -> Slot | None:
+        """`least`: bytes of a part; below LEAST_PART only where there is no room for a segment."""
+        n_bytes, large = round_up(n_bytes), max(least, LEAST_PART)
+        one = min(n_bytes, large)  # where no segment holds that none is any use
         with self._lock:
-            parts = self._space.take(n_bytes)
-            while parts is None and self._grow(n_bytes):
-                parts = self._space.take(n_bytes)
-            self.full = parts is None
+            parts = self._space.take(n_bytes, large)
+            while parts is None and one <= self._segment_bytes and self._grow():
+                parts = self._space.take(n_bytes, large)
+            parts = parts or self._space.take(n_bytes, least)
         return None if parts is None else Slot(parts)
+
+    def missing(self, n_bytes: int, least: int) -> int:
+        """Bytes that have to go before so many find room in such parts."""
+        with self._lock:
+            return self._space.missing(round_up(n_bytes), least)
 
     def free(self, slot: Slot) -> None:
         with self._lock:
@@ -265,7 +271,7 @@ class SsdTier:
     def _path(self, segment: int) -> Path:
         return self._folders.get(segment // SEGMENTS, self.folder) / f"{segment:08d}.seg"
 
-    def _grow(self, n_bytes: int) -> bool:
+    def _grow(self) -> bool:
         """One more segment; False when the limit or the file system says no. Under the lock."""
         total = self._space.total_bytes
         if self._limit_bytes is not None and total + self._segment_bytes > self._limit_bytes:
@@ -326,7 +332,7 @@ class SsdTier:
         return os.open(path, mode)
 
     def _write_at(self, segment: int, off: int, data: Bytes) -> None:
-        data = data if data.ctypes.data % PAGE == 0 or not self.direct else _copied(data)
+        data = data if data.ctypes.data % PAGE == 0 or not self.direct else copied(data)
         done = 0
         try:
             fd = self._fd(segment)
@@ -391,9 +397,3 @@ def _failed(path: Path, err: OSError) -> ReadFailed:
     """What a read failed with. The process may lack what the medium has nothing to do with."""
     reason = "shortage" if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else "io"
     return ReadFailed(reason, f"ssd: {path}: {err.strerror}")
-
-
-def _copied(data: Bytes) -> Bytes:
-    copy = aligned(len(data))[: len(data)]
-    np.copyto(copy, data)
-    return copy

@@ -164,9 +164,10 @@ class Admission:
         try:
             slot = home.leaving.reserve(layout.data_bytes, n_bytes)
             if slot is not None:
-                meta = home.leaving.reserve(meta_bytes(len(slot.parts), *sizes), n_bytes)
-            if slot is not None and meta is not None and len(meta.parts) == 1:
-                return meta.parts[0], slot  # a header is one extent, for scans
+                header = meta_bytes(len(slot.parts), *sizes)  # one extent, for scans
+                meta = home.leaving.reserve(header, n_bytes, header)
+            if slot is not None and meta is not None:
+                return meta.parts[0], slot
         except MediumError as err:
             home.health.trouble(str(err))
         for reserved in (slot, meta):

@@ -19,13 +19,16 @@ from impress.tree.merged import MergedCatalog
 from impress.usage.history import History
 from impress.write.commit import Committer
 from impress.write.reclaim import Reclaim
-from tiers.base import Slot, round_up
+from tiers.base import Slot
 from tiers.ssd import SsdTier
 
 log = logging.getLogger("impress")
 
 #: Longest wait for the committer: a disk that takes longer is stuck.
 COMMIT_TIMEOUT_S = 150.0
+
+#: Where home is full, what may be a part: the hole that a window of a small model leaves.
+SMALL_PART = 64 << 10
 
 #: Whether what is stored in a namespace under a root key is to be purged.
 Wanted = Callable[[bytes, bytes], bool]
@@ -137,23 +140,34 @@ class Leaving:
         too_much = bool(ssd.no_room) and n_bytes > ssd.usage().total
         return not too_much and (capacity is None or n_bytes <= capacity)
 
-    def reserve(self, n_bytes: int, whole: int = 0) -> Slot | None:
-        """Room at home: where there is none, what is on its way out is waited for, then evicted
-        for the rest. Raises MediumError.
+    def reserve(self, n_bytes: int, whole: int = 0, least: int | None = None) -> Slot | None:
+        """Room at home, in parts of at least `least` bytes (None: SMALL_PART): where there is none,
+        what is on its way out is waited for, then evicted for what is missing. Raises MediumError.
 
-        Nothing goes for a `whole` that would not fit if all else went.
+        Nothing goes for a `whole` that would not fit if all else went. Where what goes leaves holes
+        that are too small more goes, and the whole's size beyond n_bytes at most.
         """
-        slot = self._ssd.reserve(n_bytes)
-        if slot is not None or not self.could_hold(whole):
+        least = SMALL_PART if least is None else least
+        slot = self._ssd.reserve(n_bytes, least)
+        if slot is not None or not self.could_hold(whole) or least > self._config.segment_bytes:
             return slot
-        if self._reclaimer is not None and self._limbo_bytes() >= n_bytes:
+        missing = self._ssd.missing(n_bytes, least)
+        if self._reclaimer is not None and self._limbo_bytes() >= missing:
             self._reclaimer.wait_for([record.span_id for record in self.in_limbo])
-            slot = self._ssd.reserve(n_bytes)
-        # A reader that is stopped holds up whatever goes: no reason for all to go.
-        short = round_up(n_bytes) - self._limbo_bytes()
-        if slot is None and short > 0 and self.evict(short) > 0:
-            slot = self._ssd.reserve(n_bytes)
+            slot = self._ssd.reserve(n_bytes, least)
+        left = whole + n_bytes
+        asked = short = self._short(n_bytes, least)
+        while slot is None and asked > 0 and self.evict(asked) > 0:
+            slot = self._ssd.reserve(n_bytes, least)
+            left -= asked
+            before, short = short, self._short(n_bytes, least)
+            asked = min(left, short if short < before else 2 * asked)  # in vain: more at once
         return slot
+
+    def _short(self, n_bytes: int, least: int) -> int:
+        """What has to be evicted for that. (A reader that is stopped holds up whatever goes: no
+        reason for all to go.)"""
+        return self._ssd.missing(n_bytes, least) - self._limbo_bytes()
 
     def _limbo_bytes(self) -> int:
         return sum(record.owned_bytes for record in self.in_limbo)
