@@ -39,7 +39,17 @@ import impress
 from impress.engines import hf
 from impress.engines.hf_chosen import ATTENTION_NAME
 from impress.errors import BadInput, Unsupported
-from impress.policy import AllHeads, Exact, KeepAll, Paper, Quality, Random, Recency, StaticH2O
+from impress.policy import (
+    AllHeads,
+    Exact,
+    KeepAll,
+    Paper,
+    Quality,
+    Random,
+    Recency,
+    SnapWindow,
+    StaticH2O,
+)
 
 FAMILIES = ("opt", "llama", "qwen3")
 
@@ -298,7 +308,7 @@ def test_a_request_sums_up_its_layers(tmp_path):
     assert (exact.fallback_share, exact.bytes_share, exact.estimated_missing_mass) == (0, 1, 0)
 
 
-def test_static_importance_is_served_where_it_was_stored_and_missed_in_a_line(tmp_path):
+def test_static_importance_is_served_where_it_was_stored(tmp_path):
     model, ids = model_of("llama"), request_ids()
     cache = full_cache(model)
     scores = np.tile(np.arange(HIT, dtype=np.float32), (3, 1))
@@ -312,10 +322,28 @@ def test_static_importance_is_served_where_it_was_stored_and_missed_in_a_line(tm
         mine = engine.generate(ids, max_new_tokens=8, do_sample=False, **LOGITS)
     last = tuple(range(96, HIT))
     assert_matches(mine, reference(model, ids, (last,) * 3, 8))
-    with filled(model, tmp_path / "bare") as engine:
-        with pytest.raises(impress.ImpressError, match="stored without importance"):
-            engine.generate(ids, policy=StaticH2O())
-        assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("policy", [StaticH2O(), SnapWindow()], ids=lambda policy: policy.name)
+def test_a_hit_without_the_importance_its_policy_goes_by_is_exact_and_says_so(
+    tmp_path, caplog, policy
+):
+    """It was stored, by this engine, and each hit on it raised."""
+    model, ids = model_of("llama", attention="eager"), request_ids()  # which is never observed
+    with attach(model, tmp_path, policy=policy) as engine:
+        assert "eager attention cannot be observed" in caplog.text
+        engine.generate(prompts(200), max_new_tokens=1)
+        engine.flush()
+        for _ in range(2):
+            mine = engine.generate(ids, max_new_tokens=8, **LOGITS)
+            request = engine.last_request
+            assert (request.mode, request.hit_tokens, request.policy) == ("exact", HIT, policy.name)
+            assert "stored without the importance" in request.why
+        engine.flush()
+        wait_for_promotions(engine.store)
+        assert engine.store.stats()["leases"] == engine.store.buffers.used_bytes == 0
+    assert len([r for r in caplog.records if "a hit is exact" in r.getMessage()]) == 1
+    assert_same_bits(mine, continued(model, prompts(200), ids, HIT))
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,7 @@ class Auditor:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._is_ending = False
+        self._said: set[str] = set()  # of what a policy cannot do
 
     def offer(self, watch: Watch) -> None:
         """Take a watch, or drop it at once when the line is full or closed. Never waits."""
@@ -265,8 +266,10 @@ class Auditor:
         except Interrupted:
             weighed = None
         except ImpressError as err:
-            if not isinstance(err, PrefixLost):  # what a policy cannot do, say
-                log.warning("guard: no shadow under %s: %s", watch.policy.name, err)
+            said = f"guard: no shadow under {watch.policy.name}: {err}"
+            if not isinstance(err, PrefixLost) and said not in self._said:
+                self._said.add(said)
+                log.warning(said)
             weighed = None
         if weighed is None:
             self._store.ledgers.dropped(watch.ledger)

@@ -26,7 +26,7 @@ from impress.engines.buffers import Rental
 from impress.engines.hf_cache import RowsLayer, untraced
 from impress.engines.hf_models import Prompt
 from impress.errors import ImpressError, Unsupported
-from impress.policy import Exact, KeepAll, Policy
+from impress.policy import Exact, KeepAll, Policy, SnapWindow, StaticH2O
 from impress.selection.identify import check_cap, select
 from impress.selection.probes import codec_of
 from impress.types import Geometry
@@ -58,6 +58,11 @@ class ChoosingPrefix(Protocol):
 def chooses(policy: Policy) -> bool:
     """Whether rows are brought by the layer's query, in a sparse request."""
     return not isinstance(policy, Exact)
+
+
+def by_importance(policy: Policy) -> bool:
+    """Whether it chooses by what was given when the rows were stored."""
+    return isinstance(policy, SnapWindow | StaticH2O)
 
 
 def check_policy(policy: Any, geometry: Geometry, window: int) -> None:

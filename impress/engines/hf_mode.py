@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from impress.engines.choice import Choice, Rates, Stored, forced
-from impress.engines.hf_chosen import check_policy, chooses
+from impress.engines.hf_chosen import by_importance, check_policy, chooses
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_prefix import StoredPrefix
 from impress.engines.hf_request import Request
@@ -52,12 +52,17 @@ class Modes:
         self._own = policy
         self.ledger: bytes | None = None
         """Key of the own policy's ledger; None where nothing is guarded."""
-        config = store.config
+        self._told: set[str] = set()  # policies of which a hit could not be chosen from
+        config, attention = store.config, model.config._attn_implementation
         unguarded = isinstance(policy, Exact | KeepAll) or config.guard == "off"
         if unguarded or config.mode != "auto":
+            if by_importance(policy) and attention != "sdpa":
+                log.warning(
+                    "%s attention cannot be observed, so what is stored under it has no importance "
+                    "and its hits under %s are exact: use sdpa", attention, policy.name,
+                )  # fmt: skip
             return
         self.ledger = store.ledgers.open(store.namespace, policy, config)
-        attention = model.config._attn_implementation
         if attention != "sdpa":
             log.warning(
                 "guard: %s attention cannot be observed, so %s earns no trust and hits stay exact: "
@@ -82,15 +87,27 @@ class Modes:
         stored = self._stored(prompt, prefix)
         if ledger is None:
             own = "sparse" if chooses(policy) else "exact"
-            return Way(policy, self._choose(prompt, stored, own), stored)
+            choice = self._able(self._choose(prompt, stored, own), policy, prefix)
+            return Way(policy, choice, stored)
         share = self._store.config.guard_share
         decision, said = self._store.ledgers.decide(ledger, share)
         choice = self._choose(prompt, stored, decision.mode, own_is_wanted=decision.wanted)
+        choice = self._able(choice, policy, prefix)
         watched = decision if decision.shadow and choice.mode == decision.mode else None
         return Way(
             policy, Choice(choice.mode, f"{choice.why}; guard: {said}"), stored, said, watched,
             ledger,
         )  # fmt: skip
+
+    def _able(self, choice: Choice, policy: Policy, prefix: StoredPrefix) -> Choice:
+        """Exact where the policy would go by importance and the prefix has none."""
+        if choice.mode != "sparse" or not by_importance(policy) or prefix.has_importance(policy):
+            return choice
+        why = f"the prefix was stored without the importance that {policy.name} goes by"
+        if policy.name not in self._told:
+            self._told.add(policy.name)
+            log.warning("a hit is exact: %s; store it under a policy that chooses rows", why)
+        return Choice("exact", f"exact: {why}")
 
     def _stored(self, prompt: Prompt, prefix: StoredPrefix) -> Stored:
         geometry, n_tokens = self._store.geometry, len(prompt.rows) * prefix.n_tokens

@@ -38,8 +38,22 @@ class StoredPrefix:
 
     def open(self, policy: Policy) -> None:
         """Begin the sessions. Raises what `Lease.session` does; close() is due all the same."""
+        if self._sessions:  # begun to see what they could choose by
+            return
         for lease in self._leases:
             self._sessions.append(lease.session(policy=policy))
+
+    def has_importance(self, policy: Policy) -> bool:
+        """Whether all rows were given importance when they were stored: begins what reads by it.
+
+        Raises PrefixLost.
+        """
+        self.open(policy)
+        if all(isinstance(own, SparseSession) and own.has_importance() for own in self._sessions):
+            return True
+        while self._sessions:
+            self._sessions.pop().close()
+        return False
 
     def start(self, outs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> None:
         for session, layers in zip(self._sessions, outs, strict=True):

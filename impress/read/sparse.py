@@ -241,20 +241,30 @@ class SparseSession(Session):
         exact = by_window[:, : self._window // self._codec.group * n_bytes]
         return np.ascontiguousarray(exact).reshape(-1, n_bytes)
 
+    def has_importance(self) -> bool:
+        """Whether all rows were given importance when they were stored. Raises PrefixLost."""
+        with self._r.lost_for():
+            return not np.isnan(self._all_importance()).any()
+
     def _given_importance(self, layer: int) -> npt.NDArray[np.float32]:
         """The importance given at store time. ImpressError where some rows have none."""
-        if self._importance is None:
-            parts = [self._importance_of(source.held) for source in self._sources]
-            self._importance = np.concatenate(parts, axis=1)
-        scores: npt.NDArray[np.float32] = self._importance[layer]
+        scores: npt.NDArray[np.float32] = self._all_importance()[layer]
         if np.isnan(scores).any():
             raise ImpressError(f"{self.policy.name}: this prefix was stored without importance")
         return scores
 
+    def _all_importance(self) -> npt.NDArray[np.float32]:
+        """[n_layers, n_tokens], nan where none was given."""
+        if self._importance is None:
+            parts = [self._importance_of(source.held) for source in self._sources]
+            self._importance = np.concatenate(parts, axis=1)
+        return self._importance
+
     def _importance_of(self, held: Held) -> npt.NDArray[np.float32]:
         given = self._header_of(held).importance
         if given is None:
-            raise ImpressError(f"{self.policy.name}: this prefix was stored without importance")
+            shape = (self._r.geometry.n_layers, held.count * self._window)
+            return np.full(shape, np.nan, dtype=np.float32)
         rows = slice(held.first * self._window, (held.first + held.count) * self._window)
         return given[:, rows]
 
