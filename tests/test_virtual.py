@@ -358,6 +358,17 @@ def test_page_sizes_that_cannot_be_are_refused(page_bytes):
         Virtual(page_bytes=page_bytes)
 
 
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("batch", 2.5), ("batch", 0), ("context", "long"), ("context", 0), ("page_bytes", 4096.0),
+     ("budget_bytes", -1), ("keep_bytes", -1), ("keep_bytes", None)],
+)  # fmt: skip
+def test_sizes_that_are_no_whole_numbers_or_too_small_are_bad_input(name, size):
+    """One of 2.5 slots was a TypeError of attach; a budget below nothing, ordinary memory."""
+    with pytest.raises(BadInput, match=f"virtual buffers: {name} must be a whole number"):
+        Virtual(**{name: size})
+
+
 # --- the engine in them ---------------------------------------------------------------------------
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,7 @@ import queue
 import threading
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex
 
 import torch
 
@@ -52,6 +52,15 @@ class Virtual:
     """Most memory that stays behind slots nobody rents."""
 
     def __post_init__(self) -> None:
+        least = {"batch": 1, "context": 1, "page_bytes": 0, "budget_bytes": 0, "keep_bytes": 0}
+        for name, smallest in least.items():
+            size = getattr(self, name)
+            if size is None and name in ("context", "budget_bytes"):
+                continue
+            if not isinstance(size, SupportsIndex) or size < smallest:
+                raise BadInput(
+                    f"virtual buffers: {name} must be a whole number from {smallest}, got {size!r}"
+                )
         if self.page_bytes < PAGE or self.page_bytes & (self.page_bytes - 1):
             raise BadInput(
                 f"virtual buffers: page_bytes must be a power of two from {PAGE}, "
