@@ -309,6 +309,15 @@ def test_what_follows_the_end_token_is_not_stored(tmp_path):
             assert engine.store.lookup(row) <= n_held // WINDOW * WINDOW
 
 
+def test_equal_prompts_of_a_batch_count_once_as_stored(tmp_path):
+    """Each was counted: the store does not know yet what it has just accepted."""
+    with attach(tiny(), tmp_path) as engine:
+        ids = torch.cat([prompts(200).repeat(3, 1), prompts(200, seed=2)])
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        assert engine.last_request.stored_tokens == engine.store.stats()["tokens"] == 2 * 192
+
+
 def test_a_reading_engine_stores_nothing(tmp_path):
     with attach(tiny(), tmp_path, store_new=False) as engine:
         engine.generate(prompts(200), max_new_tokens=2)
