@@ -545,6 +545,56 @@ def test_a_purge_reaches_what_hangs_from_a_shard_that_cannot_be_read(
     check(*again)
 
 
+def without_main(pair: Pair, tokens: np.ndarray) -> Path:
+    """Shard 1 holds the rest of what main begins; main's index is away; where it is."""
+    a, b = pair
+    ready(a, tokens[:256])
+    look(b)
+    for end in range(512, len(tokens) + 1, 256):
+        ready(b, tokens[:end], start=end - 256)
+    for store in pair:
+        store.close()
+    index = a.path / "shards/main/index"
+    return index.rename(index.with_name("elsewhere"))
+
+
+def test_what_hangs_from_a_shard_is_served_once_that_one_can_be_read(
+    pair: Pair, open_store: Open
+) -> None:
+    """It had no place for as long as the process lived that had opened without it."""
+    tokens = prompt(1024)
+    away = without_main(pair, tokens)
+    with open_store(pair[0].geometry, **APART, shard=1) as alone:
+        assert_serves(alone, tokens, 0)
+        away.rename(away.with_name("index"))
+        look(alone, alone)
+        assert_serves(alone, tokens, 1024)
+        check(alone)
+        assert alone.evict(1 << 30) > 0
+        assert_serves(alone, tokens, 256)
+        assert alone.stats()["retired_spans"] == 0
+        check(alone)
+
+
+def test_what_hangs_from_a_shard_that_cannot_be_read_makes_room_for_what_is_stored(
+    pair: Pair, open_store: Open
+) -> None:
+    """It could not be evicted, and kept its shard full for good."""
+    tokens = prompt(1024)
+    away = without_main(pair, tokens)
+    with open_store(pair[0].geometry, **APART, shard=1, disk_bytes=4 * MIB) as alone:
+        for seed in (2, 3):
+            ready(alone, prompt(512, seed))
+            alone.flush()
+        assert_serves(alone, prompt(512, 3), 512)
+        assert alone.evict(1 << 30) > 0
+        assert alone.ssd.usage().used == 0
+        away.rename(away.with_name("index"))
+        look(alone)
+        assert_serves(alone, tokens, 256)
+        check(alone)
+
+
 def test_a_shard_that_was_rebuilt_beside_a_running_process_is_followed(
     pair: Pair, open_store: Open
 ) -> None:

@@ -34,27 +34,10 @@ class MergedCatalog(Catalog):
 
     def __init__(self, window: int, own: range) -> None:
         super().__init__(window, own)
-        self._waiting = Waiting()
+        self.waiting = Waiting()  # under the lock, but for `n_chances`
         self._unplaced: set[int] = set()  # own ones to be kept, though they hang from nothing
 
     # ---- following -------------------------------------------------------------------------
-
-    @property
-    def n_chances(self) -> int:
-        """Grows when what waits may find a place: nodes went, or others of it found theirs."""
-        return self._waiting.n_chances
-
-    def load(
-        self, values: Iterable[tuple[int, bytes]], heat: dict[int, tuple[int, int]]
-    ) -> tuple[list[int], list[int]]:
-        """As `Catalog.load`. Others' that another span covers wait; those that hang from nothing
-        are strays."""
-        retired, damaged = super().load(values, heat)
-        with self.lock:
-            for span in retired:
-                if span not in self.own and span not in self._waiting:
-                    self._stray(span)
-        return retired, damaged
 
     def publish(self, record: SpanRecord, prefix: bytes) -> int:
         added = super().publish(record, prefix)
@@ -68,7 +51,8 @@ class MergedCatalog(Catalog):
             return span in self._kept
 
     def admit(self, span: int, value: bytes, before: bytes, gone: Collection[int] = ()) -> bool:
-        """Show another's span. `before`: the labels before it. False: it waits. Raises FormatError.
+        """Show another's span, or one of one's own that was unplaced. `before`: the labels before
+        it. False: it waits. Raises FormatError.
 
         It waits where its last window is stored in another span (it may be wanted when that goes),
         or its ancestors are not here. Of those spans that are `gone` it takes the places.
@@ -76,6 +60,8 @@ class MergedCatalog(Catalog):
         kept, labels = split_index(value, self.window)
         record, prefix = decode_index(span, kept, labels), before + labels
         with self.lock:
+            if span in self.own and span not in self._unplaced:
+                return True  # evicted, or purged, a moment ago
             self._keep(span, kept)
             self._find(record, prefix)
             self._show(record, prefix)  # the rest of it, where nodes view a part by now
@@ -83,6 +69,11 @@ class MergedCatalog(Catalog):
                 on_the_way = self._tree.match(record.root, prefix)
                 self._inherit(record, on_the_way, lambda other: other in gone)
             match = self._tree.match(record.root, prefix)
+            if span in self.own:
+                self._claim(record, match)
+            if span in self.own and span in self._views:
+                self._unplaced.discard(span)
+                return True
             whole = match.n_windows == record.end_window
             if whole and self._tree.view(match.nodes[-1]).span == span:
                 return True
@@ -97,14 +88,14 @@ class MergedCatalog(Catalog):
             self._stray(span)
 
     def _stray(self, span: int) -> None:
-        self._waiting.stray(span, place_of(self._kept[span])[2])
+        self.waiting.stray(span, place_of(self._kept[span])[2])
 
     def _find(self, record: SpanRecord, prefix: bytes) -> None:
         """Strays that begin behind windows of this span. `prefix`: labels from the root to its
         end."""
         size, first = 4 * self.window, record.first_window
         keys = chain(record.key_before, prefix[first * size :], self.window)
-        self._waiting.find(keys, prefix, first, size)
+        self.waiting.find(keys, prefix, first, size)
 
     def _inherit(
         self, record: SpanRecord, match: Match, takes_from: Callable[[int], bool]
@@ -143,6 +134,7 @@ class MergedCatalog(Catalog):
         return given
 
     def _share(self, short: list[Short], heat: dict[int, tuple[int, int]]) -> None:
+        """Others' that another span covers wait; those that hang from nothing are strays."""
         for above, span, labels in short:
             if span in self.own:
                 match = self._tree.match_below(above, labels)
@@ -152,6 +144,9 @@ class MergedCatalog(Catalog):
             last = self._tree.match_below(above, labels).nodes[-1]
             if span not in self.own and self._tree.view(last).span != span:
                 self._wait(span, b"".join(map(self._tree.label, self._tree.path(above))))
+        for span in self._views.retired:
+            if span not in self.own and span not in self.waiting:
+                self._stray(span)
 
     def _give_all(self, node: int, record: SpanRecord) -> bool:
         """As `_give`, to a span that has all of the node's windows."""
@@ -192,10 +187,10 @@ class MergedCatalog(Catalog):
     def n_heirs(self, spans: Collection[int]) -> int:
         """How many of others' wait, and may be heirs, if any of one's own hangs from these."""
         with self.lock:
-            nodes = of_spans(self._tree, spans).tolist() if self._waiting else []
+            nodes = of_spans(self._tree, spans).tolist() if self.waiting else []
             below = (n for node in nodes for n in self._tree.subtree(node))
             mine = any(self._tree.view(node).span in self.own for node in below)
-            return len(self._waiting) if mine else 0
+            return len(self.waiting) if mine else 0
 
     def _cut(self, node: int, spans: Collection[int]) -> list[int]:
         """Remove a subtree; spans retired by that. Others' that nobody withdrew wait, also those
@@ -203,7 +198,7 @@ class MergedCatalog(Catalog):
         retired = []
         for below in self._tree.subtree(node):
             span = self._tree.view(below).span
-            if span not in spans and span not in self.own and span not in self._waiting:
+            if span not in spans and span not in self.own and span not in self.waiting:
                 self._wait(span, self._before(below))
             if self._remove(below):
                 retired.append(span)
@@ -214,7 +209,7 @@ class MergedCatalog(Catalog):
         wanted = set(spans)
         with self.lock:
             found = [(self._tree.view(n).span, n) for n in of_spans(self._tree, wanted).tolist()]
-            waiting = self._waiting.labels(wanted)
+            waiting = self.waiting.labels(wanted)
         yield from waiting
         for span, node in dict(found).items():
             with self.lock:
@@ -233,7 +228,7 @@ class MergedCatalog(Catalog):
         return labels[: window * 4 * self.window]
 
     def _remove(self, node: int) -> bool:
-        self._waiting.n_chances += 1
+        self.waiting.n_chances += 1
         return super()._remove(node)
 
     def _before(self, node: int) -> bytes:
@@ -249,18 +244,18 @@ class MergedCatalog(Catalog):
         now. `gone`: see admit."""
         shown = 0
         with self.lock:
-            todo = self._waiting.take(n)
+            todo = self.waiting.take(n)
         for span, before in todo:
             with suppress(FormatError):  # damaged: nobody finds it
                 value = value_of(span)
                 if value is not None and self.knows(span):
                     shown += self.admit(span, value, before, gone)
         with self.lock:
-            self._waiting.n_chances += shown
+            self.waiting.n_chances += shown
         return shown
 
     def _wait(self, span: int, before: bytes) -> None:
-        self._waiting.put(span, before, place_of(self._kept[span])[2])
+        self.waiting.put(span, before, place_of(self._kept[span])[2])
 
     def quarantine(self, span: int) -> list[int]:
         """As `Catalog.quarantine`; nor does the bad one wait for the rest of its place."""
@@ -271,7 +266,7 @@ class MergedCatalog(Catalog):
     def forget_waiting(self, spans: Iterable[int]) -> None:
         with self.lock:
             for span in spans:
-                self._waiting.forget(span)
+                self.waiting.forget(span)
 
     def held_after(self, spans: range) -> list[int]:
         """Of these: taken out by their writer, and still held here."""
@@ -319,9 +314,23 @@ class MergedCatalog(Catalog):
                 yield node
 
     def keep_unplaced(self, spans: Iterable[int]) -> None:
-        """What these that `load` retired hang from could not be read: a purge finds them still."""
+        """What these that `load` retired hang from could not be read: they are found when it can
+        be, and by a purge, and are the first to be evicted."""
         with self.lock:
-            self._unplaced.update(span for span in spans if span in self._kept and span in self.own)
+            for span in spans:
+                if span in self._kept and span in self.own:
+                    self._unplaced.add(span)
+                    self._stray(span)
+
+    def evict_unplaced(self, n_bytes: int) -> list[int]:
+        """Those of n_bytes, to be deleted."""
+        gone = []
+        with self.lock:
+            while n_bytes > 0 and self._unplaced:
+                gone.append(span := self._unplaced.pop())
+                self.waiting.forget(span)
+                n_bytes -= self._record(span).owned_bytes
+        return gone
 
     def purge(self, root: bytes) -> list[int]:
         """Take one's own spans under a root key out of the tree, held or not; they, and unplaced
@@ -333,12 +342,15 @@ class MergedCatalog(Catalog):
         with self.lock:
             unplaced = {s for s in self._unplaced if place_of(self._kept[s])[1] == root}
             self._unplaced -= unplaced
+            for span in unplaced:
+                self.waiting.forget(span)
         return [*gone, *unplaced]
 
     def retired_bytes(self, spans: Iterable[int] | None = None) -> int:
-        """What one's own spans (of these) hold that are in no node any more, until reclaimed."""
+        """What one's own spans (of these) hold that are in no node any more, until reclaimed;
+        unplaced ones stay."""
         with self.lock:
-            retired = self._views.retired
+            retired = self._views.retired - self._unplaced
             these = retired if spans is None else retired.intersection(spans)
             records = [self._record(span) for span in these if span in self.own]
         return sum(r.owned_bytes for r in records)

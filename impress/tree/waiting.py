@@ -1,4 +1,5 @@
-"""Others' spans that have no place in the tree, or not all of theirs: each may find one yet.
+"""Spans that have no place in the tree, or not all of theirs: each may find one yet. They are
+others', or one's own of which what they hang from could not be read.
 
 A stray is one of which nobody knows what comes before it: what it hangs from could not be read, or
 was not there yet when it was.
@@ -27,7 +28,7 @@ class Waiting:
         self._n_bytes = 0
         self._strays: dict[bytes, set[int]] = {}  # key -> spans
         self._n_found = 0  # of them, at the head of what waits
-        self.n_chances = 0  # that what waits has had: strays found, and what the catalog adds
+        self.n_chances = 0  # that what waits has had: strays found, nodes gone, others shown
 
     def __len__(self) -> int:
         """How many wait; strays not counted."""

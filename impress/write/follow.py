@@ -89,9 +89,11 @@ class Follower:
     def __init__(
         self, path: Path, own: Shard | None, catalog: MergedCatalog, ssd: SsdTier, grace_s: float,
         reclaim: Callable[[Iterable[SpanRecord]], None], orphaned: Callable[[list[int]], None],
+        own_value: Callable[[int], bytes | None],
     ) -> None:  # fmt: skip
         """`reclaim`: told of others' spans that nobody here holds; `orphaned`: of own to delete.
 
+        `own_value`: the index value of an own span.
         `grace_s`: longest that a read takes.
         """
         self._path = path
@@ -101,6 +103,7 @@ class Follower:
         self._grace_s = grace_s
         self._reclaim = reclaim
         self._orphaned = orphaned
+        self._own_value = own_value
         self._turn = threading.Lock()  # held for a whole look; only looks and `close` take it
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -136,7 +139,9 @@ class Follower:
         return {k: name for n in self.neighbours.values() for k, name in n.index.names().items()}
 
     def value(self, span: int) -> bytes | None:
-        """The index value of another's span."""
+        """A span's index value, whoever wrote it."""
+        if span in self._catalog.own:
+            return self._own_value(span)
         return next((n.index.value(span) for n in self._of(span)), None)
 
     def history(self, span: int) -> bytes | None:
@@ -156,8 +161,8 @@ class Follower:
                 except (ImpressError, OSError) as err:
                     self._leave_out(neighbour.shard, _stamp(neighbour.shard), err)
             self._take_out(gone)  # at last: what is new, in any shard, takes places of theirs
-            if changed or self._catalog.n_chances != self._n_chances:
-                self._n_chances = self._catalog.n_chances
+            if changed or self._catalog.waiting.n_chances != self._n_chances:
+                self._n_chances = self._catalog.waiting.n_chances
                 self._catalog.retry(RETRIES, self.value)
             self._ssd.drop_deleted(2 * self._grace_s)  # files go after their spans
             self.say()

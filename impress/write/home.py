@@ -66,7 +66,7 @@ class Home:
         self.catalog = MergedCatalog(identity.window, range(0) if shard is None else shard.spans)
         self.others = Follower(
             path, shard, self.catalog, self.ssd, config.read_timeout_s, self.reclaim,
-            self._orphaned,
+            self._orphaned, self._own_value,
         )  # fmt: skip
         self.committer: Committer | None = None
         self.reclaimer: Reclaim | None = None
@@ -177,6 +177,9 @@ class Home:
                     yield span, value
                 else:
                     strange.append(span)
+
+    def _own_value(self, span: int) -> bytes | None:
+        return self.index.value(span)
 
     def _history_of(self, span: int) -> bytes | None:
         own = self.catalog.own

@@ -79,7 +79,10 @@ class Leaving:
     def _take_out(self, n_bytes: int, spare: Iterable[int] = ()) -> tuple[list[int], int]:
         """Spans of about n_bytes leave the tree: (they, for the committer to delete; bytes)."""
         self.before_evict()
-        spans = self._catalog.evict(n_bytes, self._score(), spare)
+        spans = self._catalog.evict_unplaced(n_bytes)
+        self.spoil(spans)  # what they hung from may have been purged
+        n_bytes -= self._catalog.retired_bytes(spans)
+        spans += self._catalog.evict(n_bytes, self._score(), spare)
         self._counters.add("evicted_spans", len(spans))
         return spans, self._catalog.retired_bytes(spans)
 
