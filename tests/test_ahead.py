@@ -365,7 +365,7 @@ def test_what_was_read_ahead_is_counted(open_store: Open) -> None:
     with store.lease(prompt(N_TOKENS)) as lease:
         bring(lease, Random(keep=0.5))
     registry = CollectorRegistry()
-    registry.register(_Collector(store.stats))
+    registry.register(_Collector(store.stats, b""))
     for name in ("ahead_bytes", "ahead_used_bytes"):
         shown = registry.get_sample_value(f"impress_{name}_total")
         assert shown == store.counters[name] == store.stats()[name]

@@ -27,7 +27,9 @@ def sync_path(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """For its owner alone, where there is none. Raises OSError."""
+    """For its owner alone, where there is none; so are those it lies in. Raises OSError."""
+    if not path.parent.exists():
+        make_folder(path.parent)
     path.mkdir(mode=0o700, exist_ok=True)
     give_to_owner(path)
 

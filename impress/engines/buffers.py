@@ -15,6 +15,7 @@ import logging
 import queue
 import threading
 from dataclasses import dataclass, replace
+from operator import index
 from time import perf_counter
 from typing import Any, Final, SupportsIndex
 
@@ -57,7 +58,7 @@ class Virtual:
             size = getattr(self, name)
             if size is None and name in ("context", "budget_bytes"):
                 continue
-            if not isinstance(size, SupportsIndex) or size < smallest:
+            if not isinstance(size, SupportsIndex) or index(size) < smallest:
                 raise BadInput(
                     f"virtual buffers: {name} must be a whole number from {smallest}, got {size!r}"
                 )

@@ -84,9 +84,7 @@ def attach(
     if not isinstance(path_or_store, PrefixStore):
         if policy.probe is not None and policy.probe not in settings.probes:
             settings = settings.model_copy(update={"probes": (*settings.probes, policy.probe)})
-        opened = PrefixStore.open(
-            path_or_store, geometry, namespace=namespace, config=settings, mode="rw"
-        )
+        opened = PrefixStore.open(path_or_store, geometry, namespace, settings)
         return Engine(model, opened, policy, buffers, owns_store=True, store_new=store_new)
     store = path_or_store
     if config is not None:
