@@ -15,11 +15,17 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 from impress.config import Config
 from impress.engines.vllm.events import Events
 from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
-from impress.engines.vllm.settings import Settings, _namespace, at_least, policy_of
+from impress.engines.vllm.settings import (
+    Settings,
+    _namespace,
+    at_least,
+    policy_of,
+    served,
+)
 from impress.engines.vllm.step import Prompt
 from impress.errors import ConfigError, ImpressError, Unsupported
 from impress.policy import Exact, Paper, Quality
-from tests.vllm.served import SMALL, Served, tokens, words
+from tests.vllm.served import SMALL, Served, tokens, transfer_config, words
 
 Serve = Callable[..., Served]
 
@@ -150,6 +156,39 @@ def test_an_adapter_whose_files_change_is_not_reused_until_a_restart(
     with pytest.raises(Unsupported, match="other files"):  # a number has one adapter
         _adapter_key(_adapter_in(tmp_path / "b", 2), adapters)
     assert _adapter_key(_adapter_in(tmp_path / "b", 2, number=2), adapters) != first
+
+
+def _served(model: Path, **arguments: Any) -> Any:
+    """What the connector makes of vLLM's arguments for the tiny opt; no engine is started."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    config = EngineArgs(
+        model=str(model), dtype="float32", max_model_len=512, enforce_eager=True,
+        skip_tokenizer_init=True, kv_transfer_config=transfer_config(Path("unused")), **arguments,
+    ).create_engine_config()  # fmt: skip
+    names = [f"model.decoder.layers.{i}.self_attn.attn" for i in range(3)]
+    spec = FullAttentionSpec(block_size=128, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    caches = KVCacheConfig(8, [], [KVCacheGroupSpec(names, spec)])
+    return served(config, caches, Settings.of({"store": "unused"}))
+
+
+def test_what_a_server_applies_of_an_adapter_is_part_of_its_name(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """A server with --lora-target-modules answered from the KV of one that applies all of them."""
+    request = _adapter_in(tmp_path / "a", 1)
+
+    def key(modules: list[str] | None, dtype: str = "auto") -> bytes:
+        server = _served(
+            models["opt"], enable_lora=True, lora_dtype=dtype, lora_target_modules=modules
+        )
+        return _adapter_key(request, Adapters(server.lora))
+
+    two = key(["v_proj", "fc1"])
+    assert len({key(None), key([]), key(["v_proj"]), two, key(None, "bfloat16")}) == 5
+    assert key(["fc1", "v_proj"]) == two
 
 
 def test_a_key_of_unknown_kind_is_refused() -> None:
@@ -361,8 +400,6 @@ def test_what_cannot_be_served_is_refused_at_start(
 ) -> None:
     from vllm import LLM
     from vllm.distributed.kv_transfer import kv_transfer_state
-
-    from tests.vllm.served import transfer_config
 
     given = dict(arguments)
     config = transfer_config(tmp_path / "store")

@@ -74,11 +74,13 @@ class Adapters:
     vLLM loads an adapter once, by its number, and computes with that whatever the files become.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, applied: str = "") -> None:
+        """applied: how the server applies every adapter (settings.Served.lora)."""
+        self._applied = applied.encode()
         self._first: dict[int, bytes] = {}  # empty: what vLLM has loaded is no longer known
 
     def digest(self, adapter: Any) -> bytes:
-        """Of a vLLM LoRA request's weights and settings.
+        """Of a vLLM LoRA request's weights and settings, as they are applied.
 
         Raises Unsupported where they cannot be read or are not those first seen, and from then on.
         """
@@ -87,7 +89,7 @@ class Adapters:
         why = f"adapter {path} has other files than when it was first used"
         if first != b"":
             try:
-                now = _adapter(path)
+                now = _adapter(path, self._applied)
             except Unsupported as err:
                 why = str(err)
         if now and first in (None, now):
@@ -99,14 +101,14 @@ class Adapters:
         raise Unsupported(why)
 
 
-def _adapter(path: str) -> bytes:
-    """A digest of an adapter's weights and settings. Raises Unsupported."""
+def _adapter(path: str, applied: bytes) -> bytes:
+    """A digest of an adapter's weights and settings, and how it is applied. Raises Unsupported."""
     folder = Path(path)
     try:
         settings = (folder / "adapter_config.json").read_bytes()
         files = sorted(folder.glob("adapter_model.*"))  # which one vLLM loads is for it to say
         if not files:
             raise BadInput("it holds no adapter_model file")
-        return blake2b(settings + weights_of(folder, files), digest_size=32).digest()
+        return blake2b(applied + settings + weights_of(folder, files), digest_size=32).digest()
     except (OSError, BadInput) as err:
         raise Unsupported(f"adapter {path} cannot be read: {err}") from None

@@ -71,7 +71,7 @@ class SchedulerSide:
         self._window = settings.config.window
         self._unit = math.lcm(served.block_size, self._window)  # of a hit
         self._keys_of = vllm_keys_of()
-        self._adapters = Adapters()
+        self._adapters = Adapters(served.lora)
         self._tracked: dict[str, Tracked] = {}
         self._late: list[SaveSpec] = []  # of requests that have finished
         self._gone: list[list[int]] = []  # blocks of each that finished since the last plan

@@ -166,6 +166,7 @@ class Served:
     namespace: bytes
     layer_names: tuple[str, ...]  # of the attention layers, in order
     block_size: int  # tokens
+    lora: str  # how every adapter is applied
 
 
 def served(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Served:
@@ -193,7 +194,8 @@ def served(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Served
     )
     for policy in (settings.policy, settings.floor):
         check_policy(policy, geometry, settings.config.window)
-    return Served(geometry, _namespace(vllm_config, settings, dtype), names, spec.block_size)
+    namespace = _namespace(vllm_config, settings, dtype)
+    return Served(geometry, namespace, names, spec.block_size, _lora(vllm_config.lora_config))
 
 
 def _check_features(vllm_config: Any, settings: Settings) -> None:
@@ -280,6 +282,15 @@ def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
     engine = "vllm" + (json.dumps(made, sort_keys=True, default=str) if made else "")
     directory = _directory(model, load)
     return namespace_of(directory, cross_engine=settings.cross_engine, engine=engine, dtype=dtype)
+
+
+def _lora(config: Any) -> str:
+    """What of a server's LoRA settings decides what an adapter computes; "" for none."""
+    if config is None:
+        return ""
+    modules = config.target_modules  # none at all is not all of them
+    modules = None if modules is None else sorted(set(modules))
+    return json.dumps([modules, str(config.lora_dtype)])
 
 
 def _config_elsewhere(model: Any) -> str:
