@@ -15,13 +15,7 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 from impress.config import Config
 from impress.engines.vllm.events import Events
 from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
-from impress.engines.vllm.settings import (
-    Settings,
-    _namespace,
-    at_least,
-    policy_of,
-    served,
-)
+from impress.engines.vllm.settings import Settings, _namespace, at_least, policy_of, served
 from impress.engines.vllm.step import Prompt
 from impress.errors import ConfigError, ImpressError, Unsupported
 from impress.policy import Exact, Paper, Quality

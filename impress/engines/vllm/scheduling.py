@@ -119,9 +119,13 @@ class SchedulerSide:
         return policy if self._settings.sparse else Exact()  # keep_all: no layer would choose
 
     def _prompt(self, tracked: Tracked, n: int) -> Prompt:
-        """The first n tokens and their names. Raises Unsupported where a key is not known."""
+        """The first n tokens and their names. Raises Unsupported where a key is not known, or no
+        longer true: an adapter's files may change while its request waits."""
         memo = tracked.prompt
-        if memo is None or memo[:2] != (n, self._reset):
+        if memo is not None and memo[:2] == (n, self._reset):
+            if tracked.request.lora_request is not None:
+                self._adapters.digest(tracked.request.lora_request)
+        else:
             extra, tenant = extras_of(
                 tracked.request, n, self._block_size, self._keys_of, self._adapters
             )
@@ -199,7 +203,8 @@ class SchedulerSide:
         if isinstance(policy, Exact) or not tracked.private or first or not whole:
             policy = None
         tracked.sparse = policy is not None
-        prompt = self._prompt(tracked, end)
+        assert tracked.prompt is not None, "what was matched in this step was named"
+        prompt = tracked.prompt[2].cut(end)  # not named anew: nothing may raise here
         blocks = self._blocks(request.request_id, end)
         plan.loads.append(LoadSpec(request.request_id, prompt, first, end, blocks, policy))
         if tracked.private:

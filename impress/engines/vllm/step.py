@@ -26,6 +26,11 @@ class Prompt:
     extra: dict[int, bytes]
     tenant: str
 
+    def cut(self, end: int) -> Prompt:
+        """Its first tokens, up to `end`: a whole number of blocks, as these have names."""
+        extra = {at: key for at, key in self.extra.items() if at < end}
+        return Prompt(self.tokens[:end], extra, self.tenant)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:

@@ -1,0 +1,92 @@
+"""The scheduler's side alone: what becomes of a request between its arrival and its step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
+
+from impress.engines.vllm.events import Events
+from impress.engines.vllm.scheduling import SchedulerSide
+from impress.engines.vllm.settings import Settings
+from impress.engines.vllm.step import StepPlan
+from tests.vllm.test_vllm_keys import _adapter_in, _request
+
+N_TOKENS = 300
+
+
+def _side() -> SchedulerSide:
+    """Of a store that holds the whole windows of every prompt; a request has three blocks."""
+    view: Any = SimpleNamespace(lookup=lambda tokens, *names: len(tokens) // 64 * 64, current=True)
+    served: Any = SimpleNamespace(block_size=128, lora="")
+    events = Events(enabled=False, block_size=128)
+    side = SchedulerSide(Settings.of({"store": "unused"}), served, view, events)
+    side.kv_cache_manager = SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 3],))
+    return side
+
+
+def _arrives(side: SchedulerSide, n_tokens: int = N_TOKENS, **given: Any) -> Any:
+    """A request of so many tokens that has come."""
+    request = _request(
+        request_id="r", kv_transfer_params=None, resumable=False, pooling_params=None,
+        num_tokens=n_tokens, num_prompt_tokens=n_tokens, all_token_ids=list(range(n_tokens)),
+        num_computed_tokens=0, num_preemptions=0, skip_reading_prefix_cache=False,
+        block_hashes=[], **given,
+    )  # fmt: skip
+    side.add(request)
+    return request
+
+
+def _step(side: SchedulerSide, request: Any, hit: int) -> StepPlan:
+    """The plan of the step in which a request's prompt is computed but for a hit."""
+    side.allocated(request, hit)
+    n_new = request.num_tokens - hit
+    output = SimpleNamespace(total_num_scheduled_tokens=n_new, num_scheduled_tokens={"r": n_new})
+    request.num_computed_tokens = hit
+    return side.plan(output)
+
+
+@pytest.mark.parametrize("n_tokens", [N_TOKENS, 320], ids=["a ragged end", "whole windows"])
+def test_an_adapter_saved_again_while_its_request_waits_for_room_is_a_miss(
+    tmp_path: Path, n_tokens: int
+) -> None:
+    """The step that had room for the request asked for its keys anew, and what was raised there
+    ended the server. Of whole windows it did not ask: vLLM loaded the new adapter, and its KV was
+    stored under the old one's name."""
+    side = _side()
+    adapter = _adapter_in(tmp_path / "a", 1).lora_request
+    request = _arrives(side, n_tokens, lora_request=adapter)
+    assert side.matched(request, 0) == 256
+    _adapter_in(tmp_path / "a", 2)
+    assert side.matched(request, 0) == 0
+    plan = _step(side, request, 0)
+    assert (plan.loads, plan.saves) == ([], [])
+    assert side.finish(request, [1, 2, 3]) == (False, None)
+
+
+def test_an_adapter_saved_again_in_a_requests_own_step_ends_nothing(tmp_path: Path) -> None:
+    side = _side()
+    adapter = _adapter_in(tmp_path / "a", 1).lora_request
+    request = _arrives(side, lora_request=adapter, cache_salt="mine")
+    assert side.matched(request, 0) == 256
+    _adapter_in(tmp_path / "a", 2)
+    plan = _step(side, request, 256)
+    (load,) = plan.loads
+    assert load.prompt.tokens.tolist() == list(range(256))
+    assert (list(load.prompt.extra), load.prompt.tenant) == ([0], "salt:mine")
+    assert plan.saves == []
+
+
+def test_what_is_loaded_is_named_up_to_its_end() -> None:
+    """Keys of later blocks are not among its names: a lease would refuse them."""
+    import torch
+
+    side = _side()
+    request = _arrives(side, prompt_embeds=torch.randn(N_TOKENS, 8))
+    assert side.matched(request, 0) == 256
+    (load,) = _step(side, request, 256).loads
+    assert (len(load.prompt.tokens), sorted(load.prompt.extra)) == (256, [0, 128])
