@@ -152,8 +152,11 @@ def test_an_adapter_whose_files_change_is_not_reused_until_a_restart(
     assert _adapter_key(_adapter_in(tmp_path / "b", 2, number=2), adapters) != first
 
 
-def _served(model: Path, **arguments: Any) -> Any:
-    """What the connector makes of vLLM's arguments for the tiny opt; no engine is started."""
+def _served(model: Path | str, change: Any = None, **arguments: Any) -> Any:
+    """What the connector makes of vLLM's arguments for the tiny opt; no engine is started.
+
+    `change` is called with the configuration that vLLM makes of them.
+    """
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -162,6 +165,8 @@ def _served(model: Path, **arguments: Any) -> Any:
         model=str(model), dtype="float32", max_model_len=512, enforce_eager=True,
         skip_tokenizer_init=True, kv_transfer_config=transfer_config(Path("unused")), **arguments,
     ).create_engine_config()  # fmt: skip
+    if change is not None:
+        change(config)
     names = [f"model.decoder.layers.{i}.self_attn.attn" for i in range(3)]
     spec = FullAttentionSpec(block_size=128, num_kv_heads=4, head_size=32, dtype=torch.float32)
     caches = KVCacheConfig(8, [], [KVCacheGroupSpec(names, spec)])
@@ -459,6 +464,38 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
     assert found[0] == found[2] != found[1]
     with pytest.raises(Unsupported, match="--hf-config-path must be a directory"):
         named(str(tmp_path / "same"), hf_config_path="somebody/model")
+
+
+def test_weights_that_vllm_may_pass_over_are_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """A directory was named by model.safetensors, and vLLM loaded consolidated.safetensors beside
+    it: what was trained on found the KV of what it had been."""
+    import shutil
+
+    def copy(name: str, *files: str) -> Path:
+        shutil.copytree(models["opt"], tmp_path / name)
+        for file in files:
+            shutil.copy(models["opt"] / "model.safetensors", tmp_path / name / file)
+        return tmp_path / name
+
+    both = copy("both", "consolidated.safetensors")
+    for given in ("auto", "hf", "mistral"):  # hf: it loads both, one over the other
+        with pytest.raises(Unsupported, match=r"consolidated\.safetensors beside model\.safet"):
+            _served(both, load_format=given)
+    (both / "model.safetensors").unlink()
+    _served(both)
+    with pytest.raises(Unsupported, match=r"more\.safetensors beside model\.safetensors"):
+        _served(copy("more", "more.safetensors"))
+    sharded = copy("sharded", "part.safetensors", "consolidated-1.safetensors")
+    index = '{"weight_map": {"w": "model.safetensors", "x": "part.safetensors"}}'
+    (sharded / "model.safetensors.index.json").write_text(index)
+    _served(sharded, load_format="hf")  # what the index does not name is not loaded
+    with pytest.raises(Unsupported, match=r"consolidated-1\.safetensors beside"):
+        _served(sharded)
+    for given in ("pt", "npcache", "sharded_state", "tensorizer"):
+        with pytest.raises(Unsupported, match=f"--load-format {given} .*: drop it"):
+            _served(models["opt"], load_format=given)
 
 
 def test_another_writer_has_a_shard_of_its_own(serve: Serve, tmp_path: Path) -> None:

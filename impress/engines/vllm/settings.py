@@ -25,6 +25,7 @@ from impress.errors import BadInput, ConfigError, Unsupported
 from impress.namespace import namespace_of
 from impress.policy import AllHeads, Exact, KeepAll, Paper, Policy, Quality, Random, Recency
 from impress.types import DTYPES, Geometry
+from impress.weights import weight_files
 
 _POLICIES: dict[str, Any] = {
     "exact": Exact,
@@ -43,6 +44,11 @@ _DEFAULTS: dict[str, Any] = {
     "store_new": True,
     "cross_engine": False,
 }
+
+#: Of vLLM's load formats those that read the files by which the model is named.
+_LOAD_FORMATS = (
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +272,10 @@ def _one_group(kv_cache_config: Any) -> tuple[Any, tuple[str, ...]]:
 def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
     """The namespace of the model's files, as this configuration computes with them."""
     model, load = vllm_config.model_config, vllm_config.load_config
-    if load.load_format == "dummy":
-        raise Unsupported("--load-format dummy makes weights that no file names")
+    if load.load_format not in _LOAD_FORMATS:
+        raise Unsupported(
+            f"--load-format {load.load_format} takes weights that do not name the model: drop it"
+        )
     changes = {
         "quantization": model.quantization,
         "quantization_config": model.quantization_config,
@@ -281,7 +289,24 @@ def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
         raise ConfigError(f"vllm: cross_engine does not go with {', '.join(made)}")
     engine = "vllm" + (json.dumps(made, sort_keys=True, default=str) if made else "")
     directory = _directory(model, load)
+    _check_weights(directory, load.load_format)
     return namespace_of(directory, cross_engine=settings.cross_engine, engine=engine, dtype=dtype)
+
+
+def _check_weights(directory: Path, load_format: str) -> None:
+    """Raises Unsupported where vLLM may load other weights than those that name the model."""
+    named = weight_files(directory)
+    pattern = "*.safetensors"
+    if (directory / "model.safetensors.index.json").is_file():  # the rest is passed over
+        if load_format not in ("auto", "mistral"):
+            return
+        pattern = "consolidated*.safetensors"  # but for Mistral's own, which come first
+    others = sorted(set(directory.glob(pattern)) - set(named))
+    if others:
+        raise Unsupported(
+            f"{directory} holds {others[0].name} beside {named[0].name}, and which of them vLLM "
+            "loads is in no name: move away what is not to be served"
+        )
 
 
 def _lora(config: Any) -> str:
