@@ -14,6 +14,7 @@ from impress.engines.vllm.events import Events
 from impress.engines.vllm.scheduling import SchedulerSide
 from impress.engines.vllm.settings import Settings
 from impress.engines.vllm.step import StepPlan
+from impress.errors import BadInput
 from tests.vllm.test_vllm_keys import _adapter_in, _request
 
 N_TOKENS = 300
@@ -90,3 +91,33 @@ def test_what_is_loaded_is_named_up_to_its_end() -> None:
     assert side.matched(request, 0) == 256
     (load,) = _step(side, request, 256).loads
     assert (len(load.prompt.tokens), sorted(load.prompt.extra)) == (256, [0, 128])
+
+
+@pytest.mark.parametrize("n_tokens", [20, N_TOKENS], ids=["short", "long"])
+@pytest.mark.parametrize("salt", ["\ud800", 7, b"mine"], ids=["half a letter", "number", "bytes"])
+def test_a_salt_that_is_no_text_is_served_without_the_store(n_tokens: int, salt: Any) -> None:
+    """The store refuses such a tenant: that was raised while vLLM scheduled, or while it handed
+    over what was to be stored, and its engine never took a step again."""
+    side = _side()
+    request = _arrives(side, n_tokens, cache_salt=salt)
+    assert side.matched(request, 0) == 0
+    assert _step(side, request, 0).saves == []
+    request.num_tokens = request.num_computed_tokens = 384  # an answer fills its blocks
+    request.all_token_ids = list(range(384))
+    assert side.finish(request, [1, 2, 3]) == (False, None)
+    assert side.plan(SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})) == (
+        StepPlan(ended=["r"])
+    )
+
+
+def test_what_the_store_refuses_to_look_up_is_served_without_it() -> None:
+    side, refusal = _side(), BadInput("tokens: want one dimension")
+
+    def lookup(*names: Any) -> int:
+        raise refusal
+
+    side._view.lookup = lookup  # type: ignore[method-assign]
+    request = _arrives(side)
+    assert side.matched(request, 0) == 0
+    assert side._tracked["r"].refused == str(refusal)
+    assert _step(side, request, 0).saves == []

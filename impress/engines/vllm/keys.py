@@ -39,7 +39,8 @@ def extras_of(
 ) -> tuple[dict[int, bytes], str]:
     """(digests by token position, tenant) of a request's first n_tokens.
 
-    Raises Unsupported for keys of an unknown kind, images, or an adapter that Adapters refuses.
+    Raises Unsupported for keys of an unknown kind, images, a salt that is no text, or an adapter
+    that Adapters refuses.
     """
     extra: dict[int, bytes] = {}
     tenant = ""
@@ -51,7 +52,7 @@ def extras_of(
         for key in keys or ():
             kind = key[0] if isinstance(key, tuple) and key else None
             if kind == "cache_salt" and len(key) == 2:
-                tenant = f"salt:{key[1]}"
+                tenant = f"salt:{_text(key[1])}"
             elif kind == "lora" and len(key) == 3:
                 if first == 0:  # keys are chained: once is enough
                     digest.update(b"lora" + adapters.digest(request.lora_request))
@@ -66,6 +67,15 @@ def extras_of(
         if n_digested:
             extra[first] = digest.digest()
     return extra, tenant
+
+
+def _text(salt: Any) -> str:
+    try:
+        if isinstance(salt, str) and salt.encode():
+            return salt
+    except UnicodeEncodeError:  # JSON can say half of a letter
+        pass
+    raise Unsupported(f"cache_salt {salt!r} is no text: this request is not reused")
 
 
 class Adapters:

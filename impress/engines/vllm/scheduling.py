@@ -140,10 +140,10 @@ class SchedulerSide:
             return 0
         try:
             prompt = self._prompt(tracked, n)
+            found = self._view.lookup(prompt.tokens, prompt.extra, prompt.tenant)
         except ImpressError as err:
             tracked.refused = str(err)
             return 0
-        found = self._view.lookup(prompt.tokens, prompt.extra, prompt.tenant)
         tracked.n_stored = found
         return min(found, n - 1) // self._unit * self._unit
 
