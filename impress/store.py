@@ -133,9 +133,9 @@ class PrefixStore:
             home.leaving.quarantine, home.history, home.save_history, params,
             home.catalog.knows,
         )  # fmt: skip
+        self.write_buffers = slots = BufferPool(config.write_buffer_bytes)
         self._admission: Admission | None = None
         if home.committer is not None:
-            slots = BufferPool(config.write_buffer_bytes)
             media = Media(home.ssd, self._pool, slots, geometry, codecs, self.namespace, params)
             fitter = Fitter(codecs, geometry, self.namespace, home.ssd, home.catalog, params)
             self._admission = Admission(

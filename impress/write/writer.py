@@ -8,7 +8,7 @@ other keeps position order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from tiers.slots import Buffer
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+#: What `Stored.refused` says where no buffer came back in time.
+NO_SLOT: Final = "no free write slot"
 
 
 class Writer:
@@ -201,7 +204,7 @@ class Writer:
             self.stored.refused = str(err)
             return None
         if buffer is None:
-            self.stored.refused = "no free write slot"
+            self.stored.refused = NO_SLOT
         return buffer
 
     def _note(self, layer: int, row: int, scores: npt.NDArray[np.float32]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 import threading
@@ -24,8 +25,10 @@ from impress.engines.vllm.blocks import BlockLayout, slots_of
 from impress.engines.vllm.step import Prompt, SaveSpec
 from impress.store import PrefixStore
 from impress.types import Geometry
-from tests.vllm.served import SMALL, Served, params, words
+from tests.vllm.served import MIB, SMALL, Served, params, words
 from tests.vllm.test_vllm_blocks import _isas
+from tiers.slots import BufferPool
+from tiers.ssd import SsdTier
 
 Serve = Callable[..., Served]
 
@@ -217,6 +220,64 @@ def test_what_fails_once_does_not_end_the_thread_that_stores(
         assert [store.lookup(prompt.tokens) for prompt in prompts] == [0, 64]
         (said,) = [r.getMessage() for r in caplog.records if "is not stored" in r.getMessage()]
         assert said.startswith("request a is not stored: ") and not said.endswith(": ")
+        saver.close()
+
+
+class _Zeros:
+    """A layout whose rows are always there."""
+
+    block_size = 32
+
+    def read(self, kv_cache: torch.Tensor, blocks: list[int]) -> Any:
+        return (torch.zeros(2, 32 * len(blocks), 32),) * 2
+
+
+def test_behind_a_write_that_hangs_one_request_waits_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waited 5 s for a write buffer, with its blocks held: where the KV cache is small, every
+    answer came 5 s late for as long as the disk hung. Once a write has ended, stores go on."""
+    go, ran_out = threading.Event(), []
+    write, acquire = SsdTier.write, BufferPool.acquire
+
+    def stuck(*args: Any) -> None:
+        assert go.wait(60)
+        write(*args)
+
+    def counted(pool: BufferPool, n_bytes: int, wait_s: float = 0.0) -> Any:
+        buffer = acquire(pool, n_bytes, wait_s)
+        if buffer is None and wait_s:
+            ran_out.append(n_bytes)
+        return buffer
+
+    monkeypatch.setattr(SsdTier, "write", stuck)
+    monkeypatch.setattr(BufferPool, "acquire", counted)
+    monkeypatch.setattr(saving, "_BUFFER_WAIT_S", 0.01)
+    prompts = [Prompt(np.arange(at, at + 2048, dtype=np.int32), {}, "") for at in range(6)]
+    config = Config(**{**SMALL, "write_buffer_bytes": MIB})
+    with PrefixStore.open(
+        tmp_path / "s", Geometry(2, 2, 2, 32, "float32"), b"x" * 32, config, "rw"
+    ) as store:
+        layout: Any = _Zeros()
+        saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
+
+        def offer(*names: int) -> None:
+            for i in names:
+                saver.offer(SaveSpec(f"{i}", f"{i}#0", prompts[i], 2048, [1] * 64))
+                with saver._lock:
+                    assert saver._lock.wait_for(lambda i=i: not saver.busy(f"{i}"), 60)
+
+        try:
+            offer(0, 1, 2, 3, 4)
+            assert (len(ran_out), saver.n_skipped) == (1, 4)
+        finally:
+            go.set()
+        monkeypatch.setattr(saving, "_BUFFER_WAIT_S", 60.0)
+        while store.write_buffers.used_bytes:
+            os.sched_yield()
+        offer(5)
+        saver.flush()
+        assert [store.lookup(prompt.tokens) for prompt in prompts] == [0, 0, 0, 0, 0, 2048]
         saver.close()
 
 

@@ -23,13 +23,14 @@ from impress.engines.vllm.step import SaveSpec
 from impress.errors import ImpressError, StoreFailed
 from impress.store import PrefixStore
 from impress.write.draft import Stored
-from impress.write.writer import Writer
+from impress.write.writer import NO_SLOT, Writer
 
 log = logging.getLogger("impress")
 
 #: Specs that may wait; more are skipped, since the cache may forget and blocks are scarce.
 MOST_WAITING = 256
-#: Of one put, for write buffers; then the store is refused.
+#: Of one put, for write buffers; then the store is refused, and what follows is skipped until a
+#: write ends: each would wait as long, with its blocks held.
 _BUFFER_WAIT_S = 5.0
 #: For an earlier store of the same beginning to be READY; then what they share is written twice.
 _EARLIER_WAIT_S = 10.0
@@ -70,6 +71,7 @@ class Saver:
         self._lives: dict[str, _Life] = {}
         self._writing: dict[bytes, str] = {}  # root -> key of the life that stores it
         self._pending: list[tuple[str, bytes, Stored]] = []  # handed to the committer
+        self._stuck_bytes = 0  # in write buffers, as a wait for them ran out
         self._uses: dict[str, tuple[int, int]] = {}  # request -> tokens asked for, admitted
         self._lock = threading.Condition()
         self._reading = threading.Lock()  # held while blocks are looked at
@@ -204,6 +206,10 @@ class Saver:
 
     def _save(self, spec: SaveSpec) -> None:
         life = self._lives[spec.key]
+        if not life.dropped and self._stuck():
+            with self._lock:
+                life.dropped = True
+                self.n_skipped += 1
         if life.dropped:
             self._give_up(life)
             return
@@ -222,8 +228,22 @@ class Saver:
                 self._give_up(life)
                 return
             life.n_put = min(end * self._block_size, wanted)
-        if life.n_put >= life.n_wanted or life.writer.stored.refused:
+        refused = life.writer.stored.refused
+        if life.n_put >= life.n_wanted or refused:
             self._finish(life)
+        if refused == NO_SLOT:
+            self._note_stuck()
+
+    def _note_stuck(self) -> None:
+        self._stuck_bytes = self._store.write_buffers.used_bytes
+        if self._stuck_bytes:
+            log.warning("the disk hangs: nothing is stored until a write ends")
+
+    def _stuck(self) -> bool:
+        """Whether no write has ended since one was waited for in vain."""
+        if self._store.write_buffers.used_bytes < self._stuck_bytes:
+            self._stuck_bytes = 0
+        return self._stuck_bytes > 0
 
     def _begin(self, life: _Life, spec: SaveSpec) -> bool:
         """Open a writer for what is admitted of a spec's prompt; False: nothing of it is."""
@@ -236,9 +256,12 @@ class Saver:
             earlier = [stored for _, root, stored in self._pending if root == life.root]
         for stored in earlier:
             try:
-                stored.wait(_EARLIER_WAIT_S)
+                late = not stored.wait(_EARLIER_WAIT_S) and not stored.refused
             except ImpressError:
                 continue
+            if late:
+                self._note_stuck()
+                break
         tokens = spec.prompt.tokens[: life.n_wanted]
         extra = {at: key for at, key in spec.prompt.extra.items() if at < len(tokens)}
         life.writer = self._store.writer(tokens, 0, extra, _BUFFER_WAIT_S, spec.prompt.tenant)
