@@ -466,6 +466,20 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
         named(str(tmp_path / "same"), hf_config_path="somebody/model")
 
 
+@pytest.mark.parametrize(
+    "kind", ["tensor", "pipeline", "data", "prefill_context", "decode_context"]
+)
+def test_more_than_one_worker_is_refused(models: dict[str, Path], kind: str) -> None:
+    """With context parallelism each worker holds a part of the rows: it was not refused."""
+
+    def change(config: Any) -> None:
+        setattr(config.parallel_config, f"{kind}_parallel_size", 2)
+
+    flag = kind.replace("_", "-")
+    with pytest.raises(Unsupported, match=f"--{flag}-parallel-size above 1 is not tested"):
+        _served(models["opt"], change)
+
+
 def test_weights_that_vllm_may_pass_over_are_refused(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

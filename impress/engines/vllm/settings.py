@@ -206,9 +206,9 @@ def served(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Served
 
 def _check_features(vllm_config: Any, settings: Settings) -> None:
     parallel = vllm_config.parallel_config
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if getattr(parallel, name, 1) != 1:
-            flag = "--" + name.replace("_", "-")
+    for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context"):
+        if getattr(parallel, f"{kind}_parallel_size", 1) != 1:
+            flag = f"--{kind.replace('_', '-')}-parallel-size"
             raise Unsupported(f"{flag} above 1 is not tested and so refused: use 1")
     if vllm_config.scheduler_config.async_scheduling:
         raise Unsupported("a lost load cannot be taken back then: start with --no-async-scheduling")
