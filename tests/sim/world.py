@@ -19,10 +19,12 @@ from disk import Faults, SimSsd, flipped
 from turns import Killed, Scheduler, Thread
 
 import impress
+import impress.store  # and all it imports: what came later would have real threads and clocks
 import impress.write.env
 import impress.write.health
 import impress.write.home
 from impress.policy import Paper, Quality, Random, Recency
+from impress.repacking.repack import Repacker
 
 GEOMETRY = impress.Geometry(2, 4, 2, 32, "float32")
 WINDOW = 16
@@ -42,10 +44,6 @@ FAULTS = (
 
 def _monotonic_defaults(patch: Any, clock: Any) -> None:
     """Clocks bound as defaults when a module was imported."""
-    try:
-        from impress.repacking.repack import Repacker
-    except ImportError:
-        return
     defaults = tuple(clock if callable(d) else d for d in Repacker.__init__.__defaults__ or ())
     patch(Repacker.__init__, "__defaults__", defaults)
 
