@@ -152,7 +152,8 @@ def test_parameters_that_cannot_be_trusted_are_not_used(open_store: Open, harm: 
         path.write_bytes(raw if harm == "damaged" else path.read_bytes()[:-8])
     (problem,) = verify_store(store.path).problems
     assert "pca25-v1 parameters" in problem.what and problem.span is not None
-    reopened = open_store(SHAPE, probes=("pca25-v1",))
+    # A reader: a writer may have fitted what is missing again by then, and to the same bytes.
+    reopened = open_store(SHAPE, "r", probes=("pca25-v1",))
     chosen, used = bring(reopened, tokens, 1)
     assert used == "int4-v1"
     bare = open_store_beside(store.path, tokens)
