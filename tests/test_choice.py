@@ -148,6 +148,9 @@ def test_what_a_sparse_request_does_beside_its_reads_is_its_own():
     """
     rates = Rates()
     rates.note_forward("recompute", 1000, 0.063)
+    rates.note_read("sparse", stored(990), 0.042)
+    rates.note_forward("exact", 10, 0.023)  # until there is one of its own: the other hit's
+    assert rates.estimate(1000, stored(990))["sparse"] == pytest.approx(0.065)
     for _ in range(10):
         rates.note_forward("sparse", 10, 0.005)
         rates.note_read("sparse", stored(990), 0.042)

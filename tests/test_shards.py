@@ -54,6 +54,26 @@ def ready(store: impress.PrefixStore, tokens: np.ndarray, **named: Any) -> None:
     assert put_prompt(store, tokens, **named).wait(60)
 
 
+def stored_between(
+    a: impress.PrefixStore, b: impress.PrefixStore, tokens: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """When all indexes are read next: these 512 tokens are stored, half by each, between two."""
+    read = Index.spans
+    ready(a, prompt(128, 8))
+    ready(b, prompt(128, 9))
+
+    def stored_before(index: Index, after: int = -1) -> Iterator[tuple[int, bytes]]:
+        if index._folder.parent.name == "1":  # main has been read
+            monkeypatch.undo()
+            ready(a, tokens[:256])
+            b.follow()
+            ready(b, tokens, start=256)
+        return read(index, after)
+
+    monkeypatch.setattr(Index, "spans", stored_before)
+
+
 def look(*stores: impress.PrefixStore) -> None:
     """Each sees what all the others did, and then who has seen it."""
     for store in (*stores, *stores):
@@ -280,19 +300,8 @@ def test_verify_finds_what_was_stored_across_shards_while_it_read_them(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their indexes are read one after the other; it called the store unsound."""
-    (a, b), tokens, read = pair, prompt(512, 1), Index.spans
-    ready(a, prompt(128, 8))
-    ready(b, prompt(128, 9))
-
-    def stored_before(index: Index, after: int = -1) -> Iterator[tuple[int, bytes]]:
-        if index._folder.parent.name == "1":  # main has been read
-            monkeypatch.undo()
-            ready(a, tokens[:256])
-            b.follow()
-            ready(b, tokens, start=256)
-        return read(index, after)
-
-    monkeypatch.setattr(Index, "spans", stored_before)
+    a, b = pair
+    stored_between(a, b, prompt(512, 1), monkeypatch)
     found = verify_store(a.path)
     assert found.spans == 3 and not found.problems
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from conftest import assert_serves, prompt, put_prompt
-from test_shards import APART, Pair, check, look, pair, ready
+from test_shards import APART, Pair, check, look, pair, ready, stored_between
 from test_shards_moved import at_once
 
 import impress
 import impress.write.index
-from impress.write.index import Index
 
 __all__ = ["pair"]  # the fixture
 Open = Callable[..., impress.PrefixStore]
@@ -133,19 +132,8 @@ def test_what_was_stored_across_shards_while_a_process_opened_is_found(
 ) -> None:
     """Indexes are read one after the other: it saw the end of a prompt, then its beginning, and
     never served more than that."""
-    (a, b), tokens, read = pair, prompt(512), Index.spans
-    ready(a, prompt(128, 8))
-    ready(b, prompt(128, 9))
-
-    def stored_before(index: Index, after: int = -1) -> Iterator[tuple[int, bytes]]:
-        if index._folder.parent.name == "1":  # main has been read
-            monkeypatch.undo()
-            ready(a, tokens[:256])
-            b.follow()
-            ready(b, tokens, start=256)
-        return read(index, after)
-
-    monkeypatch.setattr(Index, "spans", stored_before)
+    (a, b), tokens = pair, prompt(512)
+    stored_between(a, b, tokens, monkeypatch)
     reader = open_store(a.geometry, mode="r", **APART)
     assert_serves(reader, tokens, 0)
     look(reader)

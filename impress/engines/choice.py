@@ -144,7 +144,7 @@ class Rates:
 
     def _forward(self, mode: str, n_tokens: int) -> float | None:
         """By the mode's own requests; before the first, by those of the mode most like it."""
-        for one in (mode, *reversed(MODES)) if mode in _READS else (mode, "exact", "sparse"):
+        for one in (mode, "exact", "sparse", "recompute"):
             if (seconds := self._forwards[one].seconds((1, n_tokens))) is not None:
                 return seconds
         return None

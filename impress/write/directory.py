@@ -197,8 +197,7 @@ class Shard:
     def lock(self) -> None:
         """Become the writer. Raises StoreLocked at once when somebody is."""
         try:
-            for folder in (self.path.parent, self.path):
-                make_folder(folder)
+            make_folder(self.path)
             self._fd = lock_file(self.path / "lock", wait=False)
             if self._fd is None:
                 raise StoreLocked(
