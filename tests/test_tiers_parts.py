@@ -127,6 +127,45 @@ def test_what_came_back_longest_ago_is_let_go_first() -> None:
     assert {pool.acquire(PAGE).array.ctypes.data for _ in range(3)} == kept
 
 
+def test_as_much_is_kept_as_was_out_at_once() -> None:
+    """Fresh memory for every layer that was read whole cost a request up to half a second: a pool
+    kept 256 MiB, and three layers of rows in flight are more."""
+    pool = BufferPool(None, keep_bytes=PAGE)
+    rented = [pool.acquire(3 * PAGE) for _ in range(2)]
+    lent = pool.acquire(3 * PAGE).lent()
+    used = {lent.ctypes.data, *(buffer.array.ctypes.data for buffer in rented)}
+    for buffer in rented:
+        buffer.release()
+    del lent
+    again = [pool.acquire(3 * PAGE) for _ in range(3)]
+    assert {buffer.array.ctypes.data for buffer in again} == used
+
+
+def test_what_a_burst_needed_is_forgotten() -> None:
+    """One rush must not be what the process holds for good."""
+    pool = BufferPool(None, keep_bytes=PAGE)
+    rush = [pool.acquire(16 * PAGE) for _ in range(8)]
+    for buffer in rush:
+        buffer.release()
+    assert pool.kept_bytes > 64 * PAGE
+    for _ in range(30_000):
+        pool.acquire(PAGE).release()
+    assert pool.kept_bytes <= 2 * PAGE
+
+
+def test_what_is_kept_and_what_is_out_are_no_more_than_was_out_before() -> None:
+    pool, rng = BufferPool(None, keep_bytes=PAGE), np.random.default_rng(0)
+    held: list = []
+    most = 0
+    for _ in range(2_000):
+        if held and rng.random() < 0.5:
+            held.pop(int(rng.integers(len(held)))).release()
+        else:
+            held.append(pool.acquire(int(rng.integers(1, 40)) * PAGE))
+        most = max(most, pool.used_bytes)
+        assert pool.used_bytes + pool.kept_bytes <= max(most, pool.used_bytes + PAGE)
+
+
 def test_urgent_lanes_go_first() -> None:
     pool, gate, order = IoPool(1), threading.Event(), []
     first = pool.submit(Lane.REPACK, [lambda: gate.wait(60) and None])

@@ -344,7 +344,7 @@ class Load:
         if chosen is not None:
             data = take_rows(data, chosen, shape, self._rows_given(i, len(chosen)))
         elif not shape.dense:
-            dense = np.empty(self._n_pieces[i] * shape.piece_rows * shape.row_bytes, dtype=np.uint8)
+            dense = self._rows_given(i, self._n_pieces[i] * shape.piece_rows)
             unpack(data, dense, shape)
             data = dense
         n_rows = len(data) // shape.row_bytes
