@@ -60,7 +60,7 @@ def measure(options: Options, kind: str) -> list[Row]:
     with Bench(of_kind(kind), data, load, stretch) as bench:
         bench.warm()
         found = bench.measure()
-    return [{"system": name, **summary(served, stretch)} for name, served in found.items()]
+    return [{"system": name, **summary(served)} for name, served in found.items()]
 
 
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:

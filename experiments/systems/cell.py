@@ -19,11 +19,12 @@ import numpy as np
 
 from experiments.common import Row
 from experiments.systems.catalogue import System
-from experiments.systems.clock import A100, Clock, Compute, Roofline
+from experiments.systems.clock import A100, PAPER_DISK_GB_S, Clock, Compute, Roofline, dilation_of
 from experiments.systems.data import WINDOW, Data
 from experiments.systems.generate import Knobs
 from experiments.systems.planned import Choices
 from experiments.systems.serve import Asking, Served, Server
+from experiments.systems.yardstick import Yardstick
 from impress.config import Config
 
 #: Hit rates are flat when two windows of warming differ by less than this.
@@ -77,16 +78,19 @@ def config_of(system: System, data: Data, ratio: int) -> Config:
 
 
 class Bench:
-    """Open systems over one set of data. Close it: caches and stores go."""
+    """Open systems over one set of data. Close it: caches and stores go.
+
+    `dilation`: how much longer compute takes here; None: by what the disk gives before each round.
+    """
 
     def __init__(
-        self, systems: Sequence[System], data: Data, load: Load, dilation: float,
+        self, systems: Sequence[System], data: Data, load: Load, dilation: float | None,
         device: Roofline = A100,
     ) -> None:  # fmt: skip
         self.systems = list(systems)
         self.data = data
         self.load = load
-        self.clock = Clock(dilation)
+        self.clock = Clock(dilation or 0.0)
         self.compute = Compute(data.shape, device)
         self._exits = ExitStack()
         n = load.n_warm * load.most_windows + load.n_measured
@@ -97,6 +101,11 @@ class Bench:
         kinds = {s.data for s in systems}
         self.choices: Choices = data.prepare(kinds, policies, self._asked, load.knobs)
         self.servers = [self._server(system) for system in self.systems]
+        self._yardstick: Yardstick | None = None
+        if dilation is None:
+            self._yardstick = Yardstick(data.segments())
+            self._exits.callback(self._yardstick.close)
+            self._measure_disk()
         self.n_warmed = 0
         self.flat = False  # hit rates, when warming ended: it ends at most_windows too
 
@@ -107,6 +116,10 @@ class Bench:
         server = Server(system, self.compute, self.data.geometry, self.clock, store, self.choices)
         self._exits.callback(server.close)
         return server
+
+    def _measure_disk(self) -> None:
+        if self._yardstick is not None:
+            self.clock.dilation = dilation_of(self._yardstick.gb_s())
 
     def warm(self) -> None:
         """Serve windows of requests, compute passing at once, until hit rates are flat."""
@@ -131,12 +144,14 @@ class Bench:
     def measure(self) -> dict[str, list[Served]]:
         """Every system on the same requests, interleaved."""
         found: dict[str, list[Served]] = {s.name: [] for s in self.systems}
+        self._measure_disk()
         for server in self.servers:
             server.choose_modes(self.data.prefixes[0].n_tokens)
         rng = np.random.default_rng([self.load.seed, 6])
         asked = self._asked[self.n_warmed : self.n_warmed + self.load.n_measured]
         for first in range(0, len(asked), self.load.in_a_row):
             some = asked[first : first + self.load.in_a_row]
+            self._measure_disk()
             for at in rng.permutation(len(self.servers)).tolist():
                 server = self.servers[at]
                 found[server.system.name] += self._serve(server, some)
@@ -145,6 +160,8 @@ class Bench:
     def _serve(self, server: Server, some: Sequence[tuple[int, int]]) -> list[Served]:
         """Requests one after the other; at the end nothing of theirs goes on any more."""
         served = [server.serve(self.asking(*asked)) for asked in some]
+        for one in served:
+            one.dilation = self.clock.dilation or 1.0
         server.settle()
         return served
 
@@ -187,16 +204,19 @@ def interval(
     return float(low), float(high)
 
 
-def summary(served: Sequence[Served], dilation: float, in_a_row: int = 1) -> Row:
+def summary(served: Sequence[Served], in_a_row: int = 1) -> Row:
     """A row of one system: milliseconds as on the paper's disk (divided by the dilation)."""
-    ms = [s.ttft_s / dilation * 1e3 for s in served]
+    ms = [s.ttft_s / s.dilation * 1e3 for s in served]
     low, high = interval(ms, 50, in_a_row=in_a_row)
+    p90_low, p90_high = interval(ms, 90, in_a_row=in_a_row)
+    disk = np.percentile([PAPER_DISK_GB_S / s.dilation for s in served], (50, 5, 95))
     row: dict[str, Any] = {
         "n": len(ms), "p50_ms": float(np.median(ms)), "p50_low": low, "p50_high": high,
-        "p90_ms": float(np.percentile(ms, 90)), "mean_ms": float(np.mean(ms)),
-        "io_ms": float(np.median([s.io_s / dilation * 1e3 for s in served])),
-        "emulated_ms": float(np.median([s.compute_s / dilation * 1e3 for s in served])),
-        "stated_ms": float(np.median([s.stated_s / dilation * 1e3 for s in served])),
+        "p90_ms": float(np.percentile(ms, 90)), "p90_low": p90_low, "p90_high": p90_high,
+        "mean_ms": float(np.mean(ms)),
+        "io_ms": float(np.median([s.io_s / s.dilation * 1e3 for s in served])),
+        "emulated_ms": float(np.median([s.compute_s / s.dilation * 1e3 for s in served])),
+        "stated_ms": float(np.median([s.stated_s / s.dilation * 1e3 for s in served])),
         "hbm": hit_rate(served, "hbm"), "dram": hit_rate(served, "dram"),
         "hbm_rows": row_hit_rate(served, "hbm"),
         "mb": float(np.mean([sum(s.bytes_by_tier.values()) for s in served])) / 1e6,
@@ -209,6 +229,9 @@ def summary(served: Sequence[Served], dilation: float, in_a_row: int = 1) -> Row
         "map_share": sum(s.map_s for s in served) / sum(s.ttft_s for s in served),
         "map_cpu_share": sum(s.map_cpu_s for s in served) / sum(s.ttft_s for s in served),
         "rows": float(np.mean([s.rows_share for s in served])),
+        "dilation": float(np.median([s.dilation for s in served])),
+        "disk_gb_s": float(disk[0]), "disk_gb_s_low": float(disk[1]),
+        "disk_gb_s_high": float(disk[2]),
     }  # fmt: skip
     if len(ms) >= 1000:
         row["p99_ms"] = float(np.percentile(ms, 99))

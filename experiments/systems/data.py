@@ -24,14 +24,13 @@ import numpy.typing as npt
 from experiments.systems.generate import Knobs, Prefix
 from experiments.systems.planned import Choices, choose
 from experiments.systems.quantised import QuantisedStore
-from experiments.systems.shapes import Shape
+from experiments.systems.shapes import WINDOW, Shape
 from impress.config import Config
 from impress.policy import Paper, Policy, Quality
 from impress.read.parts import Source
 from impress.store import PrefixStore
 from impress.types import Geometry
 
-WINDOW: Final = 64
 NAMESPACE: Final = "experiments"
 #: Requests a row order is learnt from, of numbers that are never asked again.
 N_EARLIER: Final = 8
@@ -161,6 +160,10 @@ class Data:
         """Records that a system keeps copies of: those its policy reads."""
         probe = _PROBES.get(kind)
         return (probe,) if policy is not None and probe and policy.probe == probe else ()
+
+    def segments(self) -> list[Path]:
+        """Files that keys and values lie in."""
+        return list(self.folder.rglob("*.seg"))
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

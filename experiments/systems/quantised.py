@@ -2,7 +2,8 @@
 
 Rows are quantised per token and head, a float16 scale to 32 dimensions, written to a segment of
 their own and read by the very sessions, caches and threads that serve full rows: only the width of
-a row differs. Dequantising is the device's work: emulated (`Compute.dequantise`).
+a row differs, and that prefixes are found by number: no look-up is paid. Dequantising is the
+device's work: emulated (`Compute.dequantise`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from experiments.systems.shapes import WINDOW
 from impress.cache.copies import Copies
 from impress.config import Config
 from impress.read.parts import Source
@@ -26,7 +28,7 @@ from impress.selection.quant import (
     words_of,
 )
 from impress.spans.format import SpanRecord
-from impress.spans.layout import K, SpanLayout, V
+from impress.spans.layout import K, PlaneLayout, SpanLayout, V
 from impress.spans.params import Params
 from impress.spans.rows import pack
 from impress.stats import Counters
@@ -45,10 +47,16 @@ _BLOCK: Final = 512
 
 
 def row_geometry(geometry: Geometry, bits: int) -> Geometry:
-    """Rows of codes and scales, as rows of one head of 16-bit words."""
+    """Rows of codes and scales, as rows of one head of 16-bit words.
+
+    As long as the padding of their pieces makes them: without it they are read into place.
+    """
     dim = geometry.head_dim
     n_bytes = geometry.n_kv_heads * (2 * n_scales(dim, GROUP) + packed_bytes(dim, bits))
-    return Geometry(geometry.n_layers, 1, 1, -(-n_bytes // 2), "float16")
+    pieces = PlaneLayout.of(-(-n_bytes // 2) * 2, WINDOW)
+    return Geometry(
+        geometry.n_layers, 1, 1, pieces.piece_bytes // pieces.piece_rows // 2, "float16"
+    )
 
 
 def quantised_rows(rows: Any, geometry: Geometry, bits: int) -> Any:

@@ -56,6 +56,7 @@ class Served:
     ahead_used_bytes: int = 0  # and of these, wanted
     mode: str = "exact"
     stated_s: float = 0.0
+    dilation: float = 1.0  # of emulated compute, when it was served
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,9 @@ from typing import Final
 
 from impress.types import DTYPES, Geometry
 
+#: Tokens of a window, of every prefix.
+WINDOW: Final = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:

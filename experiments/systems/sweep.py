@@ -85,9 +85,9 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
         factor["ratio"], factor["zipf"], knobs, n, plan.n_warm, plan.most_windows,
         plan.options.seed, factor["in_a_row"],
     )  # fmt: skip
-    stretch = dilation(plan.options)
+    stretch = None if plan.options.disk.by != "given" else dilation(plan.options)
     more = {
-        "prefixes": len(data.prefixes), "layers": data.n_layers, "dilation": stretch,
+        "prefixes": len(data.prefixes), "layers": data.n_layers,
         "emulator_error": plan.verdict.error,
     }  # fmt: skip
     torch.set_num_threads(os.cpu_count() or 1)  # choices are made before the clock starts
@@ -96,9 +96,7 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
         bench.warm()
         more |= {"n_warmed": bench.n_warmed, "flat": bench.flat}
         found = bench.measure()
-    return [
-        {"system": name, **summary(s, stretch, load.in_a_row), **more} for name, s in found.items()
-    ]
+    return [{"system": name, **summary(s, load.in_a_row), **more} for name, s in found.items()]
 
 
 def by_cell(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:

@@ -1,0 +1,62 @@
+"""How fast the disk reads just now: emulated compute is stretched by it.
+
+A shared disk gave 1.2 and 3.4 GB/s within half an hour, and whichever of reading and computing is
+said to be the cheaper wins. So it is asked again before every round of requests, with reads as
+large as those of a system that reads everything, of the very files that the systems read.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from tiers.slots import aligned
+
+#: Bytes of one reading, and of one request of it; threads, as many as a store has.
+N_BYTES: Final = 128 << 20
+_REQUEST: Final = 1 << 20
+_THREADS: Final = 8
+#: Readings whose median is the rate: one may have met somebody else's reads.
+_READINGS: Final = 9
+
+
+class Yardstick:
+    """Sequential reads of files, one file behind the other. For one thread; close it."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """`files`: those too short for a reading are left out; at least one must not be."""
+        self._files = [file for file in sorted(files) if file.stat().st_size >= N_BYTES]
+        assert self._files, "no file is long enough to be a yardstick"
+        self._memory = aligned(N_BYTES)
+        self._memory.fill(0)  # the first to touch a page waits for it
+        self._pool = ThreadPoolExecutor(_THREADS)
+        self._last: deque[float] = deque(maxlen=_READINGS)
+        self._n = 0
+        for _ in range(_READINGS):
+            self.gb_s()
+
+    def gb_s(self) -> float:
+        """The rate now: of this reading and the last few the median."""
+        file = self._files[self._n * 7 % len(self._files)]
+        self._n += 1
+        fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        try:
+            begin = time.perf_counter()
+            done = self._pool.map(lambda at: self._read(fd, at), range(0, N_BYTES, _REQUEST))
+            assert sum(done) == N_BYTES, f"{file}: short reads"
+            self._last.append(N_BYTES / (time.perf_counter() - begin) / 1e9)
+        finally:
+            os.close(fd)
+        return statistics.median(self._last)
+
+    def _read(self, fd: int, at: int) -> int:
+        return os.preadv(fd, [self._memory[at : at + _REQUEST]], at)
+
+    def close(self) -> None:
+        self._pool.shutdown()
