@@ -12,16 +12,7 @@ from typing import Final
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.sizes import Verdict, arguments, checked, meta
-from experiments.systems.sweep import (
-    Plan,
-    by_cell,
-    cell,
-    check_cell,
-    draw_p50,
-    line,
-    ratio,
-    say_lacking,
-)
+from experiments.systems.sweep import Plan, by_cell, cell, check_cell, draw_p50, line, ratio
 
 #: Technique -> IMPRESS without it.
 WITHOUT: Final = {
@@ -40,7 +31,6 @@ def cells(options: Options) -> list[Cell]:
 
 
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
-    say_lacking(NAMES)
     said, withdrawn = checked(rows)
     if withdrawn:
         return said, rows

@@ -13,30 +13,16 @@ from typing import Any, Final
 
 import torch
 
-from experiments.common import Row, console, print_rows
+from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
-from experiments.systems.catalogue import System, lacking
+from experiments.systems.catalogue import System
 from experiments.systems.cell import Bench, Load, hit_rate, row_hit_rate
 from experiments.systems.generate import Knobs
 from experiments.systems.sizes import data_of
 from experiments.systems.sweep import BASE
-from impress.config import Config
-from impress.errors import ConfigError
 from impress.policy import Paper
 
 EVICTIONS: Final = ("lru", "lfu", "importance")
-
-
-def available() -> list[str]:
-    """Evictions that this version has."""
-    found = []
-    for name in EVICTIONS:
-        try:
-            Config(eviction=name)
-            found.append(name)
-        except ConfigError:
-            console.print(f"eviction {name}: not available")
-    return found
 
 
 def cells(options: Options) -> list[Cell]:
@@ -49,9 +35,7 @@ def cells(options: Options) -> list[Cell]:
 
 def measure(options: Options, ratio: int, zipf: float) -> list[Row]:
     torch.set_num_threads(1)
-    if "impress" in lacking():
-        console.print(f"hits: rows or copies lack a part ({lacking()['impress']})")
-    systems = [System(name, name, "packed", Paper(0.25), name) for name in available()]
+    systems = [System(name, name, "packed", Paper(0.25), name) for name in EVICTIONS]
     data = data_of(options, BASE["shape"], ratio, len(systems) + 6, Knobs())
     n, windows = (60, 3) if options.quick else (200, 6)
     load = Load(ratio, zipf, Knobs(), n, 32, windows, options.seed)

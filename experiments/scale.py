@@ -13,7 +13,7 @@ from typing import Any, Final
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.sizes import Verdict, arguments, checked, meta
-from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio, say_lacking
+from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio
 
 NAMES: Final = ("recompute", "as_h2o_lfu", "impress", "as_int4", "quality")
 SHAPES: Final = {
@@ -34,7 +34,6 @@ def cells(options: Options) -> list[Cell]:
 
 
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
-    say_lacking(NAMES)
     said, withdrawn = checked(rows)
     if withdrawn:
         return said, rows

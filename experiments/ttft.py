@@ -15,15 +15,7 @@ import numpy as np
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.sizes import Verdict, arguments, checked, meta
-from experiments.systems.sweep import (
-    Plan,
-    by_cell,
-    cell,
-    check_cell,
-    line,
-    ratio,
-    say_lacking,
-)
+from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio
 
 #: One factor at a time. in_a_row: requests with no pause between them, in which what goes on behind
 #: one could end before the next. zipf None: prefixes in turn, shuffled. Both take the base cell's
@@ -61,7 +53,6 @@ def cells(options: Options) -> list[Cell]:
 
 
 def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
-    say_lacking()
     said, withdrawn = checked(rows)
     if withdrawn:
         return said, rows

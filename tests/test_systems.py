@@ -16,7 +16,7 @@ import torch
 
 from experiments import repack
 from experiments.systems import cell, yardstick
-from experiments.systems.catalogue import System, chosen, lacking, reading_ahead, systems
+from experiments.systems.catalogue import System, chosen, reading_ahead, systems
 from experiments.systems.cell import Bench, Load, budgets, interval, order_of, summary
 from experiments.systems.clock import A100, Clock, Compute, Roofline, dilation_of
 from experiments.systems.data import Data
@@ -51,8 +51,6 @@ def data(tmp_path: Path) -> Iterator[Data]:
 
 @pytest.mark.parametrize("system", (*systems(), *reading_ahead()), ids=lambda s: s.name)
 def test_every_system_brings_the_rows_it_chose(system: System, data: Data) -> None:
-    if system.lacks:
-        pytest.skip(system.lacks)
     load = Load(n_measured=3, n_warm=1, most_windows=1)
     with Bench([system], data, load, dilation=0.0) as bench:
         (server,) = bench.servers
@@ -310,11 +308,6 @@ def test_the_mode_is_chosen_by_what_things_cost(dilation: float, mode: str, data
         with server._lease(asking) as lease:
             server._rates.note_read("sparse", server._stored(lease), 5.0)
             assert server._mode(lease.n_tokens, server._stored(lease)) == mode
-
-
-def test_a_system_without_its_parts_is_named_and_left_out() -> None:
-    assert not {s.name for s in chosen(None)} & set(lacking())
-    assert {s.name for s in chosen(None)} | set(lacking()) == {s.name for s in systems()}
 
 
 def test_zero_hit_times_what_the_engine_calls() -> None:

@@ -1,20 +1,16 @@
 """The systems compared, as data: what each reads, how it chooses, what goes first from its caches.
 
 All are served by the same sessions, threads, caches and checksums, with keys and values apart. What
-the paper's baselines lack is off. One whose parts this version lacks is named and left out.
+the paper's baselines lack is off.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
-from impress.config import Config
-from impress.errors import ConfigError
-from impress.policy import AllHeads, Exact, Paper, Policy, Quality
+from impress.policy import AllHeads, Contiguous, Exact, Pages, Paper, Policy, Quality, SnapWindow
 
 #: Our own selector, as it is by default.
 OURS: Final = Quality()
@@ -27,8 +23,7 @@ AHEAD: Final = 32 << 20
 class System:
     """`data`: which of the data sets it reads ("" none: it recomputes). `bits`: of quantised rows.
 
-    `prefetch_bytes`: most of a layer's rows read ahead. `lacks`: why it cannot run here, "" where
-    it can.
+    `prefetch_bytes`: most of a layer's rows read ahead.
     """
 
     name: str
@@ -39,58 +34,34 @@ class System:
     bits: int = 16
     auto: bool = False
     prefetch_bytes: int = 0
-    lacks: str = ""
-
-
-def _policy(name: str, *arguments: Any) -> tuple[Policy | None, str]:
-    """A policy of impress by name, and what is lacking where there is none."""
-    kind = getattr(importlib.import_module("impress.policy"), name, None)
-    return (kind(*arguments), "") if kind else (None, f"no policy {name}")
-
-
-def _eviction(name: str) -> str:
-    try:
-        Config(eviction=name)
-    except ConfigError:
-        return f"no eviction {name!r}"
-    return ""
-
-
-def _reordering() -> str:
-    found = importlib.util.find_spec("impress.spans.order")
-    return "" if found else "rows cannot be reordered"
 
 
 def systems(keep: float = 0.25) -> tuple[System, ...]:
     """All of them, for systems that keep this share of the rows."""
     h2o, paper = AllHeads(keep), Paper(keep)
-    pages, no_pages = _policy("Pages", keep)
-    window, no_window = _policy("SnapWindow", keep)
-    contiguous, no_contiguous = _policy("Contiguous", keep)
-    worth, order = _eviction("importance"), _reordering()
-    best = "lru" if worth else "importance"
     return (
         System("recompute", "ReComp: no store", data=""),
         System("as", "AS: everything, LRU", policy=Exact()),
         System("as_h2o_lru", "AS+H2O+LRU: all keys, then chosen values", policy=h2o),
         System("as_h2o_lfu", "AS+H2O+LFU", policy=h2o, eviction="lfu"),
         System("impress", "IMPRESS: identification, reordering, caching", "packed", paper,
-               "importance", lacks=worth or order),
+               "importance"),
         System("impress_no_identification", "IMPRESS that reads all keys to choose", "packed", h2o,
-               "importance", lacks=worth or order),
+               "importance"),
         System("impress_no_reordering", "IMPRESS with rows in position order", "plain", paper,
-               "importance", lacks=worth),
-        System("impress_no_caching", "IMPRESS with LRU", "packed", paper, "lru", lacks=order),
+               "importance"),
+        System("impress_no_caching", "IMPRESS with LRU", "packed", paper, "lru"),
         System("contiguous", "ContiguousKV-like: 16-token units, periods of layers", "plain",
-               contiguous, "importance", lacks=no_contiguous or worth),
+               Contiguous(keep), "importance"),
         System("as_int8", "AS-int8: everything in 8 bits", "int8", Exact(), bits=8),
         System("as_int4", "AS-int4: everything in 4 bits", "int4", Exact(), bits=4),
-        System("quest", "Quest: pages", "paged", pages, lacks=no_pages),
-        System("snapkv", "SnapKV: the prompt's last window", "plain", window, lacks=no_window),
-        System("quality", "impress: chosen by a sketch of all heads", "sketched", OURS, best),
-        System("exact", "impress: everything", "sketched", Exact(), best),
-        System("auto", "impress: chosen, or everything, or recomputed", "sketched", OURS, best,
-               auto=True),
+        System("quest", "Quest: pages", "paged", Pages(keep)),
+        System("snapkv", "SnapKV: the prompt's last window", "plain", SnapWindow(keep)),
+        System("quality", "impress: chosen by a sketch of all heads", "sketched", OURS,
+               "importance"),
+        System("exact", "impress: everything", "sketched", Exact(), "importance"),
+        System("auto", "impress: chosen, or everything, or recomputed", "sketched", OURS,
+               "importance", auto=True),
     )  # fmt: skip
 
 
@@ -109,13 +80,7 @@ PAPERS: Final = ("recompute", "as", "as_h2o_lru", "as_h2o_lfu", "impress")
 
 
 def chosen(names: Sequence[str] | None, keep: float = 0.25) -> list[System]:
-    """Systems by name, None for `systems`: those that can run here."""
+    """Systems by name, None for `systems`."""
     every = systems(keep)
     known = {system.name: system for system in (*every, *reading_ahead(keep))}
-    wanted = names or [system.name for system in every]
-    return [known[name] for name in wanted if not known[name].lacks]
-
-
-def lacking(names: Sequence[str] | None = None) -> dict[str, str]:
-    """Systems that cannot run here, and why."""
-    return {s.name: s.lacks for s in systems() if s.lacks and (names is None or s.name in names)}
+    return [known[name] for name in names or [system.name for system in every]]

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import torch
 
-from experiments.common import Row, console
+from experiments.common import Row
 from experiments.harness import Cell, Figures, Options
-from experiments.systems.catalogue import chosen, lacking
+from experiments.systems.catalogue import chosen
 from experiments.systems.cell import Bench, Load, summary
 from experiments.systems.generate import Knobs
 from experiments.systems.shapes import SHAPES
@@ -106,12 +106,6 @@ def by_cell(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
         if row.get("part") == "cell":
             found.setdefault(row["cell"], {})[row["system"]] = row
     return found
-
-
-def say_lacking(names: Sequence[str] | None = None) -> None:
-    """One line for each system that this version cannot run."""
-    for name, why in lacking(names).items():
-        console.print(f"{name}: not available ({why})")
 
 
 def line(row: Row) -> Row:
