@@ -49,8 +49,8 @@ def _percents(text: str) -> tuple[int, ...]:
 def _cells(options: Options) -> Sequence[Cell]:
     more = options.more
     if more.model is None:
-        if more.task is not None or more.data is not None:
-            raise Unable("--task and --data go with --model")
+        if {more.task, more.data, more.items} != {None}:
+            raise Unable("--task, --data and --items go with --model")
         return accuracy_lookup.cells(options, arms(more.kept))
     if more.task is None or more.data is None:
         raise Unable("--model needs --task and --data")

@@ -44,7 +44,9 @@ class Asking(NamedTuple):
 def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
     """Questions in runs of a few. Raises BadInput or Unable where data or model are not there."""
     more = options.more
-    n_items = more.items or (N_QUICK if options.quick else None)
+    n_items = more.items
+    if n_items is None and options.quick:
+        n_items = N_QUICK
     drawn = draw(load(more.task, more.data), more.shots, options.seed, n_items)
     tokenizer, config = _found(AutoTokenizer, more.model), _found(AutoConfig, more.model)
     queries = [query_of(tokenizer, drawn, item, more.task) for item in drawn.items]

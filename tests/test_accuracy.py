@@ -184,7 +184,8 @@ def test_other_shares_are_other_cells(
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--task", "rte"], "--task and --data go with --model"),
+        (["--task", "rte"], "--task, --data and --items go with --model"),
+        (["--items", "20"], "--task, --data and --items go with --model"),
         (["--model", "somewhere"], "--model needs --task and --data"),
     ],
 )

@@ -261,12 +261,16 @@ def test_another_model_of_the_name_and_other_questions_are_measured_again(
         (["--model", "/nowhere/opt"], "--model /nowhere/opt: "),
         (["--task", "copa", "--data", str(DATA / "copa"), "--shots", "1"], "under a window"),
         (["--shots", "9"], "the train split has 4 to give"),
+        (["--items", "0"], "items: at least 1 is asked, got 0"),
+        (["--items", "-1"], "items: at least 1 is asked, got -1"),
+        (["--items", "-99"], "items: at least 1 is asked, got -99"),
         (["--data", "/nowhere/rte"], "no such file"),
     ],
 )
 def test_a_real_run_that_cannot_be_says_why_in_a_line(
     tmp_path: Path, model_dir: Path, change: list[str], says: str, capsys: pytest.CaptureFixture
 ) -> None:
+    """No items were all of them, a negative number as many fewer than all, or a traceback."""
     given = {"--model": str(model_dir), "--task": "rte", "--data": str(DATA / "rte"),
              "--shots": "2", "--dir": str(tmp_path)}  # fmt: skip
     given |= dict(zip(change[::2], change[1::2], strict=True))

@@ -29,10 +29,12 @@ def draw(rows: Rows, n_shots: int, seed: int, n_items: int | None = None) -> Dra
 
     Without a train split they come from the validation split, and are not asked. n_items: ask only
     so many, by chance. lm-eval draws other shots for each question; a stored prefix is one for all.
-    Raises BadInput where there are too few rows.
+    Raises BadInput where there are too few rows, or none asked for.
     """
     if n_shots < 1:
         raise BadInput(f"shots: at least 1 makes a prefix, got {n_shots}")
+    if n_items is not None and n_items < 1:
+        raise BadInput(f"items: at least 1 is asked, got {n_items}")
     rng = np.random.default_rng(seed)
     pool, split = (rows.train, "train") if rows.train else (rows.validation, "validation")
     most = len(pool) - (split == "validation")
