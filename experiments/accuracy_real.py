@@ -36,7 +36,6 @@ _ARM_S: Final = 0.25
 class Asking(NamedTuple):
     """A model with its prefix stored, and its questions."""
 
-    engine: hf.Engine
     prompts: Prompts
     queries: list[Query]
 
@@ -92,7 +91,7 @@ def shared_tokens(queries: list[Query]) -> tuple[int, ...]:
     first, last = min(query.prompt for query in queries), max(query.prompt for query in queries)
     n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
              min(len(first), len(last)))  # fmt: skip
-    return first[: min(n, *(len(query.prompt) - 1 for query in queries), n)]
+    return first[: min(n, *(len(query.prompt) - 1 for query in queries))]
 
 
 def _check_lengths(queries: list[Query], shared: tuple[int, ...], config: Any) -> None:
@@ -137,12 +136,12 @@ def _opened(
     ids = torch.tensor([shared], device=device)
     engine.generate(ids, max_new_tokens=1, policy=Exact())
     engine.flush()
-    return Asking(engine, Prompts(model, engine.store, arms, shared), queries)
+    return Asking(Prompts(model, engine.store, arms, shared), queries)
 
 
 def _measure(asking: Callable[[], Asking], items: range) -> Callable[[], list[Row]]:
     def measure() -> list[Row]:
-        _, prompts, queries = asking()
+        prompts, queries = asking()
         return [{"document": i, **prompts.ask(queries[i])} for i in items]
 
     return measure

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from experiments.results_lines import LINES, Line, Ours
+from experiments.systems.clock import MOST_ERROR
 from experiments.systems.sweep import by_cell
 from experiments.ttft import worst_of
 
@@ -42,7 +43,7 @@ class Reports:
             return _NOT_RUN
         value = report["figures"].get(ours.figure)
         if value is None:
-            withdrawn = report["figures"].get("emulator_error", 0.0) > 0.15
+            withdrawn = report["figures"].get("emulator_error", 0.0) > MOST_ERROR
             return "withdrawn" if withdrawn else _NOT_RUN
         text = ours.form.format(value)
         ends = [report["figures"].get(_end(ours.figure, end)) for end in ("low", "high")]

@@ -31,8 +31,8 @@ Floats = npt.NDArray[np.float32]
 N_TOPICS: Final = 15
 #: New tokens of a request: a question.
 N_NEW: Final = 16
-#: Bytes of words drawn at once where values are only to be incompressible.
-_NOT_FINITE: Final = np.uint64(0xBFFF_BFFF_BFFF_BFFF)
+#: Takes the exponent's highest bit from each 16-bit float of a word: finite, whatever the rest is.
+_FINITE: Final = np.uint64(0xBFFF_BFFF_BFFF_BFFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,8 @@ class Prefix:
 
     def values(self, layer: int) -> torch.Tensor:
         """[n_kv_heads, n_tokens, head_dim]: incompressible and finite."""
-        s, n = self.shape, self.n_tokens
-        rng = np.random.default_rng([self.seed, 2, layer])
-        words = rng.integers(0, 1 << 64, n * s.row_bytes // 16, dtype=np.uint64) & _NOT_FINITE
-        flat = torch.from_numpy(words.view(np.int16)).view(getattr(torch, s.dtype))
-        return flat.view(n, s.n_kv_heads, s.head_dim).transpose(0, 1)
+        s, rng = self.shape, np.random.default_rng([self.seed, 2, layer])
+        return incompressible(rng, s.n_kv_heads, self.n_tokens, s.head_dim, s.dtype)
 
     def query(self, request: int, layer: int, k: Knobs) -> torch.Tensor:
         """[n_heads, N_NEW, head_dim] of a request's new tokens in a layer."""
@@ -136,6 +133,16 @@ class Prefix:
         rng = np.random.default_rng([self.seed, 4, request, layer])
         keys = rng.standard_normal((s.n_kv_heads, N_NEW, s.head_dim), dtype=np.float32)
         return suffix_lse_of(query, torch.from_numpy(keys).to(query.dtype), s.head_dim**-0.5)
+
+
+def incompressible(
+    rng: Any, n_heads: int, n_tokens: int, head_dim: int, dtype: str = "float16"
+) -> torch.Tensor:
+    """[n_heads, n_tokens, head_dim] finite 16-bit floats, token-major memory."""
+    n_words = n_heads * n_tokens * head_dim // 4
+    words = rng.integers(0, 1 << 64, n_words, dtype=np.uint64) & _FINITE
+    flat = torch.from_numpy(words.view(np.int16)).view(getattr(torch, dtype))
+    return flat.view(n_tokens, n_heads, head_dim).transpose(0, 1)
 
 
 def topics_of(shape: Shape) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments.common import Row
-from experiments.systems.generate import density
+from experiments.systems.generate import density, incompressible
 from experiments.systems.planned import Planned
 from impress.config import Config
 from impress.policy import KeepAll
@@ -97,7 +97,7 @@ class Rows:
             store = PrefixStore.open(folder / name, geometry, "rows", config)
             with store.writer(tokens, wait_s=60) as writer:
                 for layer in range(N_LAYERS):
-                    k, v = (_words(rng, shape) for _ in range(2))
+                    k, v = (incompressible(rng, *shape) for _ in range(2))
                     writer.put(layer, 0, k, v, earlier[layer] if name == "after" else None)
             store.flush()
             stores[name] = store
@@ -141,13 +141,6 @@ class Rows:
     def close(self) -> None:
         for store in self.stores.values():
             store.close()
-
-
-def _words(rng: Any, shape: tuple[int, ...]) -> Any:
-    """Incompressible finite float16."""
-    words = rng.integers(0, 1 << 64, int(np.prod(shape)) // 4, dtype=np.uint64)
-    words &= np.uint64(0xBFFF_BFFF_BFFF_BFFF)
-    return words.view(np.float16).reshape(shape[1], shape[0], shape[2]).transpose(1, 0, 2)
 
 
 class _Counted:
