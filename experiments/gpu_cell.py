@@ -1,12 +1,11 @@
 """One cell at the size of a whole OPT-30B, for a machine with a fast disk (gpu_recipe.md).
 
-Six prefixes, all 48 layers, caches of 6 + 20 GB; one kind of data a command, since 64 GiB of disk
-hold one. Compute is emulated (experiments/systems/clock.py). Not yet run at full size.
+Six prefixes, all 48 layers, caches of 6 + 20 GiB. A cell is one system: more do not fit 10 minutes,
+or 64 GiB of disk. Compute is emulated (experiments/systems/clock.py). Not yet run at full size.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -14,50 +13,42 @@ from typing import Any, Final
 
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
-from experiments.systems.catalogue import System, systems
+from experiments.systems.catalogue import PAPERS, chosen
 from experiments.systems.cell import Bench, Load, summary
 from experiments.systems.data import Data
 from experiments.systems.generate import Knobs
 from experiments.systems.shapes import SHAPES
 from experiments.systems.sizes import dilation, meta
-from experiments.systems.sweep import line
+from experiments.systems.sweep import estimate, line
 
 SHAPE: Final = SHAPES["opt-30b"]
 N_PREFIXES: Final = 6
-#: Layers by `quick`; the ratio of the data to caches of 10 and 32 parts that makes 6 + 20 GB.
+#: Layers by `quick`; the ratio of the data to caches of 10 and 32 parts that makes 6 + 20 GiB.
 LAYERS: Final = {False: SHAPE.n_layers, True: 2}
 RATIO: Final = 65
-KINDS: Final = ("packed", "plain", "int4")
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kind", choices=KINDS, default="packed", help="data, and its systems")
-    parser.set_defaults(unchecked=True)
+NAMES: Final = (*PAPERS, "as_int4")
 
 
 def cells(options: Options) -> list[Cell]:
-    kind = options.more.kind
-    seconds = 60.0 if options.quick else 480.0
-    return [Cell({"kind": kind}, partial(measure, options, kind), seconds)]
+    return [
+        Cell({"system": system.name}, partial(measure, options, system.name),
+             estimate([system], SHAPE, LAYERS[options.quick], N_PREFIXES, load_of(options),
+                      dilation(options)))
+        for system in chosen(NAMES)
+    ]  # fmt: skip
 
 
-def of_kind(kind: str) -> list[System]:
-    """Systems over one kind of data; recomputing beside the first."""
-    if kind == "packed":
-        wanted = [s for s in systems() if s.name in ("impress", "recompute")]
-    else:
-        wanted = [s for s in systems() if s.data == kind and "impress" not in s.name]
-    return wanted
+def load_of(options: Options) -> Load:
+    return Load(RATIO, 0.9, Knobs(), 10 if options.quick else 40, 6, 3, options.seed)
 
 
-def measure(options: Options, kind: str) -> list[Row]:
-    knobs, n = Knobs(), 10 if options.quick else 40
+def measure(options: Options, name: str) -> list[Row]:
+    load, stretch = load_of(options), dilation(options)
     data = Data.of(
-        SHAPE, LAYERS[options.quick], N_PREFIXES, options.folder / "data", knobs, options.seed
+        SHAPE, LAYERS[options.quick], N_PREFIXES, options.folder / "data", load.knobs, options.seed
     )
-    load = Load(RATIO, 0.9, knobs, n, 6, 3, options.seed)
-    stretch = dilation(options)
-    with Bench(of_kind(kind), data, load, stretch) as bench:
+    data.remove()  # the last cell's
+    with Bench(chosen([name]), data, load, stretch) as bench:
         bench.warm()
         found = bench.measure()
     return [{"system": name, **summary(served)} for name, served in found.items()]
@@ -69,12 +60,12 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
 
 
 def _meta(options: Options) -> dict[str, Any]:
-    return {**meta(options), "layers": LAYERS[options.quick], "interleaved": "within a kind only"}
+    return {**meta(options), "layers": LAYERS[options.quick], "interleaved": "no"}
 
 
 EXPERIMENT: Final = Experiment(
     "gpu_cell", "A cell at the size of a whole model; compute emulated.", cells, figures, {},
-    arguments, _meta, uses_disk=True,
+    meta=_meta, uses_disk=True,
 )  # fmt: skip
 
 

@@ -12,10 +12,10 @@ import torch
 
 from experiments.common import Row
 from experiments.harness import Cell, Figures, Options
-from experiments.systems.catalogue import chosen
+from experiments.systems.catalogue import System, chosen
 from experiments.systems.cell import Bench, Load, summary
 from experiments.systems.generate import Knobs
-from experiments.systems.shapes import SHAPES
+from experiments.systems.shapes import SHAPES, Shape
 from experiments.systems.sizes import LAYERS, Verdict, data_of, dilation, n_prefixes
 
 #: The base cell: OPT-6.7B, the middle of the paper's cache ratios, requests by Zipf's law.
@@ -42,10 +42,6 @@ class Plan:
     n_warm: int = 48
     most_windows: int = 4
 
-    @property
-    def systems(self) -> list[str]:
-        return [system.name for system in chosen(self.names)]
-
 
 def check_cell(verdict: Verdict) -> Cell:
     """The emulator's check: first of all cells."""
@@ -62,15 +58,23 @@ def cell(plan: Plan, label: str, n: int, **factors: Any) -> Cell:
 
 
 def _seconds(plan: Plan, factor: Row, n: int) -> float:
-    systems, quick = plan.systems, plan.options.quick
-    kinds = {system.data for system in chosen(systems)} - {""}
+    systems, quick = chosen(plan.names), plan.options.quick
     size = n_prefixes(factor["shape"], factor["ratio"], len(systems), quick=quick)
-    layers = LAYERS[quick] * max(
-        SHAPES[factor["shape"]].row_bytes / SHAPES[BASE["shape"]].row_bytes, 0.4
-    )
-    warmed = plan.n_warm * plan.most_windows * layers * _WARM_S
-    measured = n * (_REQUEST_S + layers * _LAYER_S * dilation(plan.options))
-    return size * len(kinds) * layers * _PREFIX_S + len(systems) * (warmed + measured)
+    load = Load(n_measured=n, n_warm=plan.n_warm, most_windows=plan.most_windows)
+    shape, stretch = SHAPES[factor["shape"]], dilation(plan.options)
+    return estimate(systems, shape, LAYERS[quick], size, load, stretch)
+
+
+def estimate(
+    systems: Sequence[System], shape: Shape, n_layers: int, n_prefixes: int, load: Load,
+    stretch: float,
+) -> float:  # fmt: skip
+    """Seconds, about, of a cell: its data written, caches warmed, requests measured."""
+    kinds = {system.data for system in systems} - {""}
+    layers = n_layers * max(shape.row_bytes / SHAPES[BASE["shape"]].row_bytes, 0.4)
+    warmed = load.n_warm * load.most_windows * layers * _WARM_S
+    measured = load.n_measured * (_REQUEST_S + layers * _LAYER_S * stretch)
+    return n_prefixes * len(kinds) * layers * _PREFIX_S + len(systems) * (warmed + measured)
 
 
 def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:

@@ -1,0 +1,48 @@
+"""The cell at the size of a whole model: what gpu_recipe.md promises of a command."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from experiments import gpu_cell
+from experiments.harness import Disk, Options
+from experiments.systems.catalogue import chosen
+from experiments.systems.cell import config_of
+from experiments.systems.data import Data
+from experiments.systems.generate import Knobs
+
+RECIPE = Path(gpu_cell.__file__).with_name("gpu_recipe.md").read_text()
+
+
+@pytest.fixture
+def seconds(tmp_path: Path) -> dict[str, float]:
+    """About how long each system's command takes, at the disk rate that the recipe names."""
+    disk = Disk(2.0, "given")
+    options = Options(False, None, None, False, tmp_path, 1, disk, Namespace(), ExitStack())
+    return {cell.params["system"]: cell.seconds for cell in gpu_cell.cells(options)}
+
+
+def test_the_recipe_has_a_command_for_every_system(seconds: dict[str, float]) -> None:
+    """It named three systems for a kind of data, and that command took five: 19 minutes."""
+    assert set(re.findall(r"--cells (\w+)", RECIPE)) == seconds.keys()
+    assert max(seconds.values()) < 8 * 60
+
+
+def test_every_system_fits_the_memory_that_the_recipe_names(
+    seconds: dict[str, float], tmp_path: Path
+) -> None:
+    """Five systems' caches at once were 140 GB, on a machine of 128 GiB."""
+    found = re.search(r"needs (\d+) GiB of memory", RECIPE)
+    assert found is not None
+    data = Data.of(
+        gpu_cell.SHAPE, gpu_cell.LAYERS[False], gpu_cell.N_PREFIXES, tmp_path, Knobs(), 1
+    )
+    longest = max(p.n_tokens for p in data.prefixes) * data.n_layers * data.shape.row_bytes
+    for system in chosen([name for name in seconds if name != "recompute"]):
+        config = config_of(system, data, gpu_cell.RATIO)
+        assert config.dram_bytes + config.hbm_bytes + longest < int(found[1]) << 30
