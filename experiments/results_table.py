@@ -88,10 +88,14 @@ def _ours(line: Line, reports: Reports) -> str:
     return "; ".join(f"{o.label}{reports.figure(o)}" for o in line.ours) or _NOT_RUN
 
 
+#: What rows of older reports lack, and were.
+_BEFORE: Final = {"policy": "exact"}
+
+
 def rows_table(report: Mapping[str, Any], columns: Mapping[str, str], cell: str = "") -> str:
     """Some columns of a report's rows; `cell`: of that one only."""
     made = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for row in report["rows"]:
+    for row in ({**_BEFORE, **row} for row in report["rows"]):
         if all(name in row for name in columns.values()) and cell in ("", row.get("cell")):
             made.append(f"| {' | '.join(_cell(row[name]) for name in columns.values())} |")
     return "\n".join(dict.fromkeys(made)) + "\n"  # what two cells say alike is said once
@@ -143,7 +147,7 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
              "DRAM rows": "dram_rows", "HBM chunks": "hbm_chunks", "DRAM chunks": "dram_chunks"},
     "threshold": {"model": "model", "threshold": "threshold", "rows": "rows", "right": "right",
                   "exact": "exact", "fell back": "fell_back"},
-    "zero_hit": {"hit %": "hit", "storing": "storing", "TTFT ms": "ttft_ms",
+    "zero_hit": {"hit %": "hit", "storing": "storing", "policy": "policy", "TTFT ms": "ttft_ms",
                  "without a store": "plain_ttft_ms", "share before the forward": "share",
                  "TTFT ÷ without": "ttft_ratio", "throughput": "throughput_share"},
     "vbuffers.memory": {"system": "system", "MiB, mean": "mib_mean", "most": "mib_most",

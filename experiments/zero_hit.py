@@ -2,7 +2,10 @@
 
 The Transformers engine with a small trained model, beside the same model without a store, a few
 prompts each in turn: nothing hits (storing on and off), and 37 % and 49 % of a prompt's tokens hit,
-as in vLLM V1's table. All is real.
+as in vLLM V1's table. Where nothing hits, an engine whose policy chooses rows too: it reads nothing
+then, but watches the attention of the prompt's last rows inside the forward, and stores importance
+and probes. What comes before the forward ("share") holds none of that; the whole way to the first
+token (`ttft_ratio`) and the throughput do. All is real.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.cell import interval
 from impress.demo.lookup.tasks import document
 from impress.engines import hf, hf_mode, hf_weights
+from impress.policy import Exact, Policy, Quality
 
 CHECKPOINT: Final = "specialised"
 N_TOKENS: Final = 1024
@@ -33,21 +37,25 @@ HITS: Final = {0: 0, 37: 6 * 64, 49: 8 * 64}
 N_NEW: Final = 1
 #: Prompts in a row, with a store or without.
 BLOCK: Final = 4
-_CELLS: Final = ((0, True), (0, False), (37, True), (49, True))
+#: What is hit, whether it stores, whose policy it is.
+_CELLS: Final[tuple[tuple[int, bool, Policy], ...]] = (
+    (0, True, Exact()), (0, False, Exact()), (37, True, Exact()), (49, True, Exact()),
+    (0, True, Quality()),
+)  # fmt: skip
 
 
 def cells(options: Options) -> list[Cell]:
     n = 12 if options.quick else 60
     return [
         Cell(
-            {"hit": hit, "storing": storing, "n_new": N_NEW},
-            partial(measure, options, hit, storing, n), n * 0.7,
+            {"hit": hit, "storing": storing, "policy": policy.name, "n_new": N_NEW},
+            partial(measure, options, hit, storing, policy, n), n * 0.7,
         )
-        for hit, storing in _CELLS
+        for hit, storing, policy in _CELLS
     ]  # fmt: skip
 
 
-def measure(options: Options, hit: int, storing: bool, n: int) -> list[Row]:
+def measure(options: Options, hit: int, storing: bool, policy: Policy, n: int) -> list[Row]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -59,8 +67,8 @@ def measure(options: Options, hit: int, storing: bool, n: int) -> list[Row]:
         dram_bytes=64 << 20, segment_bytes=64 << 20, disk_bytes=1 << 30, repack_every_s=0.0,
         mode="exact",
     )  # fmt: skip
-    folder = options.folder / f"zero-{hit}-{storing}"
-    engine = hf.attach(model, folder, config=config, store_new=storing)
+    folder = options.folder / f"zero-{hit}-{storing}-{policy.name}"
+    engine = hf.attach(model, folder, policy, config=config, store_new=storing)
     try:
         shared = list(document("calibration", 10_000, 512).tokens)[: HITS[hit]]
         if shared:
@@ -183,7 +191,8 @@ def _timed() -> Iterator[list[tuple[float, float]]]:
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     print_rows("A prompt with a store and without", [
         {
-            "hit": f"{row['hit']} %", "storing": row["storing"], "TTFT ms": row["ttft_ms"],
+            "hit": f"{row['hit']} %", "storing": row["storing"], "policy": _policy(row),
+            "TTFT ms": row["ttft_ms"],
             "without": row["plain_ttft_ms"], "ratio": row["ttft_ratio"],
             "before, ms": row["before_first_token_ms"], "share": row["share"],
             "throughput": row["throughput_share"],
@@ -193,25 +202,36 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     said: Figures = {}
     for row in rows:
         label = f"{row['hit']}{'' if row['storing'] else '_not_storing'}"
+        label += "" if _policy(row) == "exact" else f"_{_policy(row)}"
         for name in ("throughput_share", "ttft_ratio"):
             for end in ("", "_low", "_high"):
                 said[f"{name}{end}.{label}"] = row[name + end]
-    nothing = [row for row in rows if row["hit"] == 0]
-    if nothing:
-        said["zero_hit_share"] = max(row["share"] for row in nothing)
-    stored = [row["throughput_share"] for row in nothing if row["storing"]]
-    if stored:
-        said["zero_hit_throughput_share"] = stored[0]
+    for policy, name in (("exact", "zero_hit"), ("quality", "zero_hit_quality")):
+        nothing = [row for row in rows if row["hit"] == 0 and _policy(row) == policy]
+        if nothing:
+            said[f"{name}_share"] = max(row["share"] for row in nothing)
+        stored = [row["throughput_share"] for row in nothing if row["storing"]]
+        if stored:
+            said[f"{name}_throughput_share"] = stored[0]
     return said, rows
+
+
+def _policy(row: Row) -> str:
+    """Reports of before there was another say none."""
+    policy: str = row.get("policy", "exact")
+    return policy
 
 
 EXPERIMENT: Final = Experiment(
     "zero_hit", "What a store costs where nothing, or a part, hits.", cells, figures,
     meta=lambda _options: {
-        "share": "checks, lookup and choosing a mode ÷ time to first token; of the weights, where "
-        "something hits: else they are looked at behind the answer, in the throughput's time",
-        "ttft_ratio": "time to first token with a store ÷ without, of the same prompt; median and "
-        "interval of 95 %",
+        "policy": "the engine's; one that chooses rows watches attention inside the forward, and "
+        "stores importance and probes",
+        "share": "checks, lookup and choosing a mode, all before the forward, ÷ time to first "
+        "token; of the weights, where something hits: else they are looked at behind the answer, "
+        "in the throughput's time",
+        "ttft_ratio": "time to first token with a store ÷ without, of the same prompt, what is "
+        "watched inside the forward included; median and interval of 95 %",
         "throughput_share": f"time of {BLOCK} prompts without a store ÷ with one, until all is "
         f"stored; answers of {N_NEW} token, so that no decoding is in it; median",
     },

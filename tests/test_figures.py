@@ -21,7 +21,8 @@ CELLS = {
     "ablation": ("part", "cell"), "chunks": ("row_kib", "mix"), "hashpool": ("p",),
     "hits": ("ratio", "zipf"), "repack": ("part",), "scale": ("part", "cell"),
     "trace": ("size", "policy"), "ttft": ("part", "cell"),
-    "vbuffers": ("part", "page_bytes", "context", "batch"), "zero_hit": ("hit", "storing"),
+    "vbuffers": ("part", "page_bytes", "context", "batch"),
+    "zero_hit": ("hit", "storing", "policy"),
 }  # fmt: skip
 #: The same where a report's rows are not those of cells: plots only.
 LINES = {"accuracy": ("group",), "threshold": ("model",)}
