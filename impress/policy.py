@@ -73,8 +73,10 @@ class Quality:
 
     The missing mass of a layer is the softmax weight (over prefix and new tokens) on prefix rows
     not loaded, mean over query rows and over heads (`per` "mean") or of the worst head ("head").
-    `max_bytes` caps a layer's chosen rows and the sketch read to choose them; where it prevents
-    the bound, the estimate in the answer says so. Raises BadInput.
+    `max_bytes` caps a layer's chosen rows and the sketch read to choose them (or the keys that one
+    is made from); where it prevents the bound, the estimate in the answer says so. Where it has no
+    room for a window of rows beside the sketch, nothing is chosen: the layer is loaded whole, over
+    the cap. Raises BadInput.
     """
 
     max_missing_mass: float = 0.05

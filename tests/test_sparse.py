@@ -219,25 +219,39 @@ def test_quality_loads_all_where_attention_is_diffuse_and_says_what_it_misses(
     with store.lease(tokens) as lease:
         with lease.session(Quality(max_missing_mass=0.1)) as session:
             assert len(session.retrieve(0, query, suffix_lse=lse)[2]) == 256
-        cap = 64 * geometry.token_bytes
+        cap = 96 * geometry.token_bytes
         with lease.session(Quality(max_missing_mass=0.1, max_bytes=cap)) as session:
-            assert len(session.retrieve(0, query, suffix_lse=lse)[2]) <= 64
+            assert len(session.retrieve(0, query, suffix_lse=lse)[2]) <= 96
             (line,) = session.report().per_layer
             assert line["reason"] == "capped" and line["estimated_missing_mass"] > 0.5
 
 
-def test_a_cap_the_sketch_uses_up_chooses_next_to_nothing_and_says_so(open_store: Open) -> None:
-    store = open_store(SHAPES["mha"], probes=("int4-v1",), dram_bytes=0)
+@pytest.mark.parametrize("probes", [("int4-v1",), ()], ids=["records", "keys"])
+def test_a_cap_without_room_for_a_window_beside_what_is_read_to_choose_chooses_nothing(
+    open_store: Open, probes: tuple[str, ...]
+) -> None:
+    """The sketch alone was over the cap, no row of the prefix was left, and the layer was answered
+    without it; where records had to be made, all keys were read and counted for nothing."""
+    geometry = SHAPES["mha"]
+    store = open_store(geometry, probes=probes, dram_bytes=0)
     fill(store)
-    window_bytes = 64 * SHAPES["mha"].token_bytes // 2  # the sketch: 448 times 144
+    k, v = geometry.k_row_bytes, geometry.v_row_bytes
+    read = N_TOKENS * 144 + 64 * (k + v) if probes else N_TOKENS * k + 64 * v
     with store.lease(prompt(N_TOKENS)) as lease:
         with pytest.raises(impress.BadInput, match="under one window"):
-            lease.session(Quality(max_bytes=window_bytes - 1))
-        got, lines = retrieve_all(lease, Quality(max_bytes=window_bytes))
-    for (k, v, pos), line in zip(got, lines, strict=True):
-        assert k.shape[1] == v.shape[1] == len(pos) == 1
-        assert line["wanted_bytes"] <= window_bytes
-        assert line["reason"] == "capped" and line["estimated_missing_mass"] > 0.1
+            lease.session(Quality(max_bytes=64 * (k + v) - 1))
+        for ahead in (False, True):
+            for cap in (64 * (k + v), read - 1):
+                got, lines = retrieve_all(lease, Quality(max_bytes=cap), ahead=ahead)
+                for (_, _, pos), line in zip(got, lines, strict=True):
+                    assert len(pos) == N_TOKENS and line["reason"] == "no room"
+                    assert line["fell_back"] and line["estimated_missing_mass"] == 0
+                    assert line["wanted_bytes"] == N_TOKENS * (k + v)
+                    assert sum(line["bytes"].values()) == N_TOKENS * (k + v)
+            got, lines = retrieve_all(lease, Quality(0.0, max_bytes=read), ahead=ahead)
+            for (_, _, pos), line in zip(got, lines, strict=True):
+                assert len(pos) == 64 and line["wanted_bytes"] == read
+                assert line["reason"] == "capped" and line["estimated_missing_mass"] > 0.1
     wait_for_promotions(store)
     assert store.buffers.used_bytes == 0
 

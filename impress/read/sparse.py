@@ -22,8 +22,8 @@ from impress.read.load import Load
 from impress.read.promote import Looked
 from impress.read.reading import Reading
 from impress.read.session import Lease, Session
-from impress.selection.choices import Selection
-from impress.selection.identify import Asked, check_cap, reads_keys, select
+from impress.selection.choices import Selection, whole
+from impress.selection.identify import Asked, check_cap, leaves_room, reads_keys, select
 from impress.selection.probes import ProbeCodec, codec_of, fitted
 from impress.spans.format import SpanHeader
 from impress.spans.layout import K, V
@@ -55,6 +55,13 @@ class SparseSession(Session):
     def __init__(self, lease: Lease, policy: Policy, reading: Reading) -> None:
         super().__init__(lease, policy, reading)
         self._codec, self._plane, self._params = self._sketch()
+        asked = Asked(
+            0, self.n_tokens, reading.geometry, self._window, codec=self._codec,
+            from_keys=self._from_keys,
+        )  # fmt: skip
+        self._has_room = leaves_room(policy, asked)
+        if not self._has_room:  # then nothing is read to choose by
+            self._codec = self._plane = self._params = None
         self._probes: dict[int, Load] = {}  # records on their way, by layer
         self._keys_ahead: dict[int, Load] = {}  # all keys on their way, by layer
         self._untaken += [self._probes, self._keys_ahead]
@@ -83,6 +90,11 @@ class SparseSession(Session):
         if layers is not None and len(layers) == self._r.geometry.n_layers:
             return codec, plane, layers
         return plain, self._plane_of(plain)[0], None
+
+    @property
+    def _from_keys(self) -> bool:
+        """Whether records are made from the keys."""
+        return self._codec is not None and self._plane is None
 
     def _plane_of(self, codec: ProbeCodec) -> tuple[int | None, bytes]:
         """The plane that holds a codec's records in every span of the prefix, alike; else None."""
@@ -124,7 +136,7 @@ class SparseSession(Session):
 
     def _chooses_by_keys(self, layer: int) -> bool:
         """Whether all keys of the layer will be looked at, whatever the query."""
-        return reads_keys(self.policy, layer) or (self._codec is not None and self._plane is None)
+        return reads_keys(self.policy, layer) or self._from_keys
 
     def _load_keys(self, layer: int) -> Load:
         return Load(self._r, self._sources, layer, self._r.copies.chunks, (K,), lane=self._lane)
@@ -197,6 +209,9 @@ class SparseSession(Session):
         used: list[Load],
     ) -> tuple[Selection, torch.Tensor | None]:
         """The rows this layer needs, and all its keys where they had to be read for that."""
+        if not self._has_room:
+            self.chosen[layer] = whole("no room", fell_back=True)
+            return self.chosen[layer], None
         g = self._r.geometry
         found: list[torch.Tensor] = []
 
@@ -219,6 +234,7 @@ class SparseSession(Session):
             all_keys,
             lambda: self._given_importance(layer),
             self.chosen,
+            self._from_keys,
         )
         selection = self.chosen[layer] = select(self.policy, asked)
         return selection, found[0] if found else None

@@ -35,7 +35,8 @@ class Selection:
     weight (over prefix and new tokens) on rows not chosen, mean over query rows: over heads, and
     of the worst head; by the heads the identifier saw, nan where it saw none. `fell_back`: the
     identifier did not decide itself. `agreement`: the paper's mean Jaccard index, else nan.
-    `reason`: agree | disagree | ungated | bound | capped | diffuse | units | given | not finite.
+    `reason`: agree | disagree | ungated | bound | capped | no room | diffuse | units | given |
+    not finite.
     """
 
     positions: Positions | None
@@ -88,13 +89,14 @@ def paper_choice(
 
 
 def quality_choice(
-    columns: Floats, n_rows: int, policy: Quality, row_bytes: int, probe_bytes: int, window: int
-) -> Selection:
+    columns: Floats, n_rows: int, policy: Quality, row_bytes: int, probe_bytes: int, window: int,
+    room: int | None = None,
+) -> Selection:  # fmt: skip
     """The smallest set that holds the wanted mass, on column sums [n_heads, n] of n_rows rows.
 
-    probe_bytes: of the whole layer, counted against `max_bytes` with the rows chosen. At least one
-    row, unless the cap is below that (none then: check the cap before reading a sketch). Loads the
-    whole layer where that costs hardly more (LEAST_SAVED, or a window) and the cap allows.
+    At least one row, and at most `room` (None: all), which a byte cap leaves. probe_bytes: of the
+    whole layer. Loads the whole layer where that costs hardly more (LEAST_SAVED, or a window) and
+    there is room, and where scores are not finite, room or not.
     """
     if not np.isfinite(columns).all():
         return whole("not finite", fell_back=True)
@@ -105,9 +107,7 @@ def quality_choice(
         m = _least(order, policy.max_missing_mass)
     else:
         order, m = _least_by_head(mass, policy.max_missing_mass)
-    room = n
-    if policy.max_bytes is not None:
-        room = max(0, min(n, (policy.max_bytes - probe_bytes) // row_bytes))
+    room = n if room is None else room
     saved = (n - m) * row_bytes
     if room == n and saved < max(LEAST_SAVED * n * row_bytes + probe_bytes, window * row_bytes):
         return whole("diffuse", fell_back=False)

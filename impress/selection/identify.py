@@ -53,10 +53,11 @@ class Asked:
     """What an identifier may look at: one layer of one request.
 
     query [n_heads, q, head_dim] after RoPE; suffix_lse float32 [n_heads, q]. `records`: the probe
-    codec's, uint8 [groups, probe_bytes] of the whole prefix, contiguous. `all_keys` reads the keys
-    [n_kv_heads, n_tokens, head_dim] of the layer: what it reads is the caller's to account for.
-    `importance` reads what was given when the prefix was stored, float32 [n_tokens]; ImpressError
-    where nothing was. `earlier`: what was chosen in this request's layers so far, by layer.
+    codec's, uint8 [groups, probe_bytes] of the whole prefix, contiguous; `from_keys`: made from all
+    keys, which are read for that. `all_keys` reads the keys [n_kv_heads, n_tokens, head_dim] of the
+    layer: what it reads is the caller's to account for. `importance` reads what was given when the
+    prefix was stored, float32 [n_tokens]; ImpressError where nothing was. `earlier`: what was
+    chosen in this request's layers so far, by layer.
     """
 
     layer: int
@@ -72,6 +73,7 @@ class Asked:
     all_keys: Callable[[], torch.Tensor] | None = None
     importance: Callable[[], Floats] | None = None
     earlier: Mapping[int, Selection] = field(default_factory=dict)
+    from_keys: bool = False
 
     @property
     def heads_per_kv(self) -> int:
@@ -88,6 +90,15 @@ class Asked:
         if self.codec is None:
             return 0
         return self.n_tokens // self.codec.group * self.codec.probe_bytes(self.geometry)
+
+    def room(self, max_bytes: int | None) -> int:
+        """Most rows that a cap on the layer's bytes leaves beside what is read to choose them."""
+        if max_bytes is None:
+            return self.n_tokens
+        read, each = self.probe_bytes, self.row_bytes
+        if self.from_keys:  # a chosen row's K is there already
+            read, each = self.n_tokens * self.geometry.k_row_bytes, self.geometry.v_row_bytes
+        return max(0, min(self.n_tokens, (max_bytes - read) // each))
 
 
 @singledispatch
@@ -129,8 +140,9 @@ def _(policy: Quality, asked: Asked) -> Selection:
     query, suffix_lse = _seen(asked)
     columns = column_sums(_scorer(asked), query, suffix_lse)
     return quality_choice(
-        columns, query.shape[1], policy, asked.row_bytes, asked.probe_bytes, asked.window
-    )
+        columns, query.shape[1], policy, asked.row_bytes, asked.probe_bytes, asked.window,
+        asked.room(policy.max_bytes),
+    )  # fmt: skip
 
 
 @select.register
@@ -192,6 +204,11 @@ def check_cap(policy: Any, geometry: Geometry, window: int) -> None:
         raise BadInput(
             f"quality: max_bytes {policy.max_bytes} is under one window of a layer: {least} bytes"
         )
+
+
+def leaves_room(policy: Any, asked: Asked) -> bool:
+    """Whether a byte cap lets rows be chosen: at least a window, beside what is read for that."""
+    return not isinstance(policy, Quality) or asked.room(policy.max_bytes) >= asked.window
 
 
 def paper_select(
