@@ -278,9 +278,9 @@ class PrefixStore:
     def evict(self, n_bytes: int) -> int:
         """Drop what is worth least (`Config.eviction`), leaves first, never leased; bytes freed.
 
-        Segments left empty go back to the file system. Waits for the commit; 0 where it failed.
+        At least what is above `disk_high`; empty segments go. Waits for it; 0 where it failed.
         """
-        freed = self._home.leaving.evict(n_bytes)
+        freed = self._home.leaving.evict(max(n_bytes, self._home.leaving.surplus()))
         self._home.ssd.trim()
         return freed
 

@@ -166,6 +166,27 @@ def test_a_store_is_kept_below_its_mark(open_store: Open, geometry: impress.Geom
     sound(store)
 
 
+@pytest.mark.parametrize("mode", ["alone", "r", "rw"])
+def test_evicting_nothing_drops_what_a_lowered_limit_is_over(
+    open_store: Open, geometry: impress.Geometry, mode: str
+) -> None:
+    """It went as a side effect of waiting for the commit: 0 bytes, it said, and beside another
+    process the segments it left empty stayed."""
+    with open_store(geometry, window=WINDOW) as store:
+        for seed in range(8):
+            assert put_prompt(store, prompt(256, seed)).wait(60)
+    store = open_store(geometry, window=WINDOW, disk_bytes=6 * MIB, disk_high=0.75, disk_low=0.5)
+    if mode != "alone":
+        open_store(geometry, mode=mode, window=WINDOW)  # it looks by itself
+    used = store.ssd.usage().used
+    assert used > 8 * MIB
+    assert store.evict(0) == used - store.ssd.usage().used > 5 * MIB
+    assert MIB < store.ssd.usage().used <= 3 * MIB
+    assert store.ssd.trim() == 0, "empty segments have gone back"
+    assert store.evict(0) == 0 and store.stats()["spans"] == 2
+    sound(store)
+
+
 def test_without_a_limit_nothing_goes(open_store: Open, geometry: impress.Geometry) -> None:
     store = open_store(geometry, window=WINDOW, disk_high=0.1, disk_low=0.1)
     for seed in range(4):

@@ -92,14 +92,19 @@ class Leaving:
 
     def overfull(self, new: Iterable[int]) -> list[int]:
         """What leaves because home is filled above its high watermark, but for what is new."""
+        surplus = self.surplus()
+        return self._take_out(surplus, new)[0] if surplus else []
+
+    def surplus(self) -> int:
+        """Bytes down to the low watermark, where home is filled above the high one; else 0."""
         capacity = self._ssd.capacity_bytes
         if capacity is None:
-            return []
+            return 0
         # Out of the tree, and free when nobody reads it any more: no reason for more to go.
         used = self._ssd.usage().used - self._limbo_bytes() - self._catalog.retired_bytes()
         if used <= self._config.disk_high * capacity:
-            return []
-        return self._take_out(used - int(self._config.disk_low * capacity), new)[0]
+            return 0
+        return used - int(self._config.disk_low * capacity)
 
     def purge(self, wanted: Wanted) -> tuple[int, int]:
         """Erase everything under the root keys of what is `wanted`: (spans, those still held).
