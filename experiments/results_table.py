@@ -36,6 +36,14 @@ class Reports:
         found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
         return cls({name: report for name, report in found.items() if "figures" in report})
 
+    def found(self, ours: Ours) -> Ours:
+        """It, or what stands in its place where only that is there."""
+        other = ours.instead
+        return ours if other is None or self._has(ours) or not self._has(other) else other
+
+    def _has(self, ours: Ours) -> bool:
+        return ours.figure in self.by_name.get(ours.report, {"figures": {}})["figures"]
+
     def figure(self, ours: Ours) -> str:
         """One figure as text."""
         report = self.by_name.get(ours.report)
@@ -85,7 +93,8 @@ def paper_table(reports: Reports) -> str:
 
 
 def _ours(line: Line, reports: Reports) -> str:
-    return "; ".join(f"{o.label}{reports.figure(o)}" for o in line.ours) or _NOT_RUN
+    ours = dict.fromkeys(reports.found(o) for o in line.ours)  # one may stand in for two
+    return "; ".join(f"{o.label}{reports.figure(o)}" for o in ours) or _NOT_RUN
 
 
 #: What rows of older reports lack, and were.

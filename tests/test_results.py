@@ -49,6 +49,21 @@ def test_a_figure_stands_beside_the_papers(tmp_path: Path) -> None:
     assert text.count("not yet run") >= len(LINES) / 2
 
 
+def test_what_a_report_of_some_cells_lacks_is_taken_from_the_one_of_all(tmp_path: Path) -> None:
+    """`experiments.all` measured OPT-30B and requests in a row, and the page said "not yet run"."""
+    worst = {"worst_vs_best_of_three": 1.25, "worst_mean_vs_best_of_three": 1.125}
+    in_a_row = "in_a_row 8.p50_vs_as_h2o_lfu"
+    text = _filled(tmp_path, "paper", {
+        "ttft": {"figures": {"shape opt-30b.p50_vs_as_h2o_lfu": 1.5, in_a_row: 1.75, **worst}},
+        "ttft_in_a_row": {"figures": {in_a_row: 1.25}},
+    })  # fmt: skip
+    lines = text.splitlines()
+    assert [row for row in lines if "OPT-30B" in row and "ttft 1.50×" in row]
+    assert [row for row in lines if "eight requests in a row" in row and " 1.25× " in row]
+    (line,) = [row for row in lines if "the chosen mode" in row]
+    assert "| any cell p50 1.25×; any cell mean 1.12× |" in line
+
+
 def test_a_withdrawn_experiment_gives_no_figure(tmp_path: Path) -> None:
     text = _filled(tmp_path, "paper", {"ttft": {"figures": {"emulator_error": 0.3}}})
     (line,) = [row for row in text.splitlines() if "p50 against AS+H2O+LFU" in row]
