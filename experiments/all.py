@@ -4,13 +4,15 @@
     python -m experiments.all --resume           the full sizes; goes on where a run stopped
 
 Reports and plots go to docs/results, over those that are there, and the tables of docs/RESULTS.md
-and docs/LINEAGE.md are filled from them. fio measures the disk, unless --disk-gb-s says its rate.
-One that fails is named at the end, and the rest goes on.
+and docs/LINEAGE.md are filled from them; only `trace` is left out where its report is of a file and
+no --trace names one. fio measures the disk, unless --disk-gb-s says its rate. One that fails is
+named at the end, and the rest goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import subprocess
 import sys
@@ -61,8 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, stop)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        rate = args.disk_gb_s or (_disk_gb_s(args.dir) if {*args.only} & {*_DISK} else 0.0)
-        ran = [one(name, args, rate) for name in args.only]
+        names = [*args.only]
+        if "trace" in names and args.trace is None and _of_a_file(args.out / "trace.json"):
+            names.remove("trace")
+            console.print("trace: left as it is, its report is of a file; --trace FILE replays one")
+        rate = args.disk_gb_s or (_disk_gb_s(args.dir) if {*names} & {*_DISK} else 0.0)
+        ran = [one(name, args, rate) for name in names]
     except KeyboardInterrupt:
         console.print("stopped; --resume goes on")
         return 130
@@ -76,6 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for page in results_table.PAGES:
             results_table.fill(_ROOT / "docs" / page, args.out)
     return 1 if any(r.status for r in ran) else 0
+
+
+def _of_a_file(report: Path) -> bool:
+    """Whether a report of `trace` is there that is not of made-up conversations."""
+    return report.is_file() and not json.loads(report.read_text())["meta"]["synthetic"]
 
 
 def one(name: str, args: argparse.Namespace, rate: float) -> Ran:

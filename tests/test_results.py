@@ -143,6 +143,33 @@ def test_one_that_fails_does_not_stop_the_rest(
     assert capfd.readouterr().out.count("FAILED") == 2
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_made_up_conversations_never_replace_the_report_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *,
+    given: bool,
+) -> None:  # fmt: skip
+    """The command that does all again made a table of nobody's requests of that of a trace."""
+    ran: list[str] = []
+
+    def one(name: str, *_: Any) -> everything.Ran:
+        ran.append(name)
+        return everything.Ran(name, 0, 0.0)
+
+    monkeypatch.setattr(everything, "one", one)
+    command = ["--only", "hashpool", "trace", "--out", str(tmp_path)]
+    command += ["--trace", "a.jsonl"] if given else []
+    assert everything.main(command) == 0
+    for synthetic, skipped in ((True, False), (False, not given)):
+        assert ran == ["hashpool", "trace"]
+        ran.clear()
+        capsys.readouterr()
+        report = {"meta": {**META, "synthetic": synthetic}, "rows": [{"trace": "b.jsonl"}]}
+        (tmp_path / "trace.json").write_text(json.dumps(report))
+        assert everything.main(command) == 0
+        assert ("trace: left as it is" in capsys.readouterr().out) == skipped
+        assert ("trace" not in ran) == skipped
+
+
 def test_what_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(everything, "_LIMIT_S", {True: 0})
     args = argparse.Namespace(out=tmp_path, dir=tmp_path, quick=True, resume=False)
