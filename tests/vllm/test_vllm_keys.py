@@ -19,7 +19,8 @@ from impress.engines.vllm.settings import Settings, _namespace, at_least, policy
 from impress.engines.vllm.step import Prompt
 from impress.errors import ConfigError, ImpressError, Unsupported
 from impress.policy import Exact, Paper, Quality
-from tests.vllm.served import SMALL, Served, tokens, transfer_config, words
+from tests.conftest import wait_for_promotions
+from tests.vllm.served import MIB, SMALL, Served, tokens, transfer_config, words
 
 Serve = Callable[..., Served]
 
@@ -271,6 +272,24 @@ def test_hits_show_in_the_counters_and_events(serve: Serve) -> None:
     assert grown["vllm:impress_stored"] >= 1
     n_bytes = 256 * served.store.geometry.token_bytes
     assert grown["vllm:impress_read_bytes_ssd"] >= n_bytes
+
+
+def test_every_tier_that_gives_rows_is_counted(serve: Serve) -> None:
+    """What came from HBM was in the answer, and in no counter."""
+    tiers = {"dram_bytes": 4 * MIB, "hbm_bytes": 4 * MIB, "hbm_device": "cpu"}
+    served = serve(extra={"config": {**SMALL, **tiers}})
+    before = {m.name: m.value for m in served.llm.get_metrics() if hasattr(m, "value")}
+    served.ask([PROMPT])
+    n_rows = 0
+    for _ in range(4):  # a tier further up each time
+        served.forget()
+        n_rows += served.ask([PROMPT])[0].said["rows"]
+        wait_for_promotions(served.store)
+    served.settle()
+    now = {m.name: m.value for m in served.llm.get_metrics() if hasattr(m, "value")}
+    read = {tier: now[name] - before.get(name, 0) for tier in ("hbm", "dram", "ssd")
+            if (name := f"vllm:impress_read_rows_{tier}") in now}  # fmt: skip
+    assert all(read.values()) and sum(read.values()) == n_rows == 4 * 256 * 3
 
 
 def _expecting(*lengths: int) -> Events:

@@ -10,16 +10,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+#: Tier -> what it is called. Those that a request's rows may come from.
+_TIERS = {"hbm": "HBM", "dram": "DRAM", "ssd": "the SSD"}
+
 #: Count -> what it says. `vllm:impress_<count>_total` in Prometheus.
 COUNTS = {
     "requests_exact": "requests served whole prefixes",
     "requests_sparse": "requests served chosen rows of prefixes",
     "lost": "loads that failed and were computed instead",
     "stored": "stores that became READY",
-    "read_bytes_ssd": "bytes read from the SSD",
-    "read_bytes_dram": "bytes read from DRAM",
-    "read_rows_ssd": "rows (a token in a layer) read from the SSD",
-    "read_rows_dram": "rows (a token in a layer) read from DRAM",
+    **{f"read_bytes_{tier}": f"bytes read from {name}" for tier, name in _TIERS.items()},
+    **{
+        f"read_rows_{tier}": f"rows (a token in a layer) read from {name}"
+        for tier, name in _TIERS.items()
+    },
     "fallback_layers": "layers of sparse requests whose identifier did not decide",
 }
 
