@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MIB, SMALL, kv_of, prompt, put_prompt
+from conftest import MIB, SMALL, kv_of, prompt, put_prompt, wait_for_promotions
 
 import impress
 from impress.config import tenant_secret
@@ -126,6 +126,25 @@ def test_retrieve_says_what_it_wants(open_store: Open, geometry: impress.Geometr
         pytest.raises(impress.ImpressError, match="miss"),
     ):
         lease.session()
+
+
+def test_a_wrong_out_leaves_what_was_read_ahead_where_it_is(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Its layer was taken first: nobody gave back its buffers and its pins in DRAM any more."""
+    store, tokens = open_store(geometry), prompt(128)
+    put_prompt(store, tokens).wait(60)
+    wrong = (torch.empty(2, 64, 128), torch.empty(2, 128, 128))
+    with store.lease(tokens) as lease, lease.session() as session:
+        with pytest.raises(impress.BadInput, match=r"\[2, 128, 128\]"):
+            session.prefetch([wrong, wrong])
+        session.prefetch()
+        with pytest.raises(impress.BadInput, match=r"\[2, 128, 128\]"):
+            session.retrieve(0, None, out=wrong)
+        k, _, _ = session.retrieve(0, None)
+        assert np.array_equal(k.numpy(), kv_of(tokens, geometry)[0][0])
+    wait_for_promotions(store)
+    assert store.buffers.used_bytes == 0
 
 
 @pytest.mark.parametrize(

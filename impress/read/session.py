@@ -198,6 +198,8 @@ class Session:
         self._lease.check_active()
         if outs is not None and len(outs) != self._r.geometry.n_layers:
             raise BadInput(f"prefetch: want {self._r.geometry.n_layers} pairs, got {len(outs)}")
+        for out in outs or ():
+            self._check_outs(out)
         with self._r.lost_for():
             for layer in range(self._r.geometry.n_layers):
                 if layer not in self._loads:
@@ -255,12 +257,13 @@ class Session:
         out: Tensors | None,
     ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64] | None]:
         """The layer's K and V on the host, and which rows they are (None: all)."""
+        if out is not None:
+            self._check_outs(out)  # before the load is taken: who takes it ends it
         load = self._loads.pop(layer, None)
         if load is None:
             self._lease.check_active()
             load = self._start(layer, out)
         elif out is not None:
-            self._check_outs(out)
             load.outs = out  # read ahead into a buffer: copied out below
         begin_s = monotonic()
         load.wait()
@@ -331,8 +334,6 @@ class Session:
             self.give_up()
 
     def _start(self, layer: int, outs: Tensors | None) -> Load:
-        if outs is not None:
-            self._check_outs(outs)
         load = Load(self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs)
         if outs is not None:
             self._touching += load.tickets.values()  # past the time limit, too
