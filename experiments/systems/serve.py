@@ -22,7 +22,8 @@ from experiments.systems.planned import Choices, Planned, reads_keys
 from experiments.systems.quantised import QuantisedStore
 from impress.engines.choice import Rates, Stored
 from impress.policy import Contiguous, Exact, Policy
-from impress.read.session import AccessReport, Lease
+from impress.read.access import AccessReport
+from impress.read.session import Lease
 from impress.selection.probes import codec_of
 from impress.spans.rows import as_tensor
 from impress.store import PrefixStore

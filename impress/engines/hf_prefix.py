@@ -11,7 +11,8 @@ import torch
 
 from impress.engines.hf_cache import RowsCache
 from impress.policy import Policy
-from impress.read.session import AccessReport, Lease, Session
+from impress.read.access import AccessReport
+from impress.read.session import Lease, Session
 from impress.read.shadow import SHADOW_ROWS, Seen
 from impress.read.sparse import SparseSession
 from impress.selection.scores import suffix_lse_of

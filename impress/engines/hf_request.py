@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from impress.read.session import AccessReport
+from impress.read.access import AccessReport
 from impress.types import Geometry
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.policy import Exact, Policy
+from impress.read.access import AccessReport, Line, line_of, report_of
 from impress.read.climb import climb
 from impress.read.flights import Flight
 from impress.read.load import Load
@@ -40,18 +40,6 @@ if TYPE_CHECKING:
 
 #: Bytes of buffers that one request keeps from being reused until it has all its rows.
 MOST_HELD: Final = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class AccessReport:
-    """What a session read. Rows are tokens of one layer; bytes as moved, padding included."""
-
-    policy: str
-    n_tokens: int
-    rows_by_tier: dict[str, int]
-    bytes_by_tier: dict[str, int]
-    wait_ms: float
-    per_layer: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Lease:
@@ -180,7 +168,7 @@ class Session:
         self._gate_lock = threading.Lock()
         self._held_bytes = 0  # of buffers that wait for it
         self._looked: list[Looked] = []  # by layers retrieved, for history
-        self._layers: list[dict[str, Any]] = []
+        self._layers: list[Line] = []
         self._positions: torch.Tensor | None = None  # of all rows
         self._closed = False
 
@@ -280,15 +268,7 @@ class Session:
 
     def report(self) -> AccessReport:
         """What has been retrieved so far."""
-        total: dict[str, dict[str, int]] = {"rows": {}, "bytes": {}}
-        for layer in self._layers:
-            for kind, by_tier in total.items():
-                for tier, n in layer[kind].items():
-                    by_tier[tier] = by_tier.get(tier, 0) + n
-        wait_ms = sum(layer["wait_ms"] for layer in self._layers)
-        return AccessReport(
-            self.policy.name, self.n_tokens, total["rows"], total["bytes"], wait_ms, self._layers
-        )
+        return report_of(self.policy.name, self.n_tokens, self._layers)
 
     def close(self) -> bool:
         """Stop reading ahead, give buffers back. True when nothing touches `outs` any more.
@@ -377,19 +357,7 @@ class Session:
 
     def _account(self, load: Load, begin_s: float) -> None:
         """Note what a layer took, and promote it."""
-        rows = {tier: n for tier, n in load.rows_by_tier.items() if n}
-        moved = {tier: n for tier, n in load.bytes_by_tier.items() if n}
-        wait_ms = (monotonic() - begin_s) * 1e3
-        self._layers.append(
-            {
-                "layer": load.layer,
-                "rows": rows,
-                "bytes": moved,
-                "wait_ms": wait_ms,
-                "map_ms": load.map_spent.ms,
-                "map_cpu_ms": load.map_spent.cpu_ms,
-            }
-        )
+        self._layers.append(line_of(load, [load], (monotonic() - begin_s) * 1e3))
         promotion = self._climb(load)
         self._looked.append(Looked(None, decided=False, load=load))
         if promotion is not None and load.outs is not None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from impress.errors import BadInput, ImpressError
 from impress.policy import Exact, KeepAll, Policy
+from impress.read.access import line_of
 from impress.read.early import Foresight
 from impress.read.load import Load
 from impress.read.promote import Looked
@@ -191,7 +192,7 @@ class SparseSession(Session):
                 load.give_back()
         self._keep(layer, seen)
         ahead_bytes = 0 if ahead is None else ahead.asked_bytes
-        self._note(layer, selection, used, rows, begin_s, ahead_bytes)
+        self._note(selection, used, rows, begin_s, ahead_bytes)
         self._looked.append(Looked(positions, selection.by_query, rows))
         return k, v, positions
 
@@ -299,15 +300,10 @@ class SparseSession(Session):
         raise ReadFailed("late", f"a header took more than {limit_s:g} s")
 
     def _note(
-        self, layer: int, selection: Selection, used: list[Load], rows: Load, begin_s: float,
-        ahead_bytes: int,
-    ) -> None:  # fmt: skip
+        self, selection: Selection, used: list[Load], rows: Load, begin_s: float, ahead_bytes: int
+    ) -> None:
         """The layer's line in the report."""
         g = self._r.geometry
-        moved = {"ssd": ahead_bytes}  # of which some were read for nothing
-        for load in used:
-            for tier, n in load.bytes_by_tier.items():
-                moved[tier] = moved.get(tier, 0) + n
         n_rows = selection.n_rows(self.n_tokens)
         n_keys = self.n_tokens if K not in rows.planes else n_rows  # all were read, to choose by
         records = 0
@@ -315,15 +311,10 @@ class SparseSession(Session):
             records = self.n_tokens // self._codec.group * self._codec.probe_bytes(g)
         self._layers.append(
             {
-                "layer": layer,
-                "rows": {tier: n for tier, n in rows.rows_by_tier.items() if n},
-                "bytes": {tier: n for tier, n in moved.items() if n},
-                "wait_ms": (monotonic() - begin_s) * 1e3,
+                **line_of(rows, used, (monotonic() - begin_s) * 1e3, ahead_bytes),
                 "ahead_bytes": ahead_bytes,
                 "ahead_used_bytes": rows.ahead_used_bytes,
                 "ahead_hit_rows": rows.ahead_hit_rows,
-                "map_ms": sum(load.map_spent.ms for load in used),
-                "map_cpu_ms": sum(load.map_spent.cpu_ms for load in used),
                 "chosen": n_rows,
                 "probe": None if self._codec is None else self._codec.name,
                 "wanted_bytes": n_keys * g.k_row_bytes + n_rows * g.v_row_bytes + records,

@@ -24,7 +24,8 @@ from impress.engines.vllm.choosing import Call, Shorten
 from impress.engines.vllm.compact import Batch
 from impress.engines.vllm.step import LoadSpec
 from impress.errors import PrefixLost
-from impress.read.session import AccessReport, Lease, Session
+from impress.read.access import AccessReport
+from impress.read.session import Lease, Session
 from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
 

@@ -22,7 +22,8 @@ from impress.engines.vllm.sparse import SparseSide
 from impress.engines.vllm.step import LoadSpec, StepPlan, StepReport
 from impress.engines.vllm.strided import Streams
 from impress.errors import ImpressError, PrefixLost
-from impress.read.session import AccessReport, Lease, Session
+from impress.read.access import AccessReport
+from impress.read.session import Lease, Session
 from impress.store import PrefixStore
 
 log = logging.getLogger("impress")

@@ -1,0 +1,50 @@
+"""What a session read: a line a layer, and their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from impress.read.load import Load
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AccessReport:
+    """What a session read. Rows are tokens of one layer; bytes as moved, padding included."""
+
+    policy: str
+    n_tokens: int
+    rows_by_tier: dict[str, int]
+    bytes_by_tier: dict[str, int]
+    wait_ms: float
+    per_layer: list[Line] = field(default_factory=list)
+
+
+def line_of(rows: Load, used: Sequence[Load], wait_ms: float, ahead_bytes: int = 0) -> Line:
+    """A layer's line: whose `rows` were brought, and all that was `used` for it."""
+    moved = {"ssd": ahead_bytes}  # of which some were read for nothing
+    for load in used:
+        for tier, n in load.bytes_by_tier.items():
+            moved[tier] = moved.get(tier, 0) + n
+    return {
+        "layer": rows.layer,
+        "rows": {tier: n for tier, n in rows.rows_by_tier.items() if n},
+        "bytes": {tier: n for tier, n in moved.items() if n},
+        "wait_ms": wait_ms,
+        "map_ms": sum(load.map_spent.ms for load in used),
+        "map_cpu_ms": sum(load.map_spent.cpu_ms for load in used),
+    }
+
+
+def report_of(policy: str, n_tokens: int, lines: list[Line]) -> AccessReport:
+    """What these lines say in all."""
+    total: dict[str, dict[str, int]] = {"rows": {}, "bytes": {}}
+    for line in lines:
+        for kind, by_tier in total.items():
+            for tier, n in line[kind].items():
+                by_tier[tier] = by_tier.get(tier, 0) + n
+    wait_ms = sum(line["wait_ms"] for line in lines)
+    return AccessReport(policy, n_tokens, total["rows"], total["bytes"], wait_ms, lines)
