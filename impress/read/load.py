@@ -262,11 +262,14 @@ class Load:
 
     # ---- taking it -------------------------------------------------------------------------
 
-    def wait(self) -> None:
+    def wait(self, since_s: float = 0.0) -> None:
         """Return when every read is in. Raises PrefixLost; the load has been abandoned then, and
-        whatever else is raised."""
+        whatever else is raised.
+
+        `since_s`: when its turn came, if that was after its start: the time limit begins there.
+        """
         try:
-            lost = self._failure()
+            lost = self._failure(max(self.started_s, since_s))
         except BaseException:
             self.abandon()
             raise
@@ -286,13 +289,13 @@ class Load:
         for tier, n in self.bytes_by_tier.items():
             self.reading.counters.add(f"read_bytes/{tier}", n)
 
-    def _failure(self) -> PrefixLost | None:
+    def _failure(self, begin_s: float) -> PrefixLost | None:
         """None when all is in; a bad span is dropped where it is bad."""
         limit_s = self.reading.config.read_timeout_s
         for name, ticket in self.tickets.items():
             medium = "ssd" if name == _AHEAD else name
             try:
-                if not ticket.wait(max(self.started_s + limit_s - monotonic(), 0.0)):
+                if not ticket.wait(max(begin_s + limit_s - monotonic(), 0.0)):
                     return PrefixLost("late", f"layer {self.layer} took more than {limit_s:g} s")
             except MediumError as err:
                 span = self._bad_span.get(medium)  # None: it is not to blame

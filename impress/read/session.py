@@ -160,6 +160,7 @@ class Session:
         self._loads: dict[int, Load] = {}  # under way
         self._untaken = [self._loads]  # who takes a load from there ends it
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
+        self._came_s = 0.0  # when the last layer came in: the turn of the next
         self._touching: list[Ticket] = []  # what may read into `outs`
         self._leaving: list[Ticket] = []  # what climbs from there
         self._flights: list[Flight] = []  # others may copy from `outs`
@@ -254,7 +255,8 @@ class Session:
         elif out is not None:
             load.outs = out  # read ahead into a buffer: copied out below
         begin_s = monotonic()
-        load.wait()
+        load.wait(self._came_s)  # all may have been begun at once, and come one after the other
+        self._came_s = monotonic()
         self._account(load, begin_s)
         self._keep(layer, [load])
         k, v = load.tensors()

@@ -1,0 +1,91 @@
+"""Reads that are late: when the limit begins, and who waits for what hangs. On a clock of ours."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+from conftest import kv_of, prompt, put_prompt
+
+import impress
+import impress.read.load
+import impress.read.session
+import impress.read.tickets
+from tiers.base import Read
+from tiers.iopool import Ticket
+
+Open = Callable[..., impress.PrefixStore]
+
+DEEP = impress.Geometry(5, 4, 2, 128, "float32")
+LIMIT_S = 10.0
+N = 128
+
+
+class SlowDisk:
+    """Every read stands still until this thread waits for one; `hangs`: for good, and waiting for
+    it takes all the time that the caller gives it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: impress.PrefixStore) -> None:
+        self.now_s, self.hangs = 0.0, False
+        self._turns = threading.Semaphore(0)
+        self._caller = threading.current_thread()
+        self._read, self._wait = store.ssd.read, Ticket.wait
+        monkeypatch.setattr(store.ssd, "read", self._slowly)
+
+        def wait(ticket: Ticket, limit_s: float) -> bool:  # a method: bound to the ticket
+            return self._waited(ticket, limit_s)
+
+        monkeypatch.setattr(Ticket, "wait", wait)
+        for module in (impress.read.load, impress.read.session, impress.read.tickets):
+            monkeypatch.setattr(module, "monotonic", lambda: self.now_s)
+
+    def _slowly(self, reads: Sequence[Read]) -> None:
+        self._turns.acquire()
+        self._read(reads)
+
+    def _waited(self, ticket: Ticket, limit_s: float) -> bool:
+        if threading.current_thread() is not self._caller or ticket.done:
+            return self._wait(ticket, limit_s)
+        if limit_s and not self.hangs:
+            self._turns.release()
+            return self._wait(ticket, 60)
+        self.now_s += limit_s
+        return self._wait(ticket, 0)
+
+    def go_on(self) -> None:
+        self._turns.release(1000)
+
+
+@pytest.fixture
+def store(open_store: Open) -> impress.PrefixStore:
+    """With one prompt, and one I/O thread."""
+    made = open_store(DEEP, io_threads=1, read_timeout_s=LIMIT_S)
+    put_prompt(made, prompt(N)).wait(60)
+    return made
+
+
+@pytest.fixture
+def disk(store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    slow = SlowDisk(monkeypatch, store)
+    yield slow
+    slow.go_on()
+    monkeypatch.undo()
+
+
+def test_a_layer_has_the_whole_limit_once_the_one_before_it_is_in(
+    store: impress.PrefixStore, disk: SlowDisk
+) -> None:
+    """It began for all of them at once: what a slow disk took longer for in all was lost."""
+    keys, _ = kv_of(prompt(N), DEEP)
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        session.prefetch()
+        for layer in range(DEEP.n_layers - 1):
+            disk.now_s += 0.6 * LIMIT_S
+            k, _, _ = session.retrieve(layer, None)
+            assert np.array_equal(k.numpy(), keys[layer])
+        disk.hangs, before_s = True, disk.now_s
+        with pytest.raises(impress.PrefixLost, match="took more than"):
+            session.retrieve(DEEP.n_layers - 1, None)
+        assert disk.now_s - before_s == LIMIT_S  # and a disk that hangs from then on one more
