@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
+import torch
 from conftest import kv_of, prompt, put_prompt
 
 import impress
 import impress.read.load
 import impress.read.session
 import impress.read.tickets
+from impress.engines.hf_prefix import find_prefix
+from impress.policy import Exact
 from tiers.base import Read
 from tiers.iopool import Ticket
 
@@ -60,9 +63,10 @@ class SlowDisk:
 
 @pytest.fixture
 def store(open_store: Open) -> impress.PrefixStore:
-    """With one prompt, and one I/O thread."""
+    """With two prompts, and one I/O thread."""
     made = open_store(DEEP, io_threads=1, read_timeout_s=LIMIT_S)
-    put_prompt(made, prompt(N)).wait(60)
+    for seed in (0, 1):
+        put_prompt(made, prompt(N, seed)).wait(60)
     return made
 
 
@@ -72,6 +76,10 @@ def disk(store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch) -> Iterato
     yield slow
     slow.go_on()
     monkeypatch.undo()
+
+
+def memory() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.empty(2, N, 128), torch.empty(2, N, 128)) for _ in range(DEEP.n_layers)]
 
 
 def test_a_layer_has_the_whole_limit_once_the_one_before_it_is_in(
@@ -89,3 +97,32 @@ def test_a_layer_has_the_whole_limit_once_the_one_before_it_is_in(
         with pytest.raises(impress.PrefixLost, match="took more than"):
             session.retrieve(DEEP.n_layers - 1, None)
         assert disk.now_s - before_s == LIMIT_S  # and a disk that hangs from then on one more
+
+
+def test_who_lost_a_late_read_does_not_wait_for_it_once_more(
+    store: impress.PrefixStore, disk: SlowDisk
+) -> None:
+    """Its close gave the same reads another full limit."""
+    with store.lease(prompt(N)) as lease:
+        disk.hangs = True
+        session = lease.session()
+        session.prefetch(memory())
+        with pytest.raises(impress.PrefixLost, match="took more than"):
+            session.retrieve(0, None)
+        assert not session.close()
+    assert disk.now_s == LIMIT_S
+
+
+def test_the_prompts_of_a_batch_wait_for_a_disk_that_hangs_together(
+    store: impress.PrefixStore, disk: SlowDisk
+) -> None:
+    """Each one's reads were given a limit of their own, one after the other."""
+    prefix = find_prefix(store, [np.append(prompt(N, seed), 1).astype(np.int32) for seed in (0, 1)])
+    assert prefix is not None
+    disk.hangs = True
+    prefix.open(Exact())
+    prefix.start([memory(), memory()])
+    with pytest.raises(impress.PrefixLost, match="took more than"):
+        prefix.wait(0)
+    assert not prefix.close()
+    assert disk.now_s == LIMIT_S

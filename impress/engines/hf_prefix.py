@@ -105,6 +105,8 @@ class StoredPrefix:
         True when nothing reads into the cache any more; False when a read is stuck: then its
         memory must never be used again. Idempotent.
         """
+        for session in self._sessions:  # else one reads on while another is waited for
+            session.give_up()
         ended = [session.close() for session in self._sessions]
         for lease in () if self._is_lent else self._leases:
             lease.release()

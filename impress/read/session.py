@@ -162,6 +162,7 @@ class Session:
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
         self._came_s = 0.0  # when the last layer came in: the turn of the next
         self._touching: list[Ticket] = []  # what may read into `outs`
+        self._touching_s = 0.0  # when the last of these began
         self._leaving: list[Ticket] = []  # what climbs from there
         self._flights: list[Flight] = []  # others may copy from `outs`
         self._climbs: list[Ticket] = []
@@ -290,7 +291,11 @@ class Session:
         self._hand_over()
         copied = [flight.over() for flight in self._flights]
         self._r.pool.run_here(Lane.PROMOTE, self._leaving)
-        return ended([*self._touching, *self._leaving, *copied], self._r.config.read_timeout_s)
+        limit_s = self._r.config.read_timeout_s
+        until_s = max(self._touching_s, self._came_s) + limit_s  # no layer was given longer
+        if not ended(self._touching, max(until_s - monotonic(), 0.0)):
+            return False
+        return ended([*self._leaving, *copied], limit_s)
 
     def give_up(self) -> None:
         """Nothing is retrieved any more that is not there. From any thread, also beside others."""
@@ -319,6 +324,7 @@ class Session:
         load = Load(self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs)
         if outs is not None:
             self._touching += load.tickets.values()  # past the time limit, too
+            self._touching_s = load.started_s
             if load.flight is not None:
                 self._flights.append(load.flight)
         return load
