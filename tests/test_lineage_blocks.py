@@ -144,6 +144,21 @@ def test_extra_keys_tell_images_apart() -> None:
         BlockPool(8, SIZE, ROOT).computed(tokens, {20: b"cat"})
 
 
+def test_a_begun_block_that_is_filled_keeps_its_extra_keys() -> None:
+    """Filled by `append` it was found by whoever had the same tokens and another image there."""
+    pool = BlockPool(8, 16, ROOT)
+    one, other = {20: b"cat", 3: b"cat"}, {20: b"dog", 3: b"cat"}
+    pool.allocate("a", [1] * 22, one)
+    for _ in range(2):
+        pool.append("a", [1] * 5)
+    assert pool.computed([1] * 33, one) == [0, 1]
+    assert pool.computed([1] * 33, other) == [0]
+    assert pool.computed([1] * 33, {3: b"cat"}) == [0]
+    pool.append("a", [1] * 16)  # the extras were the block's before
+    assert pool.computed([1] * 49, one) == [0, 1, 2]
+    pool.check()
+
+
 class Reference:
     """The same by lists: a queue whose front goes first, and the tokens of every prefix."""
 

@@ -30,11 +30,13 @@ class Granted(NamedTuple):
 
 @dataclass(slots=True)
 class _Table:
-    """One request: its blocks, the key behind each whole one, the tokens of the last if partial."""
+    """One request: its blocks, the key behind each whole one; of the last, if partial, the tokens
+    and their extras, by place in it."""
 
     blocks: list[int]
     keys: list[bytes]
     tail: Tokens
+    extra: Extra
 
 
 class BlockPool:
@@ -89,8 +91,8 @@ class BlockPool:
         self._refs[hit] += 1
         blocks = hit + self._fresh(n_new)
         self._remember(blocks[len(hit) :], keys[len(hit) :])
-        tail = tokens[len(keys) * self.block_tokens :]
-        self._tables[request] = _Table(blocks, keys, tail)
+        cut = len(keys) * self.block_tokens
+        self._tables[request] = _Table(blocks, keys, tokens[cut:], _from(cut, extra or {}))
         return Granted(list(blocks), len(hit) * self.block_tokens)
 
     def append(self, request: Hashable, token_ids: Any) -> list[int] | None:
@@ -105,10 +107,11 @@ class BlockPool:
             return None
         new = self._fresh(n_new)
         table.blocks += new
-        keys = self._keys(table.keys[-1] if table.keys else self._root, tokens, None)
+        keys = self._keys(table.keys[-1] if table.keys else self._root, tokens, table.extra)
         self._remember(table.blocks[len(table.keys) :], keys)
         table.keys += keys
-        table.tail = tokens[len(keys) * self.block_tokens :]
+        cut = len(keys) * self.block_tokens
+        table.tail, table.extra = tokens[cut:], _from(cut, table.extra)
         return new
 
     def free(self, request: Hashable) -> None:
@@ -162,3 +165,8 @@ class BlockPool:
         for block, key in zip(blocks, keys, strict=False):
             self._found.setdefault(key, {})[block] = None
             self._key_of[block] = key
+
+
+def _from(cut: int, extra: Extra) -> Extra:
+    """The extras from a position on, counted from there."""
+    return {position - cut: digest for position, digest in extra.items() if position >= cut}
