@@ -341,15 +341,14 @@ class PrefixStore:
         if self._metrics is not None:
             self._metrics.shutdown()
             self._metrics.server_close()
-        if self._admission is not None:
-            self._admission.fitter.close(self.config.read_timeout_s)
+        ended = self._admission is None or self._admission.fitter.close(self.config.read_timeout_s)
         if self._repacker is not None:
             self._repacker.close(self.config.read_timeout_s)
         self._home.settle()
         # A stuck thread may still use its file: then the files stay open until the process ends.
         idle = self._pool.close(self.config.read_timeout_s)
         writers = [w for w in (self._admission, self._repacker) if w is not None]
-        self._home.close(files=idle, writing=not idle and any(w.writing for w in writers))
+        self._home.close(files=idle and ended, writing=not idle and any(w.writing for w in writers))
 
     # ---- answering questions ---------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
+import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from impress.spans.params import NONE, Params, decode_params, digest_of, encode_
 from impress.spans.tables import read_header
 from impress.upkeep.verify import verify_store
 from impress.write import admission, fitting
+from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
 SHAPE = impress.Geometry(2, 8, 8, 32, "float16")
@@ -346,3 +349,40 @@ def test_all_fits_run_on_one_thread_that_ends_with_the_store(
     assert len(threads) == 3 * SHAPE.n_layers and len(set(threads)) == 1
     store.close()
     assert not threads[0].is_alive()
+
+
+@pytest.mark.parametrize("at", ["a read", "its last step"])
+def test_a_fit_that_outlasts_close_keeps_its_files_and_writes_nothing(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Its queue was destroyed under its read; what it made went into another process's shard."""
+    go_on, stuck, closed = threading.Event(), queue.SimpleQueue[threading.Thread](), []
+    read, fit, close, n = SsdTier.read, Pca.fit, SsdTier.close, itertools.count(1)
+
+    def wait() -> None:
+        stuck.put(threading.current_thread())
+        assert go_on.wait(60)
+
+    def reads(*args: Any) -> None:
+        if at == "a read" and threading.current_thread().name == "impress-fit":
+            wait()
+        read(*args)
+
+    def fits(*args: Any) -> bytes:
+        if at == "its last step" and next(n) == SHAPE.n_layers:
+            wait()
+        return fit(*args)
+
+    monkeypatch.setattr(SsdTier, "read", reads)
+    monkeypatch.setattr(Pca, "fit", fits)
+    monkeypatch.setattr(SsdTier, "close", lambda ssd: closed.append(1) or close(ssd))
+    store = open_store(SHAPE, probes=("pca25-v1",), read_timeout_s=0.05)
+    keys, values = rows(1)
+    store.store(prompt(N, 1), keys, values).wait(60)
+    fitter = stuck.get(timeout=60)
+    store.close()
+    assert not closed
+    go_on.set()
+    fitter.join(60)
+    assert not fitter.is_alive() and not (store.path / "shards/main/params").exists()
+    close(store.ssd)

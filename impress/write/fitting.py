@@ -79,13 +79,15 @@ class Fitter:
         with self._state:
             self._state.wait_for(lambda: not self._busy, timeout_s)
 
-    def close(self, timeout_s: float) -> None:
-        """Give up a fit under way, after the layer it is at."""
+    def close(self, timeout_s: float) -> bool:
+        """Give up a fit under way, after the layer it is at; False: it reads there still."""
         with self._state:
             self._closing.set()
             self._state.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     # ---- inside ----------------------------------------------------------------------------
 
@@ -134,6 +136,8 @@ class Fitter:
                     return
                 keys = np.concatenate([self._keys(h, layer, n) for h, n in headers], axis=1)
                 layers.append(codec.fit(keys, self._geometry))
+            if self._closing.is_set():  # the shard may be another process's by now
+                return
             kept = self._params.add(self._namespace, codec.name, layers, n_forgets)
             if kept is None and n_forgets == self._params.n_forgets:
                 self._not_kept.add(codec.name)
