@@ -297,9 +297,10 @@ class PrefixStore:
         """
         digests = {self.namespace} if namespaces is None else set(namespaces)
         if tenant is None:
-            self._reading.params.forget(digests)
-            spans = self._home.leaving.purge(lambda namespace, _: namespace in digests)
-            self._reading.params.forget(digests)  # and a fit that began meanwhile
+            try:
+                spans = self._home.leaving.purge(lambda namespace, _: namespace in digests)
+            finally:  # whatever comes of the spans; a fit may have ended meanwhile
+                self._reading.params.forget(digests)
         else:
             roots = {root_key(d, self.geometry, self.window, tenant, self._secret) for d in digests}
             spans = self._home.leaving.purge(lambda _, root: root in roots)

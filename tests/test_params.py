@@ -256,6 +256,60 @@ def test_purging_a_namespace_whose_spans_are_all_evicted_takes_what_was_fitted_t
     assert CliRunner().invoke(app, purge).exit_code == 2
 
 
+def in_params(fd: int) -> bool:
+    return Path(f"/proc/self/fd/{fd}").readlink().parent.name == "params"
+
+
+@pytest.mark.parametrize("then", ["purge", "open and purge", "fit"])
+def test_a_purge_that_cannot_erase_parameters_says_so_and_the_next_one_does(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """It said that all was gone, and the next one found no parameters to erase any more."""
+    store, fsync = open_store(SHAPE, probes=("pca25-v1",)), os.fsync
+
+    def failing(fd: int) -> None:
+        if in_params(fd):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    tokens, folder = put(store, 1), store.path / "shards/main/params"
+    (kept,) = (path for path in folder.iterdir() if path.name != "current.json")
+    with monkeypatch.context() as ill:
+        ill.setattr(os, "fsync", failing)
+        with pytest.raises(impress.StoreFailed, match=r"params: not erased.*purge again"):
+            store.purge()
+    assert store.lookup(tokens) == 0 and kept.exists()
+    if then == "fit":  # the next one takes its name: it goes before
+        put(store, 2)
+        assert probes_of(store)[-1] == ("int4-v1", NONE)
+        assert len(list(folder.iterdir())) == 2
+    else:
+        if then == "open and purge":
+            store.close()
+            store = open_store(SHAPE, probes=("pca25-v1",))
+        store.purge()
+        assert [path.name for path in folder.iterdir()] == ["current.json"]
+    assert not kept.exists()
+
+
+def test_forgotten_parameters_are_overwritten_on_the_disk_however_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written over a record of less than a buffer came after its fsync."""
+    kept, fsync, synced = Params(tmp_path / "params", write=True), os.fsync, []
+    digest = kept.add(b"n" * 32, "pca25-v1", (b"basis",), 0)
+    assert digest is not None
+
+    def noting(fd: int) -> None:
+        if in_params(fd):
+            synced.append(Path(f"/proc/self/fd/{fd}").read_bytes())
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    kept.forget([b"n" * 32])
+    assert len(synced) == 2 and not any(synced[0]) and synced[0]  # the other: current.json
+
+
 @pytest.mark.parametrize("cut_off", ["add", "forget"])
 def test_parameters_that_a_crash_leaves_are_found_by_the_next_purge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: str

@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from impress.errors import StoreFailed
 from tiers.files import make_folder, write_whole
 
 log = logging.getLogger("impress")
@@ -69,7 +70,7 @@ def digest_of(raw: bytes) -> bytes:
 
 
 class Params:
-    """The records of one shard. Thread-safe; nothing here raises for what a disk does."""
+    """The records of one shard. Thread-safe; only `forget` raises for what a disk does."""
 
     def __init__(
         self, folder: Path, *, write: bool, others: Callable[[], Iterable[Path]] = tuple
@@ -127,9 +128,12 @@ class Params:
         with self._turn:
             if n_forgets != self.n_forgets:
                 return None
-            current = {**self._current, _key(namespace, codec): digest}
+            key = _key(namespace, codec)
+            current, before = {**self._current, key: digest}, self._current.get(key)
             try:
                 make_folder(self._folder)
+                if before not in (None, digest):  # what could not be erased when it was forgotten
+                    self._erase(before)
                 self._say(current)  # first: by its name `forget` finds what a crash leaves of it
                 write_whole(self._folder / digest.hex(), raw)
             except OSError as err:
@@ -144,14 +148,16 @@ class Params:
     def forget(self, namespaces: Iterable[bytes]) -> None:
         """Delete what was fitted to these namespaces' keys; their next fit starts anew.
 
-        Overwritten first: a basis tells something of the tokens it was fitted to.
+        Overwritten first: a basis tells something of the tokens it was fitted to. Raises
+        StoreFailed where the disk does not take that: the next call finds them still.
         """
         begins = tuple(f"{namespace.hex()}/" for namespace in namespaces)
         with self._turn:
             self.n_forgets += 1
             with self._lock:
                 gone = {key: d for key, d in self._current.items() if key.startswith(begins)}
-                self._current = {k: d for k, d in self._current.items() if k not in gone}
+                left = {key: d for key, d in self._current.items() if key not in gone}
+                self._missing.update(gone.values())  # for nothing new, whatever comes of this
                 for digest in gone.values():
                     self._cached.pop(digest, None)
             if not gone or not self._write:
@@ -159,15 +165,22 @@ class Params:
             try:
                 for digest in gone.values():
                     self._erase(digest)
-                self._say(self._current)
+                self._say(left)
             except OSError as err:
-                log.warning("probe parameters: %s: %s", self._folder, err.strerror)
+                why = err.strerror or err
+                raise StoreFailed(
+                    f"probe parameters: {self._folder}: not erased: {why}; purge again"
+                ) from None
+            with self._lock:
+                self._current = left
+                self._missing.difference_update(gone.values())
 
     def _erase(self, digest: bytes) -> None:
         """A record, and what a crash left of one that was being written. Raises OSError."""
         for path in self._folder.glob(f"*{digest.hex()}*"):
             with path.open("r+b") as file:
                 file.write(bytes(path.stat().st_size))
+                file.flush()
                 os.fsync(file.fileno())
             path.unlink()
 
