@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from impress.upkeep.verify import verify_store
 from impress.usage.history import HALF_LIFE
 from impress.write.budget import DAY_S, WriteBudget
 from impress.write.health import RETRY_S, Health
+from tiers.base import Slot
 from tiers.errors import MediumError
 
 Open = Callable[..., impress.PrefixStore]
@@ -774,6 +776,47 @@ def test_what_a_failed_sync_may_have_lost_is_never_ready(
         store.flush()
     store._home.health.reason = ""
     assert put_prompt(store, prompt(256, 1)).wait(60)
+    sound(store)
+
+
+@pytest.mark.parametrize("what", ["store", "repack"])
+def test_a_sync_that_fails_on_another_thread_meanwhile_is_noticed(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """What erases freed space syncs too: it was told of the page, and the store became READY."""
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    tokens = prompt(256, 1)
+    assert put_prompt(store, tokens).wait(60)
+    (record,) = store.catalog.records()
+    look(store, tokens)
+    fdatasync, told = os.fdatasync, []
+
+    def erases() -> None:
+        with pytest.raises(MediumError):
+            store.ssd.sync([Slot(record.parts)])
+
+    def between(fd: int) -> None:
+        if threading.current_thread().name == "eraser":
+            raise OSError(5, "Input/output error")
+        if not told:
+            told.append(threading.Thread(target=erases, name="eraser"))
+            told[0].start()
+            told[0].join(60)
+        fdatasync(fd)
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(os, "fdatasync", between)
+        if what == "repack":
+            assert [span.outcome for span in store.repack().spans] == ["failed"]
+        else:
+            with pytest.raises(StoreFailed, match="lost writes"):
+                put_prompt(store, prompt(256, 2)).wait(60)
+    assert told and store.stats()["spans"] == 1
+    if what == "store":
+        assert store.lookup(prompt(256, 2)) == 0
+        with pytest.raises(StoreFailed):
+            store.flush()
+    assert_serves(store, tokens, 256)
     sound(store)
 
 

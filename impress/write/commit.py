@@ -238,7 +238,7 @@ class Committer:
             if job.name and self._names.get(job.draft.record.root) != job.name
         }
         try:
-            self._headers.sync(job.draft.record for job in written)
+            self._headers.sync((job.draft.record, job.draft.sync_failures) for job in written)
             if puts or batch.deletes or batch.forget:
                 born = dict.fromkeys(puts, (0, self._catalog.tick))
                 wear = self._duties.wear()
@@ -307,8 +307,7 @@ class Committer:
             return self._gone(job, record)
         try:
             record = self._headers.put(job.header)
-            self._headers.check_synced(job.sync_failures)
-            self._headers.sync([record])
+            self._headers.sync([(record, job.sync_failures)])
             put = {record.span_id: encode_index(record)}
             wear = self._duties.wear()
             before = self._catalog.labels_to(job.old, record.first_window)

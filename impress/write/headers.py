@@ -46,7 +46,7 @@ class Headers:
                 draft.probes, order,
             )
         )  # fmt: skip
-        self.check_synced(draft.sync_failures)
+        self._check_synced(draft.sync_failures)
 
     def put(self, header: SpanHeader) -> SpanRecord:
         """Write a header record; the span's record, what it did not need given back.
@@ -69,14 +69,19 @@ class Headers:
             self._ssd.free(Slot((rest,)))
         return replace(record, meta=meta._replace(length=len(raw)))
 
-    def check_synced(self, failures_before: int) -> None:
+    def sync(self, spans: Iterable[tuple[SpanRecord, int]]) -> None:
+        """Headers and rows of these spans are on stable storage on return.
+
+        With each: the tier's `sync_failures` as of its first byte. Raises MediumError, StoreFailed.
+        """
+        spans = list(spans)
+        if self._durable and spans:
+            self._ssd.sync([Slot((record.meta,)) for record, _ in spans])
+            self._ssd.sync([Slot(record.parts) for record, _ in spans])
+        for _, failures_before in spans:  # after: another thread may be told of their pages
+            self._check_synced(failures_before)
+
+    def _check_synced(self, failures_before: int) -> None:
         """Raises StoreFailed where a sync failed since: whose pages it lost nobody can tell."""
         if self._ssd.sync_failures != failures_before:
             raise StoreFailed("store: the disk lost writes while this one was under way")
-
-    def sync(self, records: Iterable[SpanRecord]) -> None:
-        """Headers and rows of these spans are on stable storage on return. Raises MediumError."""
-        spans = list(records)
-        if self._durable and spans:
-            self._ssd.sync([Slot((record.meta,)) for record in spans])
-            self._ssd.sync([Slot(record.parts) for record in spans])
