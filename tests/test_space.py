@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +23,12 @@ import impress.write.commit
 import impress.write.health
 import impress.write.leaving
 from impress.read.session import Lease
+from impress.spans.tables import read_header
 from impress.upkeep.verify import verify_store
 from impress.write.writer import Writer
 from tiers.base import PAGE, Bytes, Slot
 from tiers.iopool import Lane
+from tiers.slots import Buffer
 from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
@@ -242,6 +245,70 @@ def test_rows_put_while_their_writer_is_given_up_are_not_written(
     assert store._pool.idle(60)
     assert_serves(store, prompt(256, 2), 256)
     assert_all_comes_back(store)
+
+
+def test_a_part_of_a_window_put_while_its_writer_closes_gives_its_buffer_back(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was the closed writer's for good; and `close` met a dictionary that changed under it."""
+    store, tokens = open_store(geometry, **QUIET), prompt(256, 1)
+    writer = store.writer(tokens)
+    keys, values = kv_of(tokens[:5], geometry)
+    writer.put(0, 0, keys[0], values[0])
+    pool, acquire, release = store.write_buffers, store.write_buffers.acquire, Buffer.release
+    waits, go = threading.Event(), threading.Event()
+
+    def late(*asked: Any) -> Buffer | None:
+        buffer = acquire(*asked)
+        waits.set()
+        assert go.wait(60)
+        return buffer
+
+    def released(buffer: Buffer) -> None:
+        """The other's put ends while this thread closes."""
+        if threading.current_thread() is not other:
+            go.set()
+            other.join(60)
+        release(buffer)
+
+    monkeypatch.setattr(pool, "acquire", late)
+    other = threading.Thread(target=writer.put, args=(1, 0, keys[1], values[1]))
+    other.start()
+    assert waits.wait(60) and pool.used_bytes
+    monkeypatch.setattr(Buffer, "release", released)
+    writer.close(keep=False)
+    assert not other.is_alive() and not pool.used_bytes
+    assert_all_comes_back(store)
+
+
+def test_layers_put_first_at_once_keep_their_importance(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each made the array of all layers' scores, and the one that was made first was lost."""
+    store, tokens, full = open_store(geometry, **QUIET), prompt(256, 1), np.full
+    keys, values = kv_of(tokens, geometry)
+    scores = np.random.default_rng(0).random((geometry.n_layers, 256), dtype=np.float32)
+    writer = store.writer(tokens)
+
+    def put(layer: int) -> None:
+        writer.put(layer, 0, keys[layer], values[layer], scores[layer])
+
+    def meanwhile(*args: Any, **named: Any) -> Any:
+        monkeypatch.setattr(np, "full", full)
+        other = threading.Thread(target=put, args=(1,))
+        other.start()
+        other.join(60)
+        return full(*args, **named)
+
+    with writer:
+        monkeypatch.setattr(np, "full", meanwhile)
+        put(0)
+        assert np.full is full
+    assert writer.stored.wait(60)
+    (record,) = store.catalog.records()
+    importance = read_header(store.ssd, record).importance
+    assert importance is not None and np.isfinite(importance).all()
+    assert np.allclose(importance, scores, atol=0.01)
 
 
 def test_a_write_that_fails_for_whatever_reason_is_told(

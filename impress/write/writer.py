@@ -7,6 +7,7 @@ other keeps position order.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -54,6 +55,7 @@ class Writer:
         self._media = media
         self._wait_s = wait_s
         self._finish = finish
+        self._lock = threading.Lock()  # for what puts of several layers and `close` change
         self._closed = False
         n_windows = draft.record.n_windows if draft else 0
         self._first_token = draft.record.first_window * window if draft else stored.n_tokens
@@ -168,7 +170,8 @@ class Writer:
         pack(k, buffer.array[:cut], self.draft.layout.planes[K])
         pack(v, buffer.array[cut:], self.draft.layout.planes[V])
         for w in range(window, window + count):
-            partial = self._partial.pop((layer, w), None)
+            with self._lock:
+                partial = self._partial.pop((layer, w), None)
             if partial is not None:
                 partial.buffer.release()
         self._missing[layer, window : window + count] = 0
@@ -185,12 +188,18 @@ class Writer:
             if buffer is None:
                 return
             partial = _Partial(buffer, np.zeros(self._window, dtype=bool), k, v, self._window)
-            self._partial[layer, window] = partial
+            with self._lock:
+                if self._closed:  # while this waited for its buffer
+                    buffer.release()
+                    return
+                self._partial[layer, window] = partial
         rows = slice(inside, inside + k.shape[1])
         partial.k[:, rows], partial.v[:, rows] = k, v
         partial.there[rows] = True
         if partial.there.all():
-            del self._partial[layer, window]
+            with self._lock:
+                if self._partial.pop((layer, window), None) is None:
+                    return  # closed meanwhile, which gave its buffer back
             self._missing[layer, window] = 0
             cut = self.draft.layout.planes[K].chunk_bytes
             pack(partial.k, partial.buffer.array[:cut], self.draft.layout.planes[K])
@@ -211,7 +220,10 @@ class Writer:
         assert self.draft is not None
         if self.draft.importance is None:
             shape = (self._geometry.n_layers, self.draft.record.n_windows * self._window)
-            self.draft.importance = np.full(shape, np.nan, dtype=np.float32)
+            unknown = np.full(shape, np.nan, dtype=np.float32)
+            with self._lock:  # two layers may be put first at once
+                if self.draft.importance is None:
+                    self.draft.importance = unknown
         self.draft.importance[layer, row : row + len(scores)] = scores
 
     @property
@@ -220,12 +232,13 @@ class Writer:
 
     def close(self, *, keep: bool = True) -> None:
         """End of the with-block; `keep=False` gives everything back. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        for partial in self._partial.values():
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            begun, self._partial = self._partial, {}
+        for partial in begun.values():
             partial.buffer.release()
-        self._partial.clear()
         if not self.stored.refused and not keep:
             self.stored.refused = "abandoned"
         if not self.stored.refused and self.draft is not None and not self.complete:
