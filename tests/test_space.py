@@ -247,6 +247,32 @@ def test_rows_put_while_their_writer_is_given_up_are_not_written(
     assert_all_comes_back(store)
 
 
+@pytest.mark.parametrize(
+    "error", [impress.StoreFailed("no commit within 150 s"), KeyboardInterrupt()]
+)
+def test_what_was_reserved_is_given_back_whatever_the_wait_for_the_rest_ends_in(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:  # fmt: skip
+    """Only a medium's error was thought of: the rows' space was nobody's until the next open."""
+    store = open_store(geometry, **QUIET, daily_write_bytes=4 * MIB)
+    left, reserve = store.stats()["writes_left_bytes"], store._home.leaving.reserve
+
+    def interrupted(n_bytes: int, *more: int) -> Slot | None:
+        if more[1:]:  # the header's, after the rows'
+            raise error
+        return reserve(n_bytes, *more)
+
+    monkeypatch.setattr(store._home.leaving, "reserve", interrupted)
+    if isinstance(error, impress.StoreFailed):
+        assert store.writer(prompt(256, 1)).stored.refused == "read-only: no commit within 150 s"
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            store.writer(prompt(256, 1))
+    assert store.ssd.usage().used == 0 and store.stats()["writes_left_bytes"] == left
+    store.check()
+
+
 def test_a_part_of_a_window_put_while_its_writer_closes_gives_its_buffer_back(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

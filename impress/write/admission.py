@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from impress.blockhash import Tokens, key_after
-from impress.errors import BadInput
+from impress.errors import BadInput, StoreFailed
 from impress.spans.format import ProbeRecord, SpanRecord, meta_bytes
 from impress.spans.layout import SpanLayout
 from impress.spans.tables import TableCache
@@ -168,16 +168,23 @@ class Admission:
                 meta = home.leaving.reserve(header, n_bytes, header)
             if slot is not None and meta is not None:
                 return meta.parts[0], slot
-        except MediumError as err:
+        except (StoreFailed, MediumError) as err:
             home.health.trouble(str(err))
-        for reserved in (slot, meta):
-            if reserved is not None:
-                ssd.free(reserved)
-        home.budget.refund(n_bytes)
+        except BaseException:  # Ctrl-C in the wait: nobody else knows of this space
+            self._give_back(n_bytes, slot, meta)
+            raise
+        self._give_back(n_bytes, slot, meta)
         # Of a store that has nothing yet no size is to blame.
         if ssd.no_room and (home.leaving.could_hold(n_bytes) or not ssd.usage().total):
             home.health.trouble(ssd.no_room, layout.data_bytes)
         return home.health.refusal() or ": ".join(filter(None, ("disk full", ssd.no_room)))
+
+    def _give_back(self, n_bytes: int, *reserved: Slot | None) -> None:
+        """What was reserved for a store that is none, and its part of the day's writes."""
+        for slot in reserved:
+            if slot is not None:
+                self._media.ssd.free(slot)
+        self._home.budget.refund(n_bytes)
 
     def _finish(self, held: Sequence[Held], writer: Writer) -> None:
         """A writer's with-block has ended: commit what is whole, give back what is not."""
