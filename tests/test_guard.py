@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,6 +133,20 @@ def test_earning_is_exact_and_every_request_a_shadow():
     assert not unobserved.decide(0.01).wanted
 
 
+def test_what_was_sent_back_earns_anew_at_the_same_pace():
+    """Shadows of its earlier life were counted as tries: where recomputing was faster, a policy
+    sent back was no longer wanted at all, and hardly ever seen clean again."""
+    ledger = trusted(5)
+    for weighed in [CLEAN] * 10 + [OVER] * 3:
+        ledger.note(weighed)
+    assert ledger.state == "exact"
+    ledger = decode(encode(Entry("a", ledger))).ledger
+    for _ in range(10):
+        assert ledger.decide(0.01).wanted
+        ledger.note(OVER)
+    assert not ledger.decide(0.01).wanted
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.binary(max_size=80))
 def test_a_share_of_trusted_requests_is_watched_the_same_every_time(salt):
@@ -157,7 +172,7 @@ COUNTS = st.integers(0, 1 << 60)
 LEDGERS = st.builds(
     Ledger, st.floats(0, 1), st.integers(1, 1 << 31), st.sampled_from(STATES),
     COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, st.floats(0, 1), COUNTS, st.floats(0, 1e9),
-    COUNTS, COUNTS, st.lists(st.booleans(), max_size=70).map(deque),
+    COUNTS, COUNTS, st.lists(st.booleans(), max_size=70).map(deque), COUNTS,
 )  # fmt: skip
 
 
@@ -169,6 +184,18 @@ def test_a_value_gives_the_ledger_back_and_a_damaged_one_nothing(ledger, name):
     for at in range(0, len(raw), 7):
         assert decode(raw[:at]) is None
         assert decode(raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1 :]) is None
+
+
+@pytest.mark.parametrize("ledger", [
+    Ledger(0.1, 3, n_shadows=4, n_dropped=2, recent=deque([True])),
+    Ledger(0.1, 3, "trusted", 900, 50, recent=deque([False] * 3)),
+    Ledger(0.1, 3, "exact", 900, 50, 4, n_dropped=2, n_sent_back=1, n_before=52),
+])  # fmt: skip
+def test_a_value_of_before_tries_were_counted_anew_keeps_its_trust(ledger):
+    """Version 1 did not say how much was before: what was sent back has all its tries again."""
+    raw = encode(Entry("a", ledger))[:-8]
+    old = b"\x01\x00" + raw[2:112] + raw[120:]
+    assert decode(old + xxhash.xxh3_64_intdigest(old).to_bytes(8, "little")).ledger == ledger
 
 
 @given(st.binary(max_size=300))

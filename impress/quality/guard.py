@@ -97,6 +97,8 @@ class Ledger:
     n_compared: int = 0
     recent: deque[bool] = field(default_factory=deque)
     """Of the last shadows in this state, whether each was over; at most n_wanted."""
+    n_before: int = 0
+    """Of the shadows and the dropped ones, those before it was last sent back: tries count anew."""
 
     @property
     def most_mass(self) -> float:
@@ -122,7 +124,8 @@ class Ledger:
         """The next request's way. `share` of trusted requests become shadows, drawn by a hash."""
         self.n_requests += 1
         if self.state != "trusted":
-            wanted = self.n_shadows + self.n_dropped < _TRIES * self.n_wanted
+            n_tries = self.n_shadows + self.n_dropped - self.n_before
+            wanted = n_tries < _TRIES * self.n_wanted
             return Decision("exact", shadow=True, wanted=wanted)
         shadow, again = _drawn(self.n_requests, salt)
         watched = shadow < share
@@ -169,6 +172,7 @@ class Ledger:
         n_over, n, bound = sum(self.recent), len(self.recent), self.bound
         self.state = "exact"
         self.n_sent_back += 1
+        self.n_before = self.n_shadows + self.n_dropped
         self.recent.clear()
         return (
             f"back to exact: {n_over} of the last {n} shadows missed more than {self.most_mass:g} "

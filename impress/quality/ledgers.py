@@ -1,11 +1,14 @@
 """The guard's ledgers of a store, by namespace and policy; each is a value in the index.
 
-0   2 version = 1          24  8 × 9 counts, as in `Ledger`: requests, shadows, exceeded,
+0   2 version = 2          24  8 × 9 counts, as in `Ledger`: requests, shadows, exceeded,
 2   1 state                       understated, dropped, sent back, reruns, flips, compared
 3   1 0                    96  8 worst missing mass, then 8 worst KL, float64
-4   4 shadows wanted      112  … recent shadows, a bit each, 1: over; then the policy, UTF-8
-8   8 target, float64      -8  8 xxh3_64 of all before
-16  4 recent shadows, 20 4 length of the policy
+4   4 shadows wanted      112  8 shadows and dropped ones before it was last sent back
+8   8 target, float64     120  … recent shadows, a bit each, 1: over; then the policy, UTF-8
+16  4 recent shadows       -8  8 xxh3_64 of all before
+20  4 length of the policy
+
+Version 1 is the same without the count at 112, and is read too.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ from impress.quality.guard import STATES, Decision, Ledger, Rerun, Weighed
 
 log = logging.getLogger("impress")
 
-_HEAD: Final = struct.Struct("<HBxIdII9Qdd")
-_VERSION: Final = 1
+_VERSION: Final = 2
+_HEADS: Final = {1: struct.Struct("<HBxIdII9Qdd"), _VERSION: struct.Struct("<HBxIdII9QddQ")}
 _MOST_NAME: Final = 400  # bytes
 
 
@@ -171,11 +174,11 @@ def encode(entry: Entry) -> bytes:
     ledger, name = entry.ledger, entry.policy.encode()
     bits = sum(over << i for i, over in enumerate(ledger.recent))
     n_recent = len(ledger.recent)
-    head = _HEAD.pack(
+    head = _HEADS[_VERSION].pack(
         _VERSION, STATES.index(ledger.state), ledger.n_wanted, ledger.target, n_recent, len(name),
         ledger.n_requests, ledger.n_shadows, ledger.n_exceeded, ledger.n_understated,
         ledger.n_dropped, ledger.n_sent_back, ledger.n_reruns, ledger.n_flips, ledger.n_compared,
-        ledger.worst_mass, ledger.worst_kl,
+        ledger.worst_mass, ledger.worst_kl, ledger.n_before,
     )  # fmt: skip
     raw = head + bits.to_bytes((n_recent + 7) // 8, "little") + name
     return raw + _sum(raw)
@@ -190,18 +193,23 @@ def decode(raw: bytes | None) -> Entry | None:
 
 
 def _decoded(raw: bytes) -> Entry:
-    if len(raw) < _HEAD.size + 8 or _sum(raw[:-8]) != raw[-8:]:
+    if len(raw) < 10 or _sum(raw[:-8]) != raw[-8:]:
         raise FormatError("guard: a damaged value")
-    version, state, n_wanted, target, n_recent, n_name, *rest = _HEAD.unpack_from(raw)
-    requests, shadows, exceeded, understated, dropped, sent_back, reruns, flips, compared = rest[:9]
-    end = _HEAD.size + (n_recent + 7) // 8
-    if version != _VERSION or state >= len(STATES) or len(raw) != end + n_name + 8:
+    head = _HEADS.get(int.from_bytes(raw[:2], "little"))
+    if head is None or len(raw) < head.size + 8:
         raise FormatError("guard: a value of another version")
-    bits = int.from_bytes(raw[_HEAD.size : end], "little")
+    version, state, n_wanted, target, n_recent, n_name, *rest = head.unpack_from(raw)
+    requests, shadows, exceeded, understated, dropped, sent_back, reruns, flips, compared = rest[:9]
+    end = head.size + (n_recent + 7) // 8
+    if state >= len(STATES) or len(raw) != end + n_name + 8:
+        raise FormatError("guard: a value of another version")
+    # Version 1 does not say: what was sent back has all its tries again.
+    before = rest[11] if version > 1 else shadows + dropped if sent_back else 0
+    bits = int.from_bytes(raw[head.size : end], "little")
     ledger = Ledger(
         target, n_wanted, STATES[state], requests, shadows, exceeded, understated, dropped,
         sent_back, rest[9], reruns, rest[10], flips, compared,
-        deque(bool(bits >> i & 1) for i in range(n_recent)),
+        deque(bool(bits >> i & 1) for i in range(n_recent)), before,
     )  # fmt: skip
     return Entry(raw[end : end + n_name].decode(), ledger)
 
