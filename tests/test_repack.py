@@ -348,12 +348,17 @@ def test_heat_and_children_stay_with_a_moved_span(
 # ---- bounds --------------------------------------------------------------------------------
 
 
-def test_a_pass_keeps_to_its_bounds_and_says_so(tmp_path: Path, geometry: impress.Geometry) -> None:
+def test_a_pass_keeps_to_its_bounds_and_says_so(
+    tmp_path: Path, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the day's writes spent, each pass erased and synced the room it had found for a copy."""
     data = 256 * geometry.token_bytes
     cases: list[tuple[dict[str, int], str]] = [
         ({"repack_space_bytes": data}, "larger than repack_space_bytes"),
         ({"daily_write_bytes": 2 * data}, "daily_write_bytes are spent"),
         ({"disk_bytes": 2 * MIB}, "no room for a copy"),
+        ({"disk_bytes": 2 * MIB, "daily_write_bytes": 8 * MIB}, "no room for a copy"),
+        ({"disk_bytes": 2 * MIB, "daily_write_bytes": 2 * data}, "daily_write_bytes are spent"),
         ({}, "over this pass's bytes"),
     ]
     for i, (bounds, outcome) in enumerate(cases):
@@ -361,10 +366,15 @@ def test_a_pass_keeps_to_its_bounds_and_says_so(tmp_path: Path, geometry: impres
         with impress.PrefixStore.open(tmp_path / str(i), geometry, "test", config) as store:
             put_prompt(store, prompt(256)).wait(60)
             look(store, prompt(256))
+            left, touched = store._home.budget.left_bytes or 0, []
+            for name in ("write", "erase"):
+                monkeypatch.setattr(store.ssd, name, lambda *args: touched.append(args))
             for dry_run in (True, False):
                 report = store.repack(dry_run=dry_run, max_bytes=None if bounds else data)
                 assert [span.outcome for span in report.spans] == [outcome]
                 assert (report.moved, report.moved_bytes) == (0, 0)
+            monkeypatch.undo()
+            assert not touched and (store._home.budget.left_bytes or 0) >= left
             assert_serves(store, prompt(256), 256)
             sound(store)
 

@@ -261,12 +261,13 @@ class Repacker:
             return self._would(move, planned)
         if self._home.health.refusal():
             return "read-only"
+        # Before there is room to give back: that would be erased and synced.
+        if not self._home.budget.allow(move.n_bytes):
+            return SPENT
         draft = self._reserve(move)
         if draft is None:
+            self._home.budget.refund(move.n_bytes)
             return NO_ROOM
-        if not self._home.budget.allow(move.n_bytes):
-            self._give_back(draft)
-            return SPENT
         outcome = self._move(move, draft)
         self._counters.add(f"repacks/{outcome.name.lower()}")
         if outcome is Swapped.YES:  # with its leases, which it keeps
@@ -279,10 +280,10 @@ class Repacker:
         """What would come of it, by what is free now, after so many bytes of moves before it."""
         usage, left = self._home.ssd.usage(), self._home.budget.left_bytes
         capacity = self._home.ssd.capacity_bytes
-        if capacity is not None and usage.used + move.n_bytes > max(capacity, usage.total):
-            return NO_ROOM
         if left is not None and planned + move.n_bytes > left:
             return SPENT
+        if capacity is not None and usage.used + move.n_bytes > max(capacity, usage.total):
+            return NO_ROOM
         return WOULD[0] if move.plan is not None else WOULD[1]
 
     # ---- a move ----------------------------------------------------------------------------
