@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_order import orders_of, scores_of, unpacked_and_packed
 from test_sparse import N_TOKENS, POLICIES, SHAPES, retrieve_all
+from test_store import flip_a_bit
 
 import impress
 from impress.policy import Exact, Policy
@@ -379,6 +380,21 @@ def test_a_pass_keeps_to_its_bounds_and_says_so(
             sound(store)
 
 
+def test_a_copy_that_came_to_nothing_counts_in_a_passs_bytes(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Only copies that took a place were counted: a pass of bad spans wrote without a bound."""
+    store = open_store(geometry, dram_bytes=0)
+    for seed in range(3):
+        put_prompt(store, prompt(256, seed)).wait(60)
+        look(store, prompt(256, seed))
+    for record in store.catalog.records():  # in the second layer: the first is written by then
+        flip_a_bit(store, record.parts[0], record.parts[0].length - 70_000)
+    outcomes = [span.outcome for span in store.repack(max_bytes=3 * MIB // 2).spans]
+    assert outcomes == ["failed", *["over this pass's bytes"] * 2]
+    store.check()
+
+
 @pytest.mark.parametrize("bound", ["max_bytes", "daily_write_bytes"])
 def test_a_dry_run_stops_where_the_run_does(
     open_store: Open, geometry: impress.Geometry, bound: str
@@ -478,8 +494,6 @@ def test_a_fault_at_any_step_leaves_the_old_span_and_no_space_taken(
 def test_a_span_that_goes_bad_while_it_is_copied_is_left_alone(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    from test_store import flip_a_bit
-
     store = open_store(geometry, dram_bytes=0)
     put_prompt(store, prompt(256)).wait(60)
     look(store, prompt(256))

@@ -53,6 +53,8 @@ REWRITTEN = "rewritten"
 DONE = (Swapped.YES.value, REWRITTEN)
 #: And those of a dry run that stand for them.
 WOULD = ("would move", "would rewrite")
+#: Outcomes of copies that were begun, whatever came of them: they wrote.
+WRITTEN = (*(outcome.value for outcome in Swapped), REWRITTEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,7 @@ class Repacker:
                     left = None if max_bytes is None else max_bytes - n_bytes
                     outcome = self._deal_with(move, left, n_bytes if dry_run else None)
                     report.spans.append(move.report(outcome))
-                    n_bytes += move.n_bytes if outcome in DONE + WOULD else 0
+                    n_bytes += move.n_bytes if outcome in WRITTEN + WOULD else 0
             except Stopped:
                 break
             finally:
