@@ -395,6 +395,20 @@ def test_a_copy_that_came_to_nothing_counts_in_a_passs_bytes(
     store.check()
 
 
+def test_a_pass_of_a_store_that_closes_lets_go_of_its_spans(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It held each span that it did not look at any more, and gave none of them back."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(256)).wait(60)
+    look(store, prompt(256))
+    repacker = store._repacker
+    assert repacker is not None
+    repacker.close(60)
+    assert store.repack().spans == []
+    assert store.purge() == (1, 0) and store.ssd.usage().used == 0
+
+
 @pytest.mark.parametrize("bound", ["max_bytes", "daily_write_bytes"])
 def test_a_dry_run_stops_where_the_run_does(
     open_store: Open, geometry: impress.Geometry, bound: str

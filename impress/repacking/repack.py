@@ -202,8 +202,10 @@ class Repacker:
         report, n_bytes = RepackReport(dry_run), 0  # written, or would be
         dead = self._mostly_dead()
         for span in [*dead, *(span for span in spans if span not in dead)]:
+            if self._stop.is_set():
+                break
             found = self._home.catalog.hold_span(span)
-            if self._stop.is_set() or found is None:
+            if found is None:
                 continue
             held, views = found
             try:
