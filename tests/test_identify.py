@@ -299,6 +299,16 @@ def test_a_query_of_nan_loads_everything() -> None:
         assert got.positions is None and got.fell_back and got.reason == "not finite"
 
 
+def test_a_head_of_nan_that_is_asked_only_when_others_disagree_loads_everything() -> None:
+    """Only the probe heads were looked at: a head without an order had no rows in the union."""
+    geometry = Geometry(1, 4, 4, 16, "float32")
+    layer = a_layer(geometry)
+    layer["query"][3, 0, 0] = math.nan
+    got = select(Paper(0.1, 0.0, fallback="heads"), asked(geometry, layer, "heads3-v1"))
+    assert got.positions is None and got.fell_back and got.reason == "not finite"
+    assert not math.isnan(got.agreement)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_tiny_prefixes_select(n: int) -> None:
     geometry = Geometry(1, 4, 2, 16, "float32")

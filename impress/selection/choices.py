@@ -79,6 +79,8 @@ def paper_choice(
         if policy.fallback == "layer":
             return whole("disagree", fell_back=True, agreement=agreement)
         everything = all_columns()
+        if not np.isfinite(everything).all():
+            return whole("not finite", fell_back=True, agreement=agreement)
         by_kv = everything.reshape(-1, heads_per_kv, n).sum(axis=1)
         union = np.any([top_k(head, k) for head in by_kv], axis=0)
         return _chosen(
