@@ -46,8 +46,8 @@ def repack(
 
     **Exit status**
 
-    0 done · 1 a span could not be moved, or a shard was open elsewhere · 2 it could not run, or
-    every shard was
+    0 done, also where spans had no room for a copy · 1 a copy failed or was not committed in time,
+    or a shard was open elsewhere · 2 it could not run, or every shard was
 
     **Examples**
 
