@@ -61,23 +61,19 @@ _READ_BYTES: Final = 32 << 20  # of rows, read and summed together
 _THREADS: Final = 8
 _TIMEOUT_S: Final = 600.0
 _BATCH: Final = 1024  # spans a transaction
-#: What an index notes of spans to be erased. For a process of its own: some damage LMDB answers by
-#: ending it.
-_TO_ERASE: Final = """
+#: What an index notes of spans to be erased; then, as the list counts more, what it says of the
+#: day's writes (impress.write.budget). For a process of its own: some damage LMDB answers by ending
+#: it.
+_ASK: Final = """
 import lmdb, os, sys
-with lmdb.open(os.fsencode(sys.argv[1]), max_dbs=1, readonly=True, lock=False) as env:
+with lmdb.open(os.fsencode(sys.argv[1]), max_dbs=2, readonly=True, lock=False) as env:
     try:
-        notes = env.open_db(b"erase", create=False)
+        with env.begin(db=env.open_db(b"erase", create=False)) as txn:
+            for span, note in txn.cursor():
+                print(span.hex(), note.hex())
     except lmdb.NotFoundError:  # written before there was a list
-        sys.exit()
-    with env.begin(db=notes) as txn:
-        for span, note in txn.cursor():
-            print(span.hex(), note.hex())
-"""
-#: What it says of the day's writes (impress.write.budget). Apart: the list counts more.
-_ASK_WEAR: Final = """
-import lmdb, os, sys
-with lmdb.open(os.fsencode(sys.argv[1]), max_dbs=1, readonly=True, lock=False) as env:
+        pass
+    print("wear", flush=True)
     with env.begin(db=env.open_db(b"history", create=False)) as txn:
         print((txn.get(b"wear") or b"").hex())
 """
@@ -141,7 +137,7 @@ def rebuild_store(
 def _rebuild(path: Path, shard: Shard, found: Rebuilt, say: Progress, *, dry_run: bool) -> None:
     """One shard, locked; adds what it holds to `found`. Raises MediumError, StoreFailed."""
     headers = list(_scan(shard.segments, found, say))
-    notes = _to_erase(shard, found)
+    notes, wear = _asked(shard, found)
     identity = _identity(path, headers, found, dry_run=dry_run)
     ours = _ours(headers, identity, shard, found)
     sound = _resolved(_spared(ours, notes, found), shard, found, say)
@@ -150,7 +146,7 @@ def _rebuild(path: Path, shard: Shard, found: Rebuilt, say: Progress, *, dry_run
     found.n_bytes += sum(h.record.owned_bytes for h in sound)
     if not dry_run:
         last = max((header.record.span_id for header in ours), default=0)
-        _install(shard, sound, notes, max([last, *notes]), _wear(shard))
+        _install(shard, sound, notes, max([last, *notes]), wear)
 
 
 # ---- scan ------------------------------------------------------------------------------------
@@ -210,31 +206,24 @@ def _identity(
     return identity
 
 
-def _to_erase(shard: Shard, found: Rebuilt) -> dict[int, bytes]:
-    """What the old index notes of spans that are to be erased. Says so where it cannot be read."""
+def _asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes]:
+    """What the old index notes of spans that are to be erased, and says of the day's writes.
+
+    Says so where the first cannot be read; the second is empty then.
+    """
     if not shard.index.exists():
-        return {}
-    said = _asked(shard, _TO_ERASE)
-    if said is None:
+        return {}, b""
+    command = [sys.executable, "-c", _ASK, str(shard.index)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    listed, whole, wear = done.stdout.partition("wear\n")
+    if not whole:
         found.notes.append(
             f"the index of shard {shard.name} could not be asked what was still to be erased; "
             "where a purge was cut off, purge again"
         )
-        return {}
-    lines = [line.split() for line in said.splitlines()]
-    return {int(span, 16): bytes.fromhex(note) for span, note in lines}
-
-
-def _wear(shard: Shard) -> bytes:
-    """What the old index says of the day's writes; empty where it cannot be read."""
-    return bytes.fromhex(_asked(shard, _ASK_WEAR) or "") if shard.index.exists() else b""
-
-
-def _asked(shard: Shard, script: str) -> str | None:
-    """What the old index answers; None: it did not."""
-    command = [sys.executable, "-c", script, str(shard.index)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return None if done.returncode else done.stdout
+        return {}, b""
+    lines = [line.split() for line in listed.splitlines()]
+    return {int(span, 16): bytes.fromhex(note) for span, note in lines}, bytes.fromhex(wear)
 
 
 def _spared(
