@@ -18,7 +18,7 @@ from experiments.systems.cell import Bench, Load, summary
 from experiments.systems.data import Data
 from experiments.systems.generate import Knobs
 from experiments.systems.shapes import SHAPES
-from experiments.systems.sizes import dilation, meta
+from experiments.systems.sizes import dilation, meta, stretch
 from experiments.systems.sweep import estimate, line
 
 SHAPE: Final = SHAPES["opt-30b"]
@@ -43,12 +43,12 @@ def load_of(options: Options) -> Load:
 
 
 def measure(options: Options, name: str) -> list[Row]:
-    load, stretch = load_of(options), dilation(options)
+    load = load_of(options)
     data = Data.of(
         SHAPE, LAYERS[options.quick], N_PREFIXES, options.folder / "data", load.knobs, options.seed
     )
     data.remove()  # the last cell's
-    with Bench(chosen([name]), data, load, stretch) as bench:
+    with Bench(chosen([name]), data, load, stretch(options)) as bench:
         bench.warm()
         found = bench.measure()
     return [{"system": name, **summary(served)} for name, served in found.items()]

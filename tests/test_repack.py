@@ -369,7 +369,7 @@ def test_a_pass_keeps_to_its_bounds_and_says_so(
             look(store, prompt(256))
             left, touched = store._home.budget.left_bytes or 0, []
             for name in ("write", "erase"):
-                monkeypatch.setattr(store.ssd, name, lambda *args: touched.append(args))
+                monkeypatch.setattr(store.ssd, name, lambda *args, seen=touched: seen.append(args))
             for dry_run in (True, False):
                 report = store.repack(dry_run=dry_run, max_bytes=None if bounds else data)
                 assert [span.outcome for span in report.spans] == [outcome]

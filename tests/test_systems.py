@@ -234,9 +234,9 @@ def test_compute_is_stretched_by_what_the_disk_gives_at_the_time(
     monkeypatch.setattr(cell, "Yardstick", lambda _files: SimpleNamespace(
         gb_s=lambda: next(rates), close=lambda: None,
     ))  # fmt: skip
-    (recompute,) = chosen(["recompute"])
+    systems = chosen(["as", "recompute"])
     load = Load(n_measured=2, n_warm=1, most_windows=1)
-    with Bench([recompute], data, load, None) as bench:
+    with Bench(systems, data, load, None) as bench:
         bench.warm()
         served = bench.measure()["recompute"]
     assert [one.dilation for one in served] == [2.0, 1.0]

@@ -80,7 +80,8 @@ def config_of(system: System, data: Data, ratio: int) -> Config:
 class Bench:
     """Open systems over one set of data. Close it: caches and stores go.
 
-    `dilation`: how much longer compute takes here; None: by what the disk gives before each round.
+    `dilation`: how much longer compute takes here; None: by what the disk gives before each round,
+    as long as it is where nothing is read.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Bench:
         self.systems = list(systems)
         self.data = data
         self.load = load
-        self.clock = Clock(dilation or 0.0)
+        self.clock = Clock(1.0 if dilation is None else dilation)
         self.compute = Compute(data.shape, device)
         self._exits = ExitStack()
         n = load.n_warm * load.most_windows + load.n_measured
@@ -102,7 +103,7 @@ class Bench:
         self.choices: Choices = data.prepare(kinds, policies, self._asked, load.knobs)
         self.servers = [self._server(system) for system in self.systems]
         self._yardstick: Yardstick | None = None
-        if dilation is None:
+        if dilation is None and data.kinds:
             self._yardstick = Yardstick(data.segments())
             self._exits.callback(self._yardstick.close)
             self._measure_disk()

@@ -57,6 +57,11 @@ def same(one: Data, other: Data) -> bool:
     )  # fmt: skip
 
 
+def stretch(options: Options) -> float | None:
+    """The dilation if the disk's rate was given; None: by what it gives before each round."""
+    return dilation(options) if options.disk.by == "given" else None
+
+
 def dilation(options: Options) -> float:
     assert options.disk.gb_s is not None, "the experiment says that it uses the disk"
     return dilation_of(options.disk.gb_s)

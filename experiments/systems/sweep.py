@@ -16,7 +16,7 @@ from experiments.systems.catalogue import System, chosen
 from experiments.systems.cell import Bench, Load, summary
 from experiments.systems.generate import Knobs
 from experiments.systems.shapes import SHAPES, Shape
-from experiments.systems.sizes import LAYERS, Verdict, data_of, dilation, n_prefixes
+from experiments.systems.sizes import LAYERS, Verdict, data_of, dilation, n_prefixes, stretch
 
 #: The base cell: OPT-6.7B, the middle of the paper's cache ratios, requests by Zipf's law.
 BASE: Final[dict[str, Any]] = {
@@ -61,19 +61,21 @@ def _seconds(plan: Plan, factor: Row, n: int) -> float:
     systems, quick = chosen(plan.names), plan.options.quick
     size = n_prefixes(factor["shape"], factor["ratio"], len(systems), quick=quick)
     load = Load(n_measured=n, n_warm=plan.n_warm, most_windows=plan.most_windows)
-    shape, stretch = SHAPES[factor["shape"]], dilation(plan.options)
-    return estimate(systems, shape, LAYERS[quick], size, load, stretch)
+    return estimate(
+        systems, SHAPES[factor["shape"]], LAYERS[quick], size, load, dilation(plan.options)
+    )
 
 
 def estimate(
     systems: Sequence[System], shape: Shape, n_layers: int, n_prefixes: int, load: Load,
-    stretch: float,
+    times: float,
 ) -> float:  # fmt: skip
-    """Seconds, about, of a cell: its data written, caches warmed, requests measured."""
+    """Seconds, about, of a cell: its data written, caches warmed, requests measured, compute
+    `times` as long."""
     kinds = {system.data for system in systems} - {""}
     layers = n_layers * max(shape.row_bytes / SHAPES[BASE["shape"]].row_bytes, 0.4)
     warmed = load.n_warm * load.most_windows * layers * _WARM_S
-    measured = load.n_measured * (_REQUEST_S + layers * _LAYER_S * stretch)
+    measured = load.n_measured * (_REQUEST_S + layers * _LAYER_S * times)
     return n_prefixes * len(kinds) * layers * _PREFIX_S + len(systems) * (warmed + measured)
 
 
@@ -89,13 +91,12 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
         factor["ratio"], factor["zipf"], knobs, n, plan.n_warm, plan.most_windows,
         plan.options.seed, factor["in_a_row"],
     )  # fmt: skip
-    stretch = None if plan.options.disk.by != "given" else dilation(plan.options)
     more = {
         "prefixes": len(data.prefixes), "layers": data.n_layers,
         "emulator_error": plan.verdict.error,
     }  # fmt: skip
     torch.set_num_threads(os.cpu_count() or 1)  # choices are made before the clock starts
-    with Bench(systems, data, load, stretch) as bench:
+    with Bench(systems, data, load, stretch(plan.options)) as bench:
         torch.set_num_threads(1)
         bench.warm()
         more |= {"n_warmed": bench.n_warmed, "flat": bench.flat}
