@@ -98,6 +98,28 @@ def test_a_rebuild_does_not_bring_back_what_a_killed_purge_took_out(tmp_path: Pa
         assert row_of(prompt(256, 1)) not in bytes_of(segments(path))
 
 
+def test_a_rebuild_that_was_cut_off_before_its_last_step_forgets_nothing_to_erase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one found no index, and asked none: what a purge had taken out was served again."""
+    path, rename = cut_off(tmp_path, "purge"), Path.rename
+
+    def dies(old: Path, new: Path) -> Path:
+        if old.name == "index.new":
+            raise KeyboardInterrupt
+        return rename(old, new)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", dies)
+        rebuild_store(path)
+    assert not (path / "shards/main/index").exists()
+    found = rebuild_store(path)
+    assert (found.spans, found.purged, found.notes) == (0, 1, [])
+    with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:
+        assert store.lookup(prompt(256, 1)) == 0
+        assert row_of(prompt(256, 1)) not in bytes_of(segments(path))
+
+
 def test_a_purge_reaches_the_copy_that_a_killed_repack_left_behind(tmp_path: Path) -> None:
     path = cut_off(tmp_path, "repack")
     with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:

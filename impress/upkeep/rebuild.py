@@ -211,9 +211,11 @@ def _asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes]:
 
     Says so where the first cannot be read; the second is empty then.
     """
-    if not shard.index.exists():
+    # A rebuild cut off between its two renames left only what it had set aside.
+    old = next((path for path in (shard.index, shard.path / OLD) if path.exists()), None)
+    if old is None:
         return {}, b""
-    command = [sys.executable, "-c", _ASK, str(shard.index)]
+    command = [sys.executable, "-c", _ASK, str(old)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     listed, whole, wear = done.stdout.partition("wear\n")
     if not whole:
