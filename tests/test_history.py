@@ -185,6 +185,32 @@ def test_what_is_saved_makes_room_for_what_is_not() -> None:
     assert not h.due and set(h.dump()) == {1, 2}
 
 
+def test_what_is_pushed_out_before_it_is_noted_is_not_begun_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between a span's recall and its note another thread's spans took its place: an empty history
+    was noted, and saved over what it had."""
+    size = Remembered.empty(LAYERS, WINDOWS, W).n_bytes
+    old = history()
+    for span in (1, 2, 7):
+        old.request([replace(note([0]), span=span)])
+    h = history(budget=2 * size, saved=old.dump(), tick=old.tick)
+    recall = h._recall
+
+    def crowded(span: int) -> Remembered | None:
+        known = recall(span)
+        for other in (1, 2):
+            recall(other)
+        return known
+
+    monkeypatch.setattr(h, "_recall", crowded)
+    h.request([note([1])])
+    monkeypatch.undo()
+    h.check()
+    assert np.allclose(h.average(7)[0, :3], [0.5, 0.5, 0])
+    assert history(saved=h.dump()).average(7)[0, 0] == 0.5
+
+
 def test_a_save_is_due_before_what_is_unsaved_fills_the_budget() -> None:
     """Only requests were counted: many spans within few of them went unsaved."""
     size = Remembered.empty(LAYERS, WINDOWS, W).n_bytes

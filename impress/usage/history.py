@@ -117,11 +117,13 @@ class History:
         shape = (self._n_layers, n_rows_of_span // window, window)
         if Remembered.bytes_of(*shape) > self._budget_bytes:
             return
-        self._recall(span_id)
+        recalled = self._recall(span_id)
         with self._lock:
-            known = self._spans.get(span_id)
+            known = self._spans.get(span_id, recalled)  # other spans may have pushed it out since
             if known is None or known.n_rows != n_rows_of_span:
-                known = self._put(span_id, Remembered.empty(*shape))
+                known = Remembered.empty(*shape)
+            if self._spans.get(span_id) is not known:
+                self._put(span_id, known)
             self._spans.move_to_end(span_id)
             if span_id not in self._changed:
                 self._changed.add(span_id)
