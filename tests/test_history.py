@@ -33,6 +33,13 @@ def note(chosen: list[int] | None, layer: int = 0, first: int = 0, count: int = 
     return Note(7, ROWS, layer, first, count, rows)
 
 
+def scores(h: History, span: int, layer: int, ordinals: np.ndarray | None = None) -> np.ndarray:
+    """float64 [n_chunks]: uses × share of important rows, as of now."""
+    worth = h.worth(span, layer, ordinals)
+    assert worth is not None
+    return np.exp2(worth.ranks - h.tick / HALF_LIFE)
+
+
 @given(
     st.lists(
         st.tuples(
@@ -73,16 +80,16 @@ def test_a_layer_loaded_whole_counts_as_a_use_and_leaves_averages_alone() -> Non
     assert np.array_equal(h.average(7), before)
     # Chunk 0 was used twice, the others once; only two rows of 16 matter in it, none elsewhere.
     fade = 2 ** (-1 / HALF_LIFE)
-    assert np.allclose(h.scores(7, 0), [(1 + fade) * 2 / W, 0, 0, 0])
+    assert np.allclose(scores(h, 7, 0), [(1 + fade) * 2 / W, 0, 0, 0])
 
 
 def test_what_was_never_decided_about_scores_by_its_uses() -> None:
     h = history()
-    assert h.scores(7, 0) is None and h.ranks(7, 0) is None and h.shares(7, 0) is None
+    assert h.worth(7, 0) is None
     h.request([note(None, first=W, count=2 * W)])
     h.request([note(None, first=W, count=W)])
-    assert np.allclose(h.scores(7, 0), [0, 1 + 2 ** (-1 / HALF_LIFE), 2 ** (-1 / HALF_LIFE), 0])
-    assert h.shares(7, 0) is None and h.average(7) is None
+    assert np.allclose(scores(h, 7, 0), [0, 1 + 2 ** (-1 / HALF_LIFE), 2 ** (-1 / HALF_LIFE), 0])
+    assert h.worth(7, 0).shares is None and h.average(7) is None
 
 
 def test_a_use_counts_half_after_a_half_life_of_requests() -> None:
@@ -90,21 +97,23 @@ def test_a_use_counts_half_after_a_half_life_of_requests() -> None:
     h.request([note(None)])
     for _ in range(HALF_LIFE):
         h.request([])
-    assert np.allclose(h.scores(7, 0), 0.5)
+    assert np.allclose(scores(h, 7, 0), 0.5)
 
 
-def test_ranks_order_chunks_as_scores_do_and_never_need_renewing() -> None:
+def test_ranks_are_of_fading_uses_times_shares_and_never_need_renewing() -> None:
     h = history()
     rng = np.random.default_rng(3)
     early: dict[int, np.ndarray] = {}
+    uses = np.zeros((LAYERS, WINDOWS))
     for at in range(40):
         chosen = np.flatnonzero(rng.random(ROWS) < rng.random())
         h.request([note(chosen.tolist(), layer=at % 2)])
-        early[at % 2] = h.ranks(7, at % 2)
-    scores = np.concatenate([h.scores(7, layer) for layer in range(2)])
-    ranks = np.concatenate([early[layer] for layer in range(2)])
-    assert np.array_equal(np.argsort(scores), np.argsort(ranks))
-    assert np.allclose(np.exp2(ranks - h.tick / HALF_LIFE), scores, rtol=1e-4)
+        early[at % 2] = h.worth(7, at % 2).ranks
+        uses *= 2 ** (-1 / HALF_LIFE)
+        uses[at % 2, np.unique(chosen // W)] += 1
+    want = uses * h.average(7).reshape(LAYERS, WINDOWS, W).mean(axis=2)
+    ranks = np.stack([early[layer] for layer in range(LAYERS)])
+    assert np.allclose(np.exp2(ranks - h.tick / HALF_LIFE), want, rtol=1e-4)
 
 
 def test_chunks_are_those_the_rows_lie_in() -> None:
@@ -113,8 +122,8 @@ def test_chunks_are_those_the_rows_lie_in() -> None:
     packed = np.argsort(order)[:W]  # the rows that lie in chunk 0
     chosen = np.sort(packed)
     h.request([replace(note(chosen.tolist()), ordinals=order[chosen])])
-    assert np.allclose(h.scores(7, 0, order), [1, 0, 0, 0])
-    assert np.allclose(h.shares(7, 0, order), [1, 0, 0, 0])
+    assert np.allclose(scores(h, 7, 0, order), [1, 0, 0, 0])
+    assert np.allclose(h.worth(7, 0, order).shares, [1, 0, 0, 0])
     assert np.flatnonzero(h.average(7)[0]).tolist() == chosen.tolist()
 
 
@@ -123,7 +132,7 @@ def test_averages_go_over_to_the_span_a_repack_makes() -> None:
     h.request([note([3, 5])])
     h.carry(7, 9)
     assert np.array_equal(h.average(9), h.average(7))
-    assert h.scores(9, 0).tolist()[0] > 0
+    assert scores(h, 9, 0).tolist()[0] > 0
     h.forget(7)
     assert h.average(7) is None and h.average(9) is not None
     h.carry(1234, 5678)  # nothing is known of it
@@ -163,7 +172,7 @@ def test_what_a_larger_budget_saved_answers_and_costs_no_other_its_history() -> 
     for span in (1, 2, 3):
         h.request([replace(note([0]), span=span)])
     assert np.array_equal(h.average(9), had.average(9))
-    assert np.array_equal(h.scores(9, 0) > 0, had.scores(9, 0) > 0)
+    assert np.array_equal(scores(h, 9, 0) > 0, scores(had, 9, 0) > 0)
     (value,) = h.carry(9, 10).values()
     assert np.array_equal(decode(value).average, had.average(9).astype(np.float16))
     h.check()
@@ -235,7 +244,7 @@ def test_a_repack_carries_what_is_saved_but_not_in_memory() -> None:
     assert list(values) == [9]
     again = history(saved=values, tick=old.tick)
     assert np.array_equal(again.average(9), old.average(7))
-    assert np.array_equal(again.scores(9, 0), h.scores(9, 0))
+    assert np.array_equal(scores(again, 9, 0), scores(h, 9, 0))
     assert h.dump() == {} and h.carry(1234, 5678) == {}
 
 
@@ -248,8 +257,7 @@ def test_a_value_comes_back_as_it_was_saved() -> None:
     again = history(saved=saved, tick=h.tick)
     assert np.array_equal(again.average(7), h.average(7))
     for layer in range(LAYERS):
-        assert np.array_equal(again.scores(7, layer), h.scores(7, layer))
-        assert np.array_equal(again.ranks(7, layer), h.ranks(7, layer))
+        assert np.array_equal(again.worth(7, layer).ranks, h.worth(7, layer).ranks)
     assert history(saved=saved, tick=h.tick).summary(7) == pytest.approx(h.summary(7))
     assert len(encode(decode(saved[7]))) == len(saved[7])
 
@@ -316,7 +324,7 @@ def test_history_goes_with_its_span(open_store: Open, geometry: impress.Geometry
     (span,) = (record.span_id for record in store.catalog.records())
     assert store.index.history(span) is not None
     store.evict(1)
-    assert store.index.history(span) is None and store.history.scores(span, 0) is None
+    assert store.index.history(span) is None and store.history.worth(span, 0) is None
 
 
 def test_history_is_saved_every_so_many_requests(

@@ -1,6 +1,6 @@
 """What requests have shown of a span: how often each row was chosen, how often each chunk was used.
 
-    request ends ─notes→ History ─> average (order of a repack) · scores, ranks (which copies stay)
+    request ends ─notes→ History ─> average (order of a repack) · worth (which copies stay)
                             │ committer, now and then
                             └─> index, database `history`
 
@@ -59,10 +59,18 @@ class Note:
 
 
 class Worth(NamedTuple):
-    """What the chunks of a span's layer are worth."""
+    """What the chunks of a span's layer are worth, [n_chunks] each.
 
-    ranks: npt.NDArray[np.float64]  # see History.ranks
-    shares: Floats | None  # see History.shares
+    A chunk's score is uses × share of important rows (the paper's). Uses are of recent requests,
+    fading with each one; the share is the mean of the chunk's rows' averages, 1 while nothing was
+    decided about them.
+    """
+
+    ranks: npt.NDArray[np.float64]
+    """log2 of the scores as they will stand to others at any later time: all fade alike, so a rank
+    never needs an update for that. -inf: never used."""
+    shares: Floats | None
+    """None: nothing was decided about any row."""
 
 
 class History:
@@ -155,7 +163,6 @@ class History:
             return {}
         with self._lock:
             copy = known.part(first, known.seen.shape[1] - first if count is None else count)
-        copy.uses[:] = copy.uses.max(axis=1, keepdims=True, initial=0)
         value = encode(copy)
         with self._lock:
             self._keep(new_span, copy)
@@ -180,35 +187,14 @@ class History:
         with self._lock:
             return known.average.astype(np.float32) if known.seen.any() else None
 
-    def scores(self, span_id: int, layer: int, ordinals: Ids | None = None) -> Floats | None:
-        """float32 [n_chunks]: uses × share of important rows (the paper's score of a chunk).
-
-        Uses are of recent requests, fading with each one. The share is the mean of the chunk's
-        rows' averages, 1 while nothing was decided about them. `ordinals` [n_rows]: where each
-        row, in position order, lies in the order of chunks. None: a span nothing is known of.
-        """
-        known = self._recall(span_id)
-        if known is None:
-            return None
-        with self._lock:
-            age = self.tick - int(known.ticks[layer])
-            uses: Floats = known.uses[layer] * np.float32(_faded(age))
-            return uses * _shares(known, layer, ordinals)
-
-    def ranks(
-        self, span_id: int, layer: int, ordinals: Ids | None = None
-    ) -> npt.NDArray[np.float64] | None:
-        """float64 [n_chunks]: log2 of the scores as they will stand to others at any later time.
-
-        All scores fade alike, so a rank never needs an update for that. -inf: never used.
-        """
-        worth = self.worth(span_id, layer, ordinals)
-        return None if worth is None else worth.ranks
-
     def worth(
         self, span_id: int, layer: int, ordinals: Ids | None = None, *, by_uses: bool = False
     ) -> Worth | None:
-        """Ranks and shares at once. `by_uses`: ranks of uses alone, whatever the shares."""
+        """What a layer's chunks are worth; None: nothing is known of the span.
+
+        `ordinals` [n_rows]: where each row, in position order, lies in the order of chunks.
+        `by_uses`: ranks of uses alone, whatever the shares.
+        """
         known = self._recall(span_id)
         if known is None:
             return None
@@ -232,14 +218,6 @@ class History:
                 shares = shares if by_uses else _shares(known, layer, ordinals)
             uses[used] += 1
             return _ranks(uses, shares, now)
-
-    def shares(self, span_id: int, layer: int, ordinals: Ids | None = None) -> Floats | None:
-        """float32 [n_chunks]: the mean of the rows' averages; None where nothing was decided."""
-        known = self._recall(span_id)
-        if known is None:
-            return None
-        with self._lock:
-            return _shares(known, layer, ordinals) if known.seen[layer].any() else None
 
     def summary(self, span_id: int) -> tuple[float, float] | None:
         """(mean score of the span's chunks now, mean share of important rows or nan); cheap.

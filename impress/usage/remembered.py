@@ -69,13 +69,15 @@ class Remembered:
         return Remembered(average, seen, uses, self.ticks.copy(), self.window)
 
     def part(self, first: int, count: int) -> Remembered:
-        """What is known of windows [first, first + count), as of a span of their own."""
+        """What is known of windows [first, first + count), as of a span of their own.
+
+        Its chunks may hold other rows: each begins with the uses of its layer's most used one.
+        """
         rows = slice(first * self.window, (first + count) * self.window)
         windows = slice(first, first + count)
         return Remembered(
             self.average[:, rows].copy(), self.seen[:, windows].copy(),
-            np.repeat(self.uses.max(axis=1, keepdims=True), count, axis=1)
-            if count < self.seen.shape[1] else self.uses.copy(),
+            np.repeat(self.uses.max(axis=1, keepdims=True), count, axis=1),
             self.ticks.copy(), self.window,
         )  # fmt: skip
 
