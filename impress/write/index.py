@@ -137,13 +137,10 @@ class Index:
 
         One transaction. Only the committer calls. Raises StoreFailed.
         """
-        try:
-            with self._env.begin(write=True) as txn:
-                self._put_history(txn, values, tick)
-                for key, ledger in ledgers.items():
-                    txn.put(key, ledger, db=self._dbs["guard"])
-        except (lmdb.Error, OSError) as err:
-            raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
+        with self._write() as txn:
+            self._put_history(txn, values, tick)
+            for key, ledger in ledgers.items():
+                txn.put(key, ledger, db=self._dbs["guard"])
 
     def _put_history(self, txn: Any, values: Mapping[int, bytes], tick: int) -> None:
         spans, history = self._dbs["spans"], self._dbs["history"]
@@ -179,32 +176,29 @@ class Index:
         `last`: no header is written after it; ids go on where they ended.
         """
         before, log, erased = self.generation, self._log.copy(), self._erased.copy()
-        try:
-            with self._env.begin(write=True) as txn:
-                if changes or forget:
-                    self._write_log(txn, before, log, changes, forget=forget)
-                for span, value in put.items():
-                    txn.put(_id(span), value, db=self._dbs["spans"])
-                if history:
-                    self._put_history(txn, history, tick)
-                for root, name in (names or {}).items():
-                    txn.put(root, name.encode(), db=self._dbs["names"])
-                for span, counts in (heat or {}).items():
-                    txn.put(_id(span), _HEAT.pack(*counts), db=self._dbs["heat"])
-                if last and self._last_noted > self.last_id:
-                    txn.put(_LAST, self.last_id.to_bytes(8, "little"), db=self._dbs["history"])
-                if wear:
-                    txn.put(_WEAR, wear, db=self._dbs["history"])
-                for span in delete:
-                    if span in erase:
-                        self._note_erasure(txn, span)
-                    txn.delete(_id(span), db=self._dbs["spans"])
-                    txn.delete(_id(span), db=self._dbs["heat"])
-                    txn.delete(_id(span), db=self._dbs["history"])
-                for span in erased:
-                    txn.delete(_id(span), db=self._dbs["erase"])
-        except (lmdb.Error, OSError) as err:
-            raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
+        with self._write() as txn:
+            if changes or forget:
+                self._write_log(txn, before, log, changes, forget=forget)
+            for span, value in put.items():
+                txn.put(_id(span), value, db=self._dbs["spans"])
+            if history:
+                self._put_history(txn, history, tick)
+            for root, name in (names or {}).items():
+                txn.put(root, name.encode(), db=self._dbs["names"])
+            for span, counts in (heat or {}).items():
+                txn.put(_id(span), _HEAT.pack(*counts), db=self._dbs["heat"])
+            if last and self._last_noted > self.last_id:
+                txn.put(_LAST, self.last_id.to_bytes(8, "little"), db=self._dbs["history"])
+            if wear:
+                txn.put(_WEAR, wear, db=self._dbs["history"])
+            for span in delete:
+                if span in erase:
+                    self._note_erasure(txn, span)
+                txn.delete(_id(span), db=self._dbs["spans"])
+                txn.delete(_id(span), db=self._dbs["heat"])
+                txn.delete(_id(span), db=self._dbs["history"])
+            for span in erased:
+                txn.delete(_id(span), db=self._dbs["erase"])
         self._log = log
         self._erased -= erased
 
@@ -216,11 +210,8 @@ class Index:
         noted = self._last_noted
         if span > noted:
             noted = span + IDS
-            try:
-                with self._env.begin(write=True) as txn:
-                    txn.put(_LAST, noted.to_bytes(8, "little"), db=self._dbs["history"])
-            except (lmdb.Error, OSError) as err:
-                raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
+            with self._write() as txn:
+                txn.put(_LAST, noted.to_bytes(8, "little"), db=self._dbs["history"])
         self.last_id, self._last_noted = max(self.last_id, span), noted
 
     def _note_erasure(self, txn: Any, span: int) -> None:
@@ -243,15 +234,12 @@ class Index:
 
         Raises StoreFailed.
         """
-        try:
-            with self._env.begin(write=True) as txn:
-                txn.put(_LAST, last.to_bytes(8, "little"), db=self._dbs["history"])
-                if wear:
-                    txn.put(_WEAR, wear, db=self._dbs["history"])
-                for span, note in notes.items():
-                    txn.put(_id(span), note, db=self._dbs["erase"])
-        except (lmdb.Error, OSError) as err:
-            raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
+        with self._write() as txn:
+            txn.put(_LAST, last.to_bytes(8, "little"), db=self._dbs["history"])
+            if wear:
+                txn.put(_WEAR, wear, db=self._dbs["history"])
+            for span, note in notes.items():
+                txn.put(_id(span), note, db=self._dbs["erase"])
 
     def erased(self, spans: Iterable[int]) -> None:
         """Nothing is left of these: the next commit deletes what is noted. Any thread may call."""
@@ -363,6 +351,15 @@ class Index:
                 yield txn
         except lmdb.Error as err:
             raise error_of(self._folder, err) from err
+
+    @contextmanager
+    def _write(self) -> Iterator[Any]:
+        """A write transaction, committed at its end. Raises StoreFailed."""
+        try:
+            with self._env.begin(write=True) as txn:
+                yield txn
+        except (lmdb.Error, OSError) as err:
+            raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
 
 
 def _id(span: int) -> bytes:
