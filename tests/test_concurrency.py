@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -407,6 +409,37 @@ def test_promotions_that_pile_up_behind_requests_hold_little_memory(
     busy.set()
     hog.wait(60)
     store._pool.submit(Lane.REPACK, [lambda: None]).wait(60)  # behind all promotions
+    assert_nothing_is_left(store)
+
+
+def test_what_waits_to_be_learnt_keeps_nobodys_memory(
+    open_store: Open, small: impress.Geometry
+) -> None:
+    """Behind a bulk store it held each request's keys and values, the caller's too: no limit knew
+    of them."""
+    store = open_store(small, io_threads=1)
+    put_prompt(store, prompt(256)).wait(60)
+    memory = [aligned(256 * small.k_row_bytes) for _ in range(2 * small.n_layers)]  # K, V by layer
+    tensors = [
+        torch.frombuffer(raw, dtype=torch.float32).view(256, 2, 32).transpose(0, 1)
+        for raw in memory
+    ]
+    alive = [weakref.ref(raw) for raw in memory]
+    with cold_sessions(store, prompt(256), 1) as (session,):
+        session.prefetch(list(zip(tensors[::2], tensors[1::2], strict=True)))
+        assert_right(session, prompt(256), small)
+        busy, begun = threading.Event(), threading.Event()
+        hog = store._pool.submit(Lane.STORE, [lambda: begun.set() or (busy.wait(60) and None)])
+        assert begun.wait(60)  # the only thread
+        assert session.close()
+    assert store._pool.depth()[Lane.PROMOTE] > 0, "it waits"
+    del session, memory, tensors
+    gc.collect()
+    assert all(raw() is None for raw in alive)
+    busy.set()
+    hog.wait(60)
+    wait_for_promotions(store)
+    assert store.stats()["rows_from"] == {"dram": 0, "ssd": 512}, "and is learnt all the same"
     assert_nothing_is_left(store)
 
 

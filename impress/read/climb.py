@@ -17,7 +17,7 @@ import numpy as np
 from impress.cache.chunks import ChunkCache, Ids
 from impress.read.load import Load
 from impress.read.parts import Mask, Part
-from impress.read.placement import levels_of, used_chunks, whole_at
+from impress.read.placement import Brought, levels_of, used_chunks, whole_at
 from impress.read.plan import runs_of
 from impress.read.reading import Reading
 from impress.read.worth import ranks_if_used
@@ -38,7 +38,8 @@ def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
     Not before `after` is done. None if nothing goes. Costs the caller only the queueing: what to
     do is found out there.
     """
-    levels = levels_above(load)
+    brought = load.brought()
+    levels = levels_above(brought)
     if not levels or all((by_part >= 0).all() for by_part in load.entries[0]):
         return None
     n_bytes = sum(len(buffer.array) for buffer in load.buffers)
@@ -48,23 +49,23 @@ def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
         return None
     for buffer in load.buffers:
         buffer.retain()
-    ticket = load.reading.pool.submit(Lane.PROMOTE, [partial(_climb, load, levels)], after)
+    ticket = load.reading.pool.submit(Lane.PROMOTE, [partial(_climb, load, brought, levels)], after)
     for buffer in load.buffers:
         ticket.then(buffer.release)
     ticket.then(partial(load.reading.waiting.give, n_bytes))
     return ticket
 
 
-def levels_above(load: Load) -> list[ChunkCache]:
+def levels_above(brought: Brought) -> list[ChunkCache]:
     """Caches that a load's chunks may climb into, fastest first; a copy has all planes."""
-    levels = [cache for cache in load.caches if cache.capacity]
-    return levels if levels and load.planes == levels[0].planes else []
+    levels = [cache for cache in brought.caches if cache.capacity]
+    return levels if levels and brought.planes == levels[0].planes else []
 
 
-def _climb(load: Load, levels: Sequence[ChunkCache]) -> None:
+def _climb(load: Load, brought: Brought, levels: Sequence[ChunkCache]) -> None:
     try:
         for i, part in enumerate(load.parts):
-            places = places_of(load, i)
+            places = places_of(brought, i)
             ready = ready_of(part, places)
             at = levels_of([by_part[i] for by_part in load.entries])
             for upper, lower in zip(levels, [*levels[1:], None], strict=True):
@@ -78,12 +79,12 @@ def _climb(load: Load, levels: Sequence[ChunkCache]) -> None:
         load.reading.forget_gone(part.span for part in load.parts)
 
 
-def places_of(load: Load, i: int) -> list[Ids]:
+def places_of(brought: Brought, i: int) -> list[Ids]:
     """By plane: where in its dest each chunk of part i begins, -1 where it was not read whole."""
-    part = load.parts[i]
+    part = brought.parts[i]
     return [
         whole_at(runs[i], shape, part.count)
-        for runs, shape in zip(load.runs, load.shapes, strict=True)
+        for runs, shape in zip(brought.runs, brought.shapes, strict=True)
     ]
 
 

@@ -15,6 +15,7 @@ from impress.errors import PrefixLost
 from impress.read.direct import Direct, copies_of, divided
 from impress.read.flights import Flight, key_of, take
 from impress.read.parts import Mask, Part, Positions, Source, parts_of
+from impress.read.placement import Brought
 from impress.read.plan import (
     Gather,
     ReadPlan,
@@ -316,6 +317,13 @@ class Load:
     def ahead_hit_rows(self) -> int:
         """Wanted rows of which nothing had to be read any more; once `wait` returned."""
         return 0 if self._takes is None else self._takes.hit_rows(self._rows)
+
+    def brought(self) -> Brought:
+        """For whoever learns from it, or copies it up; once `wait` returned."""
+        return Brought(
+            self.layer, self.planes, self.parts, self.caches, self.entries, self.shapes, self.runs,
+            self.rows_by_tier,
+        )  # fmt: skip
 
     def pieces(self, i: int) -> Bytes:
         """Plane number i of `planes` as it was read, padding included; once `wait` returned."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,23 @@ from impress.spans.format import SpanRecord
 from impress.spans.layout import PlaneLayout
 
 Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a load brought, without the bytes: from where, and where they lay in its memory.
+
+    `entries[cache][part]`: of its chunks; `runs[plane][part]`: of pieces read.
+    """
+
+    layer: int
+    planes: tuple[int, ...]
+    parts: Sequence[Part]
+    caches: Sequence[ChunkCache]
+    entries: Sequence[Sequence[Ids]]
+    shapes: Sequence[PlaneLayout]
+    runs: Sequence[Sequence[Runs]]
+    rows_by_tier: dict[str, int]
 
 
 class Placed(NamedTuple):

@@ -19,9 +19,8 @@ import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, Ranks
 from impress.read.climb import MOST_PROMOTIONS, fill, levels_above, places_of, ready_of
-from impress.read.load import Load
 from impress.read.parts import Part, Source
-from impress.read.placement import chunks_by_tier, used_chunks
+from impress.read.placement import Brought, chunks_by_tier, used_chunks
 from impress.read.plan import plan_reads, whole
 from impress.read.reading import Reading
 from impress.read.worth import judge
@@ -43,16 +42,17 @@ MOST_FETCH: Final = 2 << 20
 class Looked:
     """One layer of one request: which rows of the lease it used, int64 ascending; None: all.
 
-    `decided`: an identifier chose them by the request's own query. `load`: what brought them.
+    `decided`: an identifier chose them by the request's own query. `brought`: what was read, and
+    not the bytes: this waits until nothing else is to be done.
     """
 
     positions: Ids | None
     decided: bool
-    load: Load
+    brought: Brought
 
     @property
     def layer(self) -> int:
-        return self.load.layer
+        return self.brought.layer
 
 
 def after(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked]) -> None:
@@ -72,9 +72,9 @@ def count(reading: Reading, looked: Sequence[Looked]) -> None:
     """Where the rows were that a request wanted, and the chunks they lie in."""
     found: dict[str, int] = {}
     for one in looked:
-        load = one.load
-        chunks = chunks_by_tier(load.parts, load.entries, load.caches)
-        for kind, by_tier in (("rows", load.rows_by_tier), ("chunks", chunks)):
+        brought = one.brought
+        chunks = chunks_by_tier(brought.parts, brought.entries, brought.caches)
+        for kind, by_tier in (("rows", brought.rows_by_tier), ("chunks", chunks)):
             for tier, n in by_tier.items():
                 name = f"{kind}_from/{tier}"
                 found[name] = found.get(name, 0) + n
@@ -103,7 +103,7 @@ def notes_of(sources: Sequence[Source], looked: Looked) -> Iterator[Note]:
 
 def _judged(reading: Reading, sources: Sequence[Source], looked: Looked) -> list[Worth | None]:
     """What each source's chunks of a layer are worth now; the caches are told."""
-    used = [part.first + np.flatnonzero(used_chunks(part)) for part in looked.load.parts]
+    used = [part.first + np.flatnonzero(used_chunks(part)) for part in looked.brought.parts]
     return [
         judge(reading, source, looked.layer, chunks)
         for source, chunks in zip(sources, used, strict=True)
@@ -155,10 +155,10 @@ def _wanted(
     source: Source, looked: Looked, i: int, worth: Worth | None, levels: Sequence[ChunkCache]
 ) -> list[_Wanted]:
     """For each level, the used chunks of source i that lie just below it and did not climb."""
-    load, part = looked.load, looked.load.parts[i]
+    part = looked.brought.parts[i]
     used = used_chunks(part)
-    if levels_above(load):
-        used &= ~ready_of(part, places_of(load, i))
+    if levels_above(looked.brought):
+        used &= ~ready_of(part, places_of(looked.brought, i))
     chunks = part.first + np.flatnonzero(used)
     ranks = np.zeros(source.held.record.n_windows)
     if worth is not None and levels[0].by_rank:

@@ -367,6 +367,6 @@ class Session:
         """Note what a layer took, and promote it."""
         self._layers.append(line_of(load, [load], (monotonic() - begin_s) * 1e3))
         promotion = self._climb(load)
-        self._looked.append(Looked(None, decided=False, load=load))
+        self._looked.append(Looked(None, decided=False, brought=load.brought()))
         if promotion is not None and load.outs is not None:
             self._leaving.append(promotion)

@@ -193,7 +193,7 @@ class SparseSession(Session):
         self._keep(layer, seen)
         ahead_bytes = 0 if ahead is None else ahead.asked_bytes
         self._note(selection, used, rows, begin_s, ahead_bytes)
-        self._looked.append(Looked(positions, selection.by_query, rows))
+        self._looked.append(Looked(positions, selection.by_query, rows.brought()))
         return k, v, positions
 
     def _read(self, load: Load) -> Load:
