@@ -25,7 +25,7 @@ from impress.selection.choices import (
     top_k,
     vote,
 )
-from impress.selection.identify import Asked, paper_select, select
+from impress.selection.identify import Asked, select
 from impress.selection.probes import codec_of
 from impress.selection.scores import (
     MOST_ROWS,
@@ -257,15 +257,15 @@ def test_paper_by_records_is_paper_by_keys(shape: tuple[int, int, int], dtype: s
     by_records = select(policy, asked(geometry, layer, "heads3-v1"))
     per_kv = geometry.n_heads // geometry.n_kv_heads
     used = layer["keys"][: 2 // per_kv + 1]
-    by_keys = paper_select(layer["query"], used, layer["scaling"], layer["lse"], policy, per_kv)
+    columns = column_sums(
+        lambda rows: key_scores(rows[:3], used, layer["scaling"], per_kv),
+        layer["query"], layer["lse"][:3],
+    )  # fmt: skip
+    by_keys = paper_choice(columns, layer["query"].shape[1], policy, lambda: columns, per_kv)
     assert by_records.positions is not None and by_keys.positions is not None
     assert by_records.positions.tolist() == by_keys.positions.tolist()
     assert by_records.estimated_missing_mass == by_keys.estimated_missing_mass
     if dtype == "float32":
-        columns = column_sums(
-            lambda rows: key_scores(rows[:3], used, layer["scaling"], per_kv),
-            layer["query"], layer["lse"][:3],
-        )  # fmt: skip
         assert set(by_keys.positions.tolist()) == plain_paper(columns, 0.25, 0.6, False)
 
 

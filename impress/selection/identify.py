@@ -211,34 +211,6 @@ def leaves_room(policy: Any, asked: Asked) -> bool:
     return not isinstance(policy, Quality) or asked.room(policy.max_bytes) >= asked.window
 
 
-def paper_select(
-    query: torch.Tensor,
-    probe_keys: torch.Tensor,
-    scaling: float,
-    suffix_lse: torch.Tensor,
-    policy: Paper,
-    heads_per_kv: int = 1,
-    all_keys: Callable[[], torch.Tensor] | None = None,
-) -> Selection:
-    """The paper's identifier on keys at hand: probe_keys [KV heads of query heads 0–2, n, dim].
-
-    query [n_heads, q, dim]; suffix_lse float32 [n_heads, q]. `all_keys` is asked only where the
-    heads disagree and the fallback is "heads"; ImpressError without it.
-    """
-
-    def probes(rows: torch.Tensor) -> Any:
-        return key_scores(rows[:PROBE_HEADS], probe_keys, scaling, heads_per_kv)
-
-    def all_columns() -> Floats:
-        if all_keys is None:
-            raise ImpressError("paper: fallback 'heads' needs the layer's keys")
-        keys = all_keys()
-        return column_sums(_on(keys, scaling, heads_per_kv), query, suffix_lse)
-
-    columns = column_sums(probes, query, suffix_lse[:PROBE_HEADS])
-    return paper_choice(columns, query.shape[1], policy, all_columns, heads_per_kv)
-
-
 def _seen(asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
     if asked.query is None or asked.suffix_lse is None:
         raise ImpressError("this policy needs the query and suffix_lse")
