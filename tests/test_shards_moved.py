@@ -294,10 +294,10 @@ def test_a_copy_whose_span_left_the_tree_before_its_commit_is_told_nobody_in_a_w
     sync, commit = committer._headers.sync, a.index.commit
     served = []
 
-    def synced(records: Iterable[SpanRecord]) -> None:
-        records = list(records)
-        sync(records)
-        if any(record.first_window for record in records):
+    def synced(spans: Iterable[tuple[SpanRecord, int]]) -> None:
+        spans = list(spans)
+        sync(spans)
+        if any(record.first_window for record, _ in spans):
             a._home.leaving.quarantine(span)
 
     def committed(*args: Any, **named: Any) -> None:
