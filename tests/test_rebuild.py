@@ -152,6 +152,57 @@ def test_damage_that_lmdb_notices_is_one_line_wherever_it_does(tmp_path: Path) -
     assert served and refused and not wrong and not other
 
 
+_BESIDE = """
+import collections, logging, os, shutil, sys
+from pathlib import Path
+from experiments.faults.content import GEOMETRY, NAMESPACE, config, judge, open_store, put
+from impress import PrefixStore
+
+logging.getLogger("impress").setLevel(logging.CRITICAL)
+here, mode = Path(sys.argv[1]), sys.argv[2]
+for shard in (0, 1):
+    with open_store(here / "sound", shard=shard) as store:
+        for seed in range(2 * shard, 2 * shard + 2):
+            put(store, seed)
+        store.flush()
+data = "shards/1/index/data.mdb"
+seen = collections.Counter()
+for page in range(2, (here / "sound" / data).stat().st_size // 4096):
+    child = os.fork()
+    if not child:
+        try:
+            copy = shutil.copytree(here / "sound", here / str(page))
+            with (copy / data).open("r+b") as file:
+                file.seek(page * 4096 + 10)
+                file.write(bytes(2))  # what kind of page it is
+            settings = config(follow_every_s=0)
+            with PrefixStore.open(copy, GEOMETRY, NAMESPACE, settings, mode) as store:
+                store.follow()
+                store.follow()
+                own, all = judge(store, (0, 1)), judge(store, range(4))
+                store.check()
+                os._exit(2 if own.missed or all.wrong else 1 if all.missed else 0)
+        except BaseException as err:
+            print(page, repr(err), flush=True)
+            os._exit(3)
+    seen[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])] += 1
+print(seen[0], seen[1], seen[2], seen[3])
+"""
+
+
+@pytest.mark.parametrize("mode", ["rw", "r"])
+def test_damage_in_one_shards_index_leaves_the_others_to_be_opened_and_read(
+    tmp_path: Path, mode: str
+) -> None:
+    """A page that cannot be read kept every writer of another shard, and every reader, out."""
+    command = [sys.executable, "-c", _BESIDE, str(tmp_path), mode]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT
+    )
+    whole, less, wrong, other = map(int, done.stdout.splitlines()[-1].split())
+    assert whole and less and not wrong and not other, done.stdout + done.stderr
+
+
 def test_rows_that_do_not_match_are_left_out_with_what_hangs_from_them(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

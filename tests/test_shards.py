@@ -585,6 +585,58 @@ def test_what_hangs_from_a_shard_is_served_once_that_one_can_be_read(
         check(alone)
 
 
+def unreadable(monkeypatch: pytest.MonkeyPatch, shard: str) -> None:
+    """LMDB finds a page of this shard's spans damaged."""
+    spans = Index.spans
+
+    def damaged(index: Index, after: int = -1) -> Iterator[tuple[int, bytes]]:
+        if index._folder.parent.name == shard:
+            raise impress.FormatError("page was wrong type")
+        return spans(index, after)
+
+    monkeypatch.setattr(Index, "spans", damaged)
+
+
+def test_what_hangs_from_a_shard_with_a_damaged_page_is_served_once_that_one_is_whole(
+    pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else could open until then. Nor may a look that fails be taken for one that read."""
+    (a, b), tokens = pair, prompt(512)
+    monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 1)
+    ready(a, prompt(256, 9))
+    ready(a, tokens[:256])
+    look(b)
+    ready(b, tokens, start=256)
+    for store in pair:
+        store.close()
+    with monkeypatch.context() as patch:
+        unreadable(patch, "main")
+        alone = open_store(a.geometry, **APART, shard=1)
+        assert_serves(alone, tokens, 0)
+        look(alone)
+    assert_serves(alone, tokens, 0)
+    look(alone)
+    assert_serves(alone, tokens, 512)
+    check(alone)
+
+
+def test_a_shard_is_followed_beside_one_with_a_damaged_page(
+    pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who compared a shard read all of them for it, and left it out when another was damaged."""
+    a, b = pair
+    monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 1)
+    reader = open_store(a.geometry, mode="r", **APART)
+    for seed in (1, 2):
+        ready(b, prompt(256, seed))
+    with monkeypatch.context() as patch:
+        unreadable(patch, "main")
+        look(reader)
+        for seed in (1, 2):
+            assert_serves(reader, prompt(256, seed), 256)
+    check(a, b, reader)
+
+
 def test_what_hangs_from_a_shard_that_cannot_be_read_makes_room_for_what_is_stored(
     pair: Pair, open_store: Open
 ) -> None:

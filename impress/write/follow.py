@@ -65,8 +65,10 @@ class Neighbour:
     def read(self) -> dict[int, bytes]:
         """Everything it holds now, and from here on only what changes."""
         self.version = -1  # what is committed from here on is found by the next look
-        self.generation = self.index.refresh()
-        return dict(_spans(self.index, self.shard))
+        generation = self.index.refresh()
+        values = dict(_spans(self.index, self.shard))
+        self.generation = generation  # at last: what could not be read is still to be read
+        return values
 
     def reopen(self) -> None:
         """The index was made anew. Raises ImpressError; then the old one is still open."""
@@ -122,9 +124,18 @@ class Follower:
             self._thread.start()
 
     def values(self) -> Iterator[tuple[int, bytes]]:
-        """Everything that the others hold now; for opening."""
-        for neighbour in self.neighbours.values():
-            yield from neighbour.read().items()
+        """Everything that the others hold now; for opening. One that cannot be read is left out
+        until the next look."""
+        for number, neighbour in self.neighbours.items():
+            try:
+                values = neighbour.read()
+            except ImpressError as err:
+                self.error = err
+                self._leave_out(neighbour.shard, _stamp(neighbour.shard), err)
+                self.neighbours = {n: one for n, one in self.neighbours.items() if n != number}
+                neighbour.close()
+                continue
+            yield from values.items()
 
     def params(self) -> list[Path]:
         """Where the others keep probe parameters."""
@@ -272,8 +283,7 @@ class Follower:
         new = values.keys() - known
         if new:
             whole = MergedCatalog(self._catalog.window, range(0))
-            theirs = (_spans(n.index, n.shard) for n in self.neighbours.values())
-            whole.load(chain(self._own_values(), *theirs), {})
+            whole.load(chain(self._own_values(), self._theirs()), {})
             for span, before in whole.before(new):
                 new.discard(span)
                 with suppress(FormatError):
@@ -282,6 +292,12 @@ class Follower:
                 with suppress(FormatError):
                     self._catalog.admit_stray(span, values[span])
         return True
+
+    def _theirs(self) -> Iterator[tuple[int, bytes]]:
+        """What the others hold, as far as it can be read; what cannot, their own looks say."""
+        for n in self.neighbours.values():
+            with suppress(ImpressError):
+                yield from _spans(n.index, n.shard)
 
     def _own_values(self) -> Iterable[tuple[int, bytes]]:
         if self._own is None:
