@@ -71,6 +71,18 @@ def test_300_clean_ones_rule_out_one_in_a_hundred_and_the_second_over_ends_trust
     assert "back to exact: 2 of the last 300" in ledger.note(OVER)
 
 
+@pytest.mark.parametrize("n_wanted", [1, 2, 3, 4, 5, 300])
+def test_trust_ends_however_few_shadows_are_wanted(n_wanted):
+    """Of four and less, no share that was over could end it: a bound is never above 1."""
+    ledger = Ledger(0.1, n_wanted)
+    for _ in range(n_wanted):
+        ledger.note(CLEAN)
+    assert ledger.state == "trusted"
+    for _ in range(n_wanted):
+        ledger.note(OVER)
+    assert ledger.state == "exact"
+
+
 # --- the states -----------------------------------------------------------------------------------
 
 
@@ -86,7 +98,7 @@ def test_states_follow_a_plain_list(n_wanted, shadows):
         if state != "trusted":
             if len(recent) == n_wanted and not any(recent):
                 state = "trusted"
-        elif upper_limit(sum(recent), len(recent)) > 2 * upper_limit(0, n_wanted):
+        elif upper_limit(sum(recent), len(recent)) > min(2 * upper_limit(0, n_wanted), 0.975):
             state, recent, sent_back = "exact", [], sent_back + 1
         assert (ledger.state, list(ledger.recent), ledger.n_sent_back) == (state, recent, sent_back)
         assert bool(line) == (state != before)

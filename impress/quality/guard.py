@@ -117,8 +117,8 @@ class Ledger:
 
     @property
     def most_bound(self) -> float:
-        """Trust ends above it."""
-        return _SLACK * upper_limit(0, self.n_wanted)
+        """Trust ends above it: below 1, however few shadows are wanted."""
+        return min(_SLACK * upper_limit(0, self.n_wanted), 1 - _DOUBT / 2)
 
     def decide(self, share: float, salt: bytes = b"") -> Decision:
         """The next request's way. `share` of trusted requests become shadows, drawn by a hash."""
