@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 import mmap
+import platform
+import re
 import threading
 from collections import deque
 from contextlib import suppress
@@ -15,6 +17,11 @@ from tiers.base import PAGE, Bytes, round_up
 from tiers.errors import ReadFailed
 
 _HUGE = 2 << 20
+#: Whether pages may be marked as free to take: a direct read into one that was being taken could
+#: bring zeros before Linux 5.18, and the checksum would have blamed the disk.
+_MAY_BE_TAKEN = hasattr(mmap, "MADV_FREE") and [
+    int(n) for n in re.findall(r"\d+", platform.release())[:2]
+] >= [5, 18]
 #: Buffers that come back until a pool forgets the most that was out at once: so many to twice.
 _LATELY = 2048
 
@@ -232,6 +239,6 @@ class BufferPool:
 def _may_be_taken(memory: Bytes) -> None:
     """Let the system have these pages when it is short of memory, until they are written to."""
     area = getattr(memory.base, "obj", None)  # of `aligned`
-    if isinstance(area, mmap.mmap) and hasattr(mmap, "MADV_FREE"):
+    if isinstance(area, mmap.mmap) and _MAY_BE_TAKEN:
         with suppress(OSError):  # locked in memory, or a kernel that has no such advice
             area.madvise(mmap.MADV_FREE)
