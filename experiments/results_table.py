@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from experiments.results_lines import LINES, Line, Ours
-from experiments.systems.clock import MOST_ERROR
+from experiments.systems.clock import MOST_ERROR, PAPER_DISK_GB_S
 from experiments.systems.sweep import by_cell
 from experiments.ttft import worst_of
 
@@ -117,15 +117,30 @@ _ACROSS: Final = (
 
 
 def across_table(report: Mapping[str, Any]) -> str:
-    """p50 of some systems, a line for each cell, with the measured fallback share."""
-    heads = ["cell", "fell back", *_ACROSS, "AS+H2O+LFU ÷ impress", "auto ÷ best of three"]
+    """p50 of some systems, a line for each cell, with the measured fallback share, and the rate of
+    the disk that compute was stretched by."""
+    heads = [
+        "cell",
+        "fell back",
+        "disk GB/s",
+        *_ACROSS,
+        "AS+H2O+LFU ÷ impress",
+        "auto ÷ best of three",
+    ]
     made = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for label, systems in by_cell(report["rows"]).items():
         p50 = {name: row["p50_ms"] for name, row in systems.items()}
         gain = p50["as_h2o_lfu"] / p50["impress"] if {"as_h2o_lfu", "impress"} <= p50.keys() else ""
         worst = worst_of(systems)
         fell = systems["impress"]["fell_back"] if "impress" in systems else ""
-        values = [fell, *(p50.get(name, "") for name in _ACROSS), gain, worst or ""]
+        rates = [PAPER_DISK_GB_S / row["dilation"] for row in systems.values() if "dilation" in row]
+        values = [
+            fell,
+            rates[0] if rates else "",
+            *(p50.get(name, "") for name in _ACROSS),
+            gain,
+            worst or "",
+        ]
         made.append(f"| {label} | {' | '.join(_cell(value) for value in values)} |")
     return "\n".join(made) + "\n"
 

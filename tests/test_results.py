@@ -107,7 +107,16 @@ def test_rows_are_printed_by_the_names_they_have(tmp_path: Path) -> None:
 
 def test_cells_stand_side_by_side_and_the_base_cell_in_full(tmp_path: Path) -> None:
     def rows(cell: str, **ms: float) -> list[dict]:
-        rest = {"p90_ms": 0, "io_ms": 0, "mb": 0, "ssd_mb": 0, "hbm": 0, "dram": 0, "rows": 1}
+        rest = {
+            "p90_ms": 0,
+            "io_ms": 0,
+            "mb": 0,
+            "ssd_mb": 0,
+            "hbm": 0,
+            "dram": 0,
+            "rows": 1,
+            "dilation": 2.5,
+        }
         return [{"part": "cell", "cell": cell, "system": name, "p50_ms": n, "fell_back": 0.25,
                  **rest} for name, n in ms.items()]  # fmt: skip
 
@@ -116,8 +125,8 @@ def test_cells_stand_side_by_side_and_the_base_cell_in_full(tmp_path: Path) -> N
         *rows("zipf 1.2", recompute=30.0, quality=10.0, exact=40.0, auto=11.0),
     ]}  # fmt: skip
     text = _filled(tmp_path, "ttft.cells", {"ttft": report})
-    assert "| base | 0.25 | 30 |  | 20 | 10 |  |  | 12 | 40 |  | 2 |  |" in text
-    assert "| zipf 1.2 |  | 30 |  |  |  |  |  | 10 | 40 | 11 |  | 1.1 |" in text
+    assert "| base | 0.25 | 2 | 30 |  | 20 | 10 |  |  | 12 | 40 |  | 2 |  |" in text
+    assert "| zipf 1.2 |  | 2 | 30 |  |  |  |  |  | 10 | 40 | 11 |  | 1.1 |" in text
     page = tmp_path / "page.md"
     page.write_text(PAGE.replace("NAME", "ttft"))
     results_table.fill(page, tmp_path / "results")
