@@ -106,36 +106,49 @@ def test_a_damaged_index_is_set_aside(open_store: Open, geometry: impress.Geomet
     assert_serves(open_store(geometry), longer_prompt(), 384)
 
 
-_PAGE_BY_PAGE = """
+_BY_PAGE = """
 import collections, logging, os, shutil, sys
 from pathlib import Path
-from experiments.faults.content import judge, open_store, put
-from impress.errors import FormatError
 
 logging.getLogger("impress").setLevel(logging.CRITICAL)
 here = Path(sys.argv[1])
+
+def by_page(data, look):
+    # A child for each page of this index of the store `sound`, on a copy in which it is damaged:
+    # `look` ends it, with 3 where it raises. Prints how many ended with 0 to 3.
+    seen = collections.Counter()
+    for page in range(2, (here / "sound" / data).stat().st_size // 4096):
+        child = os.fork()
+        if not child:
+            try:
+                copy = shutil.copytree(here / "sound", here / str(page))
+                with (copy / data).open("r+b") as file:
+                    file.seek(page * 4096 + 10)
+                    file.write(bytes(2))  # what kind of page it is
+                look(copy)
+            except BaseException as err:
+                print(page, repr(err), flush=True)
+                os._exit(3)
+        seen[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])] += 1
+    print(seen[0], seen[1], seen[2], seen[3])
+"""
+_ALONE = """
+from experiments.faults.content import judge, open_store, put
+from impress.errors import FormatError
+
 with open_store(here / "sound") as store:
     for seed in range(3):
         put(store, seed)
     store.flush()
-data = "shards/main/index/data.mdb"
-seen = collections.Counter()
-for page in range(2, (here / "sound" / data).stat().st_size // 4096):
-    child = os.fork()
-    if not child:
-        try:
-            copy = shutil.copytree(here / "sound", here / str(page))
-            with (copy / data).open("r+b") as file:
-                file.seek(page * 4096 + 10)
-                file.write(bytes(2))  # what kind of page it is
-            with open_store(copy) as store:
-                os._exit(2 * bool(judge(store, range(3)).wrong))
-        except FormatError as err:
-            os._exit(1 if "impress rebuild" in str(err) else 3)
-        except BaseException:
-            os._exit(3)
-    seen[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])] += 1
-print(seen[0], seen[1], seen[2], seen[3])
+
+def look(copy):
+    try:
+        with open_store(copy) as store:
+            os._exit(2 * bool(judge(store, range(3)).wrong))
+    except FormatError as err:
+        os._exit(1 if "impress rebuild" in str(err) else 3)
+
+by_page("shards/main/index/data.mdb", look)
 """
 
 
@@ -144,7 +157,7 @@ def test_damage_that_lmdb_notices_is_one_line_wherever_it_does(tmp_path: Path) -
 
     In processes of their own: some damage LMDB answers by ending the process.
     """
-    command = [sys.executable, "-c", _PAGE_BY_PAGE, str(tmp_path)]
+    command = [sys.executable, "-c", _BY_PAGE + _ALONE, str(tmp_path)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT
     )
@@ -153,40 +166,25 @@ def test_damage_that_lmdb_notices_is_one_line_wherever_it_does(tmp_path: Path) -
 
 
 _BESIDE = """
-import collections, logging, os, shutil, sys
-from pathlib import Path
 from experiments.faults.content import GEOMETRY, NAMESPACE, config, judge, open_store, put
 from impress import PrefixStore
 
-logging.getLogger("impress").setLevel(logging.CRITICAL)
-here, mode = Path(sys.argv[1]), sys.argv[2]
 for shard in (0, 1):
     with open_store(here / "sound", shard=shard) as store:
         for seed in range(2 * shard, 2 * shard + 2):
             put(store, seed)
         store.flush()
-data = "shards/1/index/data.mdb"
-seen = collections.Counter()
-for page in range(2, (here / "sound" / data).stat().st_size // 4096):
-    child = os.fork()
-    if not child:
-        try:
-            copy = shutil.copytree(here / "sound", here / str(page))
-            with (copy / data).open("r+b") as file:
-                file.seek(page * 4096 + 10)
-                file.write(bytes(2))  # what kind of page it is
-            settings = config(follow_every_s=0)
-            with PrefixStore.open(copy, GEOMETRY, NAMESPACE, settings, mode) as store:
-                store.follow()
-                store.follow()
-                own, all = judge(store, (0, 1)), judge(store, range(4))
-                store.check()
-                os._exit(2 if own.missed or all.wrong else 1 if all.missed else 0)
-        except BaseException as err:
-            print(page, repr(err), flush=True)
-            os._exit(3)
-    seen[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])] += 1
-print(seen[0], seen[1], seen[2], seen[3])
+
+def look(copy):
+    settings = config(follow_every_s=0)
+    with PrefixStore.open(copy, GEOMETRY, NAMESPACE, settings, sys.argv[2]) as store:
+        store.follow()
+        store.follow()
+        own, all = judge(store, (0, 1)), judge(store, range(4))
+        store.check()
+        os._exit(2 if own.missed or all.wrong else 1 if all.missed else 0)
+
+by_page("shards/1/index/data.mdb", look)
 """
 
 
@@ -195,7 +193,7 @@ def test_damage_in_one_shards_index_leaves_the_others_to_be_opened_and_read(
     tmp_path: Path, mode: str
 ) -> None:
     """A page that cannot be read kept every writer of another shard, and every reader, out."""
-    command = [sys.executable, "-c", _BESIDE, str(tmp_path), mode]
+    command = [sys.executable, "-c", _BY_PAGE + _BESIDE, str(tmp_path), mode]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT
     )

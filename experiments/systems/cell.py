@@ -106,7 +106,6 @@ class Bench:
         if dilation is None and data.kinds:
             self._yardstick = Yardstick(data.segments())
             self._exits.callback(self._yardstick.close)
-            self._measure_disk()
         self.n_warmed = 0
         self.flat = False  # hit rates, when warming ended: it ends at most_windows too
 

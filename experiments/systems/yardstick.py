@@ -43,7 +43,7 @@ class Yardstick:
 
     def gb_s(self) -> float:
         """The rate now: of this reading and the last few the median."""
-        file = self._files[self._n * 7 % len(self._files)]
+        file = self._files[self._n % len(self._files)]
         self._n += 1
         fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
         try:
