@@ -1,9 +1,10 @@
 """Breaks a store in every way that can be made here, and counts: `python -m experiments.faults`.
 
 lost: acknowledged by flush before the fault and not served after it, though none of its bytes were
-destroyed. missed: not served, honestly: its bytes were destroyed, its read failed or came late.
-wrong: an answer that is not what was stored. refused: the store would not open, or not take a
-prompt, and said so. ended: the reading process did not survive.
+destroyed; not counted where every prompt needs what was destroyed (index, identity), or where reads
+fail. missed: not served, honestly: its bytes were destroyed, its read failed or came late, the
+store was refused. wrong: an answer that is not what was stored. refused: the store would not open,
+or not take a prompt, and said so. ended: the reading process did not survive.
 """
 
 from __future__ import annotations
@@ -61,27 +62,29 @@ def _measured(fault: Fault, folder: Path, name: str, n: int, seed: int) -> list[
 
 def _figures(parts: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     rows = _together(parts)
-    print_rows("Faults", [{c: row.get(c, "–") for c in _COLUMNS} for row in rows])
+    shown = [{c: "–" if row.get(c) is None else row[c] for c in _COLUMNS} for row in rows]
+    print_rows("Faults", shown)
     tried = dict.fromkeys(_FAULTS, 0)
     for row in rows:
         tried[row["name"]] += row["tried"]
     return {
         **{name: float(tried[name]) for name in ("power_cuts", "kills", "bit_flips")},
         **{
-            name: float(sum(row.get(name, 0) for row in rows))
+            name: float(sum(row.get(name) or 0 for row in rows))
             for name in ("lost", "wrong", "hangs", "ended")
         },
     }, rows
 
 
 def _together(parts: list[Row]) -> list[Row]:
-    """One row a fault: the counts of its cells added up."""
+    """One row a fault: the counts of its cells added up; None stays None, it was not counted."""
     rows: dict[str, Row] = {}
     for part in parts:
         row = rows.setdefault(part["fault"], {"name": part["name"], "fault": part["fault"]})
         for name in _COLUMNS[1:]:
             if name in part:
-                row[name] = row.get(name, 0) + part[name]
+                counted = part[name] is not None
+                row[name] = (row.get(name) or 0) + part[name] if counted else None
     return list(rows.values())
 
 

@@ -20,12 +20,15 @@ import numpy as np
 from experiments.common import Row
 from experiments.faults.content import judge, open_store, put
 from impress.errors import ImpressError
+from impress.spans.format import SpanRecord
+from tiers.base import Extent
 
 N_PROMPTS = 6
 _HANG_S = 60.0
 _AT_ONCE = 4  # most of a flip is waiting for the kernel
 _A_PROCESS = 20
 _KINDS = {"rows": 0.5, "headers": 0.25, "index": 0.2, "identity": 0.05}
+_OF_A_PAIR = ("rows", "headers")  # that one prompt needs, or two that begin alike
 
 
 def flips(folder: Path, n: int, seed: int) -> list[Row]:
@@ -34,7 +37,7 @@ def flips(folder: Path, n: int, seed: int) -> list[Row]:
     rng = np.random.default_rng(seed)
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "experiments.faults.flips"])
-    totals = {kind: _total(f"bit flip in {kind}") for kind in _KINDS}
+    totals = {kind: _total(kind) for kind in _KINDS}
 
     drawn = [_drawn(rng, places, i) for i in range(n)]
     some = [drawn[at : at + _A_PROCESS] for at in range(0, n, _A_PROCESS)]
@@ -48,51 +51,66 @@ def flips(folder: Path, n: int, seed: int) -> list[Row]:
     return list(totals.values())
 
 
+class _Place(NamedTuple):
+    """Bytes of one file, relative to the store. `pair`: prompts 2·pair and 2·pair + 1 begin alike,
+    and only they need these bytes; None: all prompts do."""
+
+    file: str
+    first: int
+    last: int
+    pair: int | None = None
+
+
 class _Trial(NamedTuple):
-    """One bit of one file, relative to the store."""
+    """One bit of one file, relative to the store; `pair` as of its place."""
 
     number: int
     kind: str
     file: str
     bit: int
+    pair: int | None
 
 
-def _drawn(
-    rng: np.random.Generator, places: dict[str, list[tuple[str, int, int]]], number: int
-) -> _Trial:
+def _drawn(rng: np.random.Generator, places: dict[str, list[_Place]], number: int) -> _Trial:
     kind = str(rng.choice(list(_KINDS), p=list(_KINDS.values())))
-    file, first, last = places[kind][int(rng.integers(len(places[kind])))]
-    return _Trial(number, kind, file, int(rng.integers(first * 8, last * 8)))
+    place = places[kind][int(rng.integers(len(places[kind])))]
+    bit = int(rng.integers(place.first * 8, place.last * 8))
+    return _Trial(number, kind, place.file, bit, place.pair)
 
 
-def _total(what: str) -> Row:
+def _total(kind: str) -> Row:
+    """lost: None where any prompt may need what was flipped, so that none can be told from missed;
+    missed then counts every prompt behind an index or identity that is refused, too."""
     return {
-        "fault": what, "tried": 0, "acknowledged": 0, "lost": 0, "wrong": 0, "hangs": 0,
+        "fault": f"bit flip in {kind}", "tried": 0, "acknowledged": 0,
+        "lost": 0 if kind in _OF_A_PAIR else None, "wrong": 0, "hangs": 0,
         "missed": 0, "refused": 0, "ended": 0,
     }  # fmt: skip
 
 
-def _make(path: Path) -> tuple[Path, dict[str, list[tuple[str, int, int]]]]:
-    """A store, and where in which file (relative) each kind of byte is: (file, first, last)."""
+def _make(path: Path) -> tuple[Path, dict[str, list[_Place]]]:
+    """A store, and where each kind of byte is."""
+    pairs: dict[int, int] = {}  # of each span
     with open_store(path) as store:
         for seed in range(N_PROMPTS):
             put(store, seed)
-        store.flush()
+            store.flush()
+            for record in store.catalog.records():
+                pairs.setdefault(record.span_id, seed // 2)
         records = store.catalog.records()
     segments = "shards/main/segments"
     data = "shards/main/index/data.mdb"
+
+    def place(at: Extent, record: SpanRecord) -> _Place:
+        file = f"{segments}/{at.segment:08d}.seg"
+        return _Place(file, at.off, at.off + at.length, pairs[record.span_id])
+
     return path, {
-        "rows": [
-            (f"{segments}/{p.segment:08d}.seg", p.off, p.off + p.length)
-            for r in records for p in r.parts
-        ],
-        "headers": [
-            (f"{segments}/{r.meta.segment:08d}.seg", r.meta.off, r.meta.off + r.meta.length)
-            for r in records
-        ],
-        "index": [(data, 0, (path / data).stat().st_size)],
-        "identity": [("impress.json", 0, (path / "impress.json").stat().st_size)],
-    }  # fmt: skip
+        "rows": [place(part, r) for r in records for part in r.parts],
+        "headers": [place(r.meta, r) for r in records],
+        "index": [_Place(data, 0, (path / data).stat().st_size)],
+        "identity": [_Place("impress.json", 0, (path / "impress.json").stat().st_size)],
+    }
 
 
 def _try(
@@ -107,7 +125,18 @@ def _try(
     finally:
         for copy in copies:
             shutil.rmtree(copy)
-    return [(trial.kind, row) for trial, row in zip(trials, found, strict=True)]
+    return [(trial.kind, _counts(trial, row)) for trial, row in zip(trials, found, strict=True)]
+
+
+def _counts(trial: _Trial, found: Row) -> Row:
+    """What a look at a flip adds to its kind. Lost: missed, though neither the prompt nor the one
+    it shares with has the flip in its bytes."""
+    counts = dict(found)
+    missing = counts.pop("missing", [])
+    counts["missed"] = len(missing)
+    if trial.pair is not None:
+        counts["lost"] = sum(seed // 2 != trial.pair for seed in missing)
+    return counts
 
 
 def _flipped(pristine: Path, folder: Path, trial: _Trial) -> Path:
@@ -149,7 +178,8 @@ def _look(paths: list[str], answer: Connection) -> None:
     for path in paths:
         try:
             with open_store(Path(path)) as store:
-                found = judge(store, range(N_PROMPTS))
-            answer.send({"missed": found.missed, "wrong": found.wrong})
+                found = {seed: judge(store, [seed]) for seed in range(N_PROMPTS)}
+            missing = [seed for seed, one in found.items() if one.missed]
+            answer.send({"missing": missing, "wrong": sum(one.wrong for one in found.values())})
         except ImpressError:
-            answer.send({"missed": N_PROMPTS, "refused": 1})
+            answer.send({"missing": [*range(N_PROMPTS)], "refused": 1})

@@ -1,0 +1,63 @@
+"""What the experiment that breaks stores counts."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from experiments import reliability_table
+from experiments.common import Row
+from experiments.faults import __main__ as faults
+from experiments.faults import flips
+
+
+def test_prompts_missed_beside_the_flipped_ones_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lost` of bit flips was 0 whatever happened: nothing was ever added to it. Of six prompts two
+    begin alike, so a flip in the rows of one may cost that pair."""
+
+    def all_missed(_context: object, copies: list[Path]) -> list[Row]:
+        return [{"missing": [*range(flips.N_PROMPTS)], "wrong": 0} for _ in copies]
+
+    monkeypatch.setattr(flips, "_looked", all_missed)
+    rows = {row["fault"]: row for row in flips.flips(tmp_path, 40, 1)}
+    for kind in ("rows", "headers"):
+        row = rows[f"bit flip in {kind}"]
+        assert row["tried"] and row["lost"] == 4 * row["tried"]
+    assert rows["bit flip in index"]["lost"] is None
+
+
+def test_a_flip_costs_no_prompt_but_those_that_need_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looked_at_here(_context: object, copies: list[Path]) -> list[Row]:
+        found: list[Row] = []
+        flips._look([str(copy) for copy in copies], SimpleNamespace(send=found.append))
+        return found
+
+    monkeypatch.setattr(logging.getLogger("impress"), "setLevel", lambda _level: None)
+    monkeypatch.setattr(flips, "_looked", looked_at_here)
+    monkeypatch.setattr(flips, "_KINDS", {"rows": 1.0})
+    (row,) = flips.flips(tmp_path, 12, 1)
+    assert row["missed"] > 0
+    assert row["lost"] == row["wrong"] == 0
+
+
+def test_what_was_not_counted_is_no_zero(tmp_path: Path, capsys: Any) -> None:
+    row = {"name": "bit_flips", "fault": "bit flip in index", "tried": 3, "acknowledged": 18,
+           "lost": None, "wrong": 0, "hangs": 0, "missed": 6, "refused": 1, "ended": 0}  # fmt: skip
+    said, lines = faults.EXPERIMENT.figures([row, row], None)  # type: ignore[arg-type]
+    assert said["lost"] == 0 and said["bit_flips"] == 6
+    assert lines[0]["lost"] is None and lines[0]["missed"] == 12
+    assert "–" in capsys.readouterr().out
+    (tmp_path / "faults.json").write_text(json.dumps({"figures": said, "rows": lines, "meta": {}}))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: faults -->\n<!-- end -->\n")
+    reliability_table.fill(page, tmp_path)
+    assert "| bit flip in index | 6 | 36 | – | 0 | 0 | 12 |" in page.read_text()
