@@ -194,7 +194,11 @@ def _run(
     options = Options(
         args.quick, args.json, args.plot, args.resume, folder, args.seed, disk, args, exits
     )
-    common = {"experiment": experiment.name, "seed": args.seed, "quick": args.quick}
+    common: dict[str, Any] = {
+        "experiment": experiment.name, "seed": args.seed, "quick": args.quick,
+    }  # fmt: skip
+    if experiment.uses_disk and disk.by == "given":  # another rate stretches otherwise
+        common["disk_gb_s"] = disk.gb_s
     done = Cells(args.json, resume=args.resume)
     chosen = _chosen(experiment.cells(options), args.cells)
     cells = [(common | dict(cell.params), cell) for cell in chosen]
@@ -264,10 +268,7 @@ def _disk(args: argparse.Namespace, folder: Path, uses_disk: bool) -> Disk:
         return Disk(args.disk_gb_s, "given")
     if not uses_disk:
         return Disk(None, "not measured")
-    try:
-        fio.version()
-    except Unable as err:
-        raise Unable(f"{err}; or say --disk-gb-s X") from None
+    check_fio()
     file = folder / "fio.bin"
     fio.write(file, _DISK_BYTES[args.quick], args.seed)
     runs = [
@@ -276,6 +277,14 @@ def _disk(args: argparse.Namespace, folder: Path, uses_disk: bool) -> Disk:
     ]
     file.unlink()
     return Disk(median(runs), "fio", tuple(runs))
+
+
+def check_fio() -> None:
+    """That fio is there to say how fast the disk is. Raises Unable."""
+    try:
+        fio.version()
+    except Unable as err:
+        raise Unable(f"{err}; or say --disk-gb-s X") from None
 
 
 def _stopped(report: Path | None) -> str:

@@ -145,6 +145,15 @@ def test_other_parameters_are_measured_again(
     assert other.measured == [2, 5]
 
 
+def test_a_rate_that_was_given_is_part_of_a_cell(tmp_path: Path, report: Path) -> None:
+    """`--resume` took cells whose compute one given rate had stretched for those of another."""
+    for rate, measured in (("1.5", [1]), ("1.5", []), ("2", [1])):
+        again = Doubling([1])
+        given = ["--json", str(report), "--resume", "--disk-gb-s", rate]
+        assert again.run(tmp_path, *given, uses_disk=True) == 0
+        assert again.measured == measured
+
+
 def test_some_cells_are_measured_by_their_parameters_and_the_rest_later(
     tmp_path: Path, report: Path
 ) -> None:
