@@ -5,8 +5,8 @@
 
 Reports and plots go to docs/results, over those that are there, and the tables of docs/RESULTS.md
 and docs/LINEAGE.md are filled from them; only `trace` is left out where its report is of a file and
-no --trace names one. fio measures the disk, unless --disk-gb-s says its rate. One that fails is
-named at the end, and the rest goes on.
+no --trace names one. Each that hangs on the disk's rate measures it, unless --disk-gb-s gives one,
+which then stands for the whole run. One that fails is named at the end, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from experiments import fio, results_table
-from experiments.common import Unable, console, scratch, stop
-from experiments.harness import duration
+from experiments import results_table
+from experiments.common import Unable, console, stop
+from experiments.harness import check_fio, duration
 
 #: In the order they run: what needs a quiet disk stands together.
 NAMES: Final = (
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", default=NAMES)
     parser.add_argument("--out", type=Path, metavar="DIR", default=_ROOT / "docs" / "results")
     parser.add_argument("--dir", type=Path, metavar="DIR", default=Path(), help="where data goes")
-    parser.add_argument("--disk-gb-s", type=float, metavar="X", help="default: fio measures it")
+    parser.add_argument("--disk-gb-s", type=float, metavar="X", help="default: it is measured")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="for trace; default: made up")
     args = parser.parse_args(argv)
     before = signal.signal(signal.SIGTERM, stop)
@@ -67,8 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "trace" in names and args.trace is None and _of_a_file(args.out / "trace.json"):
             names.remove("trace")
             console.print("trace: left as it is, its report is of a file; --trace FILE replays one")
-        rate = args.disk_gb_s or (_disk_gb_s(args.dir) if {*names} & {*_DISK} else 0.0)
-        ran = [one(name, args, rate) for name in names]
+        if args.disk_gb_s is None and not {*names}.isdisjoint(_DISK):
+            check_fio()
+        ran = [one(name, args) for name in names]
     except KeyboardInterrupt:
         console.print("stopped; --resume goes on")
         return 130
@@ -89,7 +90,7 @@ def _of_a_file(report: Path) -> bool:
     return report.is_file() and not json.loads(report.read_text())["meta"]["synthetic"]
 
 
-def one(name: str, args: argparse.Namespace, rate: float) -> Ran:
+def one(name: str, args: argparse.Namespace) -> Ran:
     """One experiment to its end, whatever that is."""
     command = [
         sys.executable, "-m", f"experiments.{name}", "--json", str(args.out / f"{name}.json"),
@@ -97,7 +98,8 @@ def one(name: str, args: argparse.Namespace, rate: float) -> Ran:
     ]  # fmt: skip
     command += ["--quick"] if args.quick else []
     command += ["--resume"] if args.resume else []
-    command += ["--disk-gb-s", f"{rate:g}"] if name in _DISK else []
+    if name in _DISK and args.disk_gb_s is not None:
+        command += ["--disk-gb-s", str(args.disk_gb_s)]
     command += ["--trace", str(args.trace)] if name == "trace" and args.trace else []
     console.rule(name)
     begin = time.monotonic()
@@ -122,19 +124,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait(_CLEAR_S)
     except subprocess.TimeoutExpired:
         child.kill()
-
-
-def _disk_gb_s(parent: Path) -> float:
-    """Sequential reads of a fresh file, by fio: once for all, so that they share one dilation."""
-    try:
-        fio.version()
-    except Unable as err:
-        raise Unable(f"{err}; or say --disk-gb-s X") from None
-    with scratch(parent) as folder:
-        file = folder / "fio.bin"
-        fio.write(file, 1 << 30, 1)
-        rates = [fio.read(file, "libaio", 1 << 20, pattern="read", seed=i).gb_s for i in range(3)]
-    return float(sorted(rates)[1])
 
 
 def _say(ran: Sequence[Ran]) -> None:

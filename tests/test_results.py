@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from experiments import all as everything
-from experiments import chunks, results_table, ttft
+from experiments import chunks, fio, results_table, ttft
 from experiments.harness import Disk, Options
 from experiments.results_lines import LINES
 from experiments.systems import emulator, sizes
@@ -146,7 +146,7 @@ def test_one_that_fails_does_not_stop_the_rest(
 ) -> None:
     monkeypatch.setattr(everything, "NAMES", ("no_such", "results_table_no"))
     args = argparse.Namespace(out=tmp_path, dir=tmp_path, quick=True, resume=False)
-    ran = [everything.one(name, args, 1.0) for name in everything.NAMES]
+    ran = [everything.one(name, args) for name in everything.NAMES]
     assert [r.status for r in ran] == [1, 1]
     everything._say(ran)
     assert capfd.readouterr().out.count("FAILED") == 2
@@ -182,7 +182,7 @@ def test_made_up_conversations_never_replace_the_report_of_a_file(
 def test_what_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(everything, "_LIMIT_S", {True: 0})
     args = argparse.Namespace(out=tmp_path, dir=tmp_path, quick=True, resume=False)
-    assert everything.one("hits", args, 1.0).status == 124
+    assert everything.one("hits", args).status == 124
 
 
 _STOPPED_BY_ITS_CHILD = """
@@ -214,6 +214,30 @@ def test_sigterm_ends_the_experiment_under_way_too(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (tmp_path / "ended").exists()
     assert done.returncode == 130 and "stopped; --resume goes on" in done.stdout
+
+
+_NOTES_WHAT_IT_IS_TOLD = f"""#!{sys.executable}
+import sys
+from pathlib import Path
+Path(__file__).with_name("told").write_text(" ".join(sys.argv))
+"""
+
+
+@pytest.mark.parametrize("given", [(), ("--disk-gb-s", "1.5")])
+def test_no_rate_but_a_given_one_stands_for_a_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
+) -> None:
+    """The command that does all again passed fio's one reading on as if a user had given it: by
+    that compute was stretched for hours, whatever the disk gave by then."""
+    child = tmp_path / "child.py"
+    child.write_text(_NOTES_WHAT_IT_IS_TOLD)
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    monkeypatch.setattr(fio, "version", lambda: "fio-3")
+    args = ["--only", "ttft", "--out", str(tmp_path), "--dir", str(tmp_path), *given]
+    assert everything.main(args) == 0
+    told = (tmp_path / "told").read_text().partition("--disk-gb-s")[1:]
+    assert told == (("--disk-gb-s", " 1.5") if given else ("", ""))
 
 
 def test_a_path_that_cannot_be_is_one_line(
