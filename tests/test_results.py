@@ -61,7 +61,18 @@ def test_what_a_report_of_some_cells_lacks_is_taken_from_the_one_of_all(tmp_path
     assert [row for row in lines if "OPT-30B" in row and "ttft 1.50×" in row]
     assert [row for row in lines if "eight requests in a row" in row and " 1.25× " in row]
     (line,) = [row for row in lines if "the chosen mode" in row]
-    assert "| any cell p50 1.25×; any cell mean 1.12× |" in line
+    assert "| ttft p50 1.25×; ttft mean 1.12× |" in line
+
+
+def test_the_worst_cell_of_all_is_shown_beside_that_of_some(tmp_path: Path) -> None:
+    """Beside reports of some cells the worst of `ttft` itself, its base cell's, never stood."""
+    worst = {"worst_vs_best_of_three": 1.25, "worst_mean_vs_best_of_three": 1.5}
+    better = {"worst_vs_best_of_three": 1.0, "worst_mean_vs_best_of_three": 1.125}
+    text = _filled(tmp_path, "paper", {
+        "ttft": {"figures": worst}, "ttft_in_a_row": {"figures": better},
+    })  # fmt: skip
+    (line,) = [row for row in text.splitlines() if "the chosen mode" in row]
+    assert "| ttft p50 1.25×; ttft mean 1.50×; in a row p50 1.00×; in a row mean 1.12× |" in line
 
 
 def test_a_withdrawn_experiment_gives_no_figure(tmp_path: Path) -> None:
