@@ -61,7 +61,10 @@ class Reports:
 
     def when(self) -> str:
         """One line for each report: date, commit, size, machine."""
-        lines = ["| experiment | date | commit | size | emulator off by |", "|---|---|---|---|---|"]
+        lines = [
+            "| experiment | date | commit | size | machine | emulator off by |",
+            "|---|---|---|---|---|---|",
+        ]
         for name, report in self.by_name.items():
             meta = report["meta"]
             error = report["figures"].get("emulator_error")
@@ -70,8 +73,16 @@ class Reports:
                 off = f"{error:.1%}"
             size = "quick" if meta.get("quick") else "full"
             commits = ", ".join(f"`{one}`" for one in meta["cells"]["commits"])
-            lines.append(f"| {name} | {meta['date'][:10]} | {commits} | {size} | {off} |")
+            machine = _processor(meta["host"])
+            lines.append(
+                f"| {name} | {meta['date'][:10]} | {commits} | {size} | {machine} | {off} |"
+            )
         return "\n".join(lines) + "\n"
+
+
+def _processor(host: str) -> str:
+    """Of a report's machine, without what its maker adds."""
+    return re.sub(r"\(\w+\)| Processor$", "", host.partition(", ")[2])
 
 
 def _end(figure: str, end: str) -> str:

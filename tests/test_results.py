@@ -24,7 +24,7 @@ from experiments.systems.sweep import BASE
 PAGE = "before\n<!-- table: NAME -->\nold\n<!-- end -->\nafter\n"
 META = {
     "date": "2030-01-02T03:04:05+00:00", "commit": "abc", "quick": True,
-    "cells": {"commits": ["abc"]},
+    "cells": {"commits": ["abc"]}, "host": "Linux 6.2 x86_64, AMD EPYC",
 }  # fmt: skip
 
 
@@ -85,15 +85,18 @@ def test_what_was_emulated_without_a_check_says_so_and_every_commit_is_named(
     tmp_path: Path,
 ) -> None:
     """A resumed run stood under its last commit alone, and a run of some cells as checked."""
-    meta = {**META, "emulated": "compute", "cells": {"commits": ["old", "new"]}}
+    meta = {
+        **META, "emulated": "compute", "cells": {"commits": ["old", "new"]},
+        "host": "Linux 6.1 x86_64, Intel(R) Xeon(R) Processor",
+    }  # fmt: skip
     text = _filled(tmp_path, "runs", {
         "ttft": {"figures": {}, "meta": meta},
         "scale": {"figures": {"emulator_error": 0.05}, "meta": meta},
         "hits": {"figures": {}},
     })  # fmt: skip
-    assert "| ttft | 2030-01-02 | `old`, `new` | quick | not checked |" in text
-    assert "| scale | 2030-01-02 | `old`, `new` | quick | 5.0% |" in text
-    assert "| hits | 2030-01-02 | `abc` | quick |  |" in text
+    assert "| ttft | 2030-01-02 | `old`, `new` | quick | Intel Xeon | not checked |" in text
+    assert "| scale | 2030-01-02 | `old`, `new` | quick | Intel Xeon | 5.0% |" in text
+    assert "| hits | 2030-01-02 | `abc` | quick | AMD EPYC |  |" in text
 
 
 def test_one_overlap_speaks_for_the_curve() -> None:
@@ -149,7 +152,7 @@ def test_filling_twice_changes_nothing(tmp_path: Path) -> None:
     once = _filled(tmp_path, "runs", {"hits": {"figures": {}}})
     results_table.fill(tmp_path / "page.md", tmp_path / "results")
     assert (tmp_path / "page.md").read_text() == once
-    assert "| hits | 2030-01-02 | `abc` | quick |  |" in once
+    assert "| hits | 2030-01-02 | `abc` | quick | AMD EPYC |  |" in once
 
 
 def test_one_that_fails_does_not_stop_the_rest(
