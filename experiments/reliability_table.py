@@ -6,15 +6,13 @@ A report gets there with `--json docs/results/reliability/NAME.json`; a table st
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from experiments import results_table
 from experiments.results_table import Reports, rows_table
-
-_MARK: Final = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 #: Table -> its report; heading of a column -> name in its rows.
 _TABLES: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
@@ -45,24 +43,14 @@ _TABLES: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
 }  # fmt: skip
 
 
+def _made(reports: Reports, name: str) -> str | None:
+    report, columns = _TABLES[name]
+    return rows_table(reports.by_name[report], columns) if report in reports.by_name else None
+
+
 def fill(page: Path, folder: Path) -> None:
     """Rewrite every marked table of a page. Effects: the page."""
-    reports = Reports.of(folder)
-
-    def table(found: re.Match[str]) -> str:
-        name = found[2]
-        if name == "runs":
-            return found[1] + reports.when() + found[3]
-        report, columns = _TABLES[name]
-        if report not in reports.by_name:
-            return found[1] + "not yet run\n" + found[3]
-        return found[1] + _text(reports, report, columns) + found[3]
-
-    page.write_text(_MARK.sub(table, page.read_text()))
-
-
-def _text(reports: Reports, report: str, columns: Mapping[str, str]) -> str:
-    return rows_table(reports.by_name[report], columns)
+    results_table.fill(page, folder, _made)
 
 
 if __name__ == "__main__":

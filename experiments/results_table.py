@@ -207,24 +207,27 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
 _ONLY: Final = {"ttft": "base"}
 
 
-def fill(page: Path, folder: Path) -> None:
-    """Rewrite every marked table of a page. Effects: the page."""
+def _made(reports: Reports, name: str) -> str | None:
+    """A table of docs/RESULTS.md or LINEAGE.md; None where its report is not there."""
+    if name == "paper":
+        return paper_table(reports)
+    report, _, part = name.partition(".")
+    if report not in reports.by_name:
+        return None
+    if part == "cells":
+        return across_table(reports.by_name[report])
+    if name not in _COLUMNS:
+        return None
+    return rows_table(reports.by_name[report], _COLUMNS[name], _ONLY.get(name, ""))
+
+
+def fill(page: Path, folder: Path, make: Callable[[Reports, str], str | None] = _made) -> None:
+    """Rewrite every marked table of a page, each by its name. Effects: the page."""
     reports = Reports.of(folder)
-    makers: dict[str, Callable[[], str]] = {
-        "paper": lambda: paper_table(reports), "runs": reports.when,
-    }  # fmt: skip
 
     def table(found: re.Match[str]) -> str:
-        name = found[2]
-        if name in makers:
-            text = makers[name]()
-        elif name.endswith(".cells") and (report := name[: -len(".cells")]) in reports.by_name:
-            text = across_table(reports.by_name[report])
-        elif (report := name.partition(".")[0]) in reports.by_name and name in _COLUMNS:
-            text = rows_table(reports.by_name[report], _COLUMNS[name], _ONLY.get(name, ""))
-        else:
-            text = f"{_NOT_RUN}\n"
-        return found[1] + text + found[3]
+        text = reports.when() if found[2] == "runs" else make(reports, found[2])
+        return found[1] + (text or f"{_NOT_RUN}\n") + found[3]
 
     page.write_text(_MARK.sub(table, page.read_text()))
 
