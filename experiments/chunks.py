@@ -56,14 +56,10 @@ def measure(options: Options, kib: int, mix: float) -> list[Row]:
     finally:
         rows.close()
     rate = float(np.median([r["moved"] / r["io_s"] for r in read["all"]]))
-    disk = (options.disk.gb_s or 0.0) * 1e9
     line: Row = {"n": n, "overlap": measured_overlap(asked, earlier), "sequential_gb_s": rate / 1e9}
     for name in ("before", "after"):
         times = [r["io_s"] / (r["selected"] / rate) for r in read[name]]
         line[f"io_vs_floor_{name}"] = float(np.median(times))
-        line[f"io_vs_fio_{name}"] = float(
-            np.median([r["io_s"] / (r["selected"] / disk) for r in read[name]])
-        )
         line[f"amplification_{name}"] = float(
             np.mean([r["moved"] / r["selected"] for r in read[name]])
         )
