@@ -42,14 +42,19 @@ class Reports:
         return ours if other is None or self._has(ours) or not self._has(other) else other
 
     def _has(self, ours: Ours) -> bool:
-        return ours.figure in self.by_name.get(ours.report, {"figures": {}})["figures"]
+        return ours.report in self.by_name and self._value(ours) is not None
+
+    def _value(self, ours: Ours) -> float | None:
+        report = self.by_name[ours.report]
+        found: float | None = ours.of(report) if ours.of else report["figures"].get(ours.figure)
+        return found
 
     def figure(self, ours: Ours) -> str:
         """One figure as text."""
         report = self.by_name.get(ours.report)
         if report is None:
             return _NOT_RUN
-        value = report["figures"].get(ours.figure)
+        value = self._value(ours)
         if value is None:
             withdrawn = report["figures"].get("emulator_error", 0.0) > MOST_ERROR
             return "withdrawn" if withdrawn else _NOT_RUN
