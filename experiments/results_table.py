@@ -110,7 +110,7 @@ def paper_table(reports: Reports) -> str:
 
 def _ours(line: Line, reports: Reports) -> str:
     ours = dict.fromkeys(reports.found(o) for o in line.ours)  # one may stand in for two
-    return "; ".join(f"{o.label}{reports.figure(o)}" for o in ours) or _NOT_RUN
+    return "; ".join(f"{o.label}{reports.figure(o)}" for o in ours) or "not measured"
 
 
 #: What rows of older reports lack, and were.

@@ -87,6 +87,19 @@ def test_real_work_in_a_stretched_time_weighs_more_with_the_papers_disk(tmp_path
     assert f"| {shares} | emulated |" in line
 
 
+def test_a_figure_of_the_papers_without_one_of_ours_has_its_line(tmp_path: Path) -> None:
+    """The page said that it sets every figure beside ours; those that nobody measured, or that only
+    rows of a report tell, had no line."""
+    base = {"part": "cell", "cell": "base", "system": "as", "io_ms": 30.0, "p50_ms": 40.0}
+    text = _filled(tmp_path, "paper", {
+        "ttft": {"figures": {}, "rows": [base]},
+        "repack": {"figures": {}, "rows": [{"took_s": 90.4}]},
+    })  # fmt: skip
+    for what, ours in (("I/O as a share", "AS 75%"), ("a pass", "90 s"), ("alike", "not measured")):
+        (line,) = [row for row in text.splitlines() if what in row]
+        assert f"| {ours} |" in line
+
+
 def test_a_withdrawn_experiment_gives_no_figure(tmp_path: Path) -> None:
     text = _filled(tmp_path, "paper", {"ttft": {"figures": {"emulator_error": 0.3}}})
     (line,) = [row for row in text.splitlines() if "p50 against AS+H2O+LFU" in row]
