@@ -188,7 +188,8 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
 
 
 EXPERIMENT: Final = Experiment(
-    "repack", "Repacking under load; compute emulated.", cells, figures, meta=meta, uses_disk=True,
+    "repack", "Repacking under load; compute emulated.", cells, figures, uses_disk=True,
+    meta=lambda options: meta(options, "measured by fio, once before the run"),
     arguments=lambda parser: parser.set_defaults(unchecked=True),
 )  # fmt: skip
 

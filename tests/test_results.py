@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments import all as everything
-from experiments import chunks, fio, results_table, ttft
+from experiments import chunks, fio, repack, results_table, ttft
 from experiments.harness import Disk, Options
 from experiments.results_lines import LINES
 from experiments.systems import emulator, sizes
@@ -349,6 +350,13 @@ def test_the_worst_check_that_a_cell_was_measured_behind_is_reported(
     that was not checked makes the whole unchecked."""
     cells = [{"part": "cell", "emulator_error": error} for error in behind]
     assert sizes.checked([CHECK, *cells]) == (said, not behind)
+
+
+def test_a_report_says_when_the_disk_was_measured(tmp_path: Path) -> None:
+    """That of `repack`, which goes by one rate, said "before each round of requests"."""
+    options = replace(_options(tmp_path, quick=True), disk=Disk(1.0, "fio"))
+    said = [one.EXPERIMENT.meta(options)["emulated"] for one in (ttft, repack)]
+    assert ["before each round" in words for words in said] == [True, False]
 
 
 def test_more_requests_are_another_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,14 +112,16 @@ def checked(rows: list[Row]) -> tuple[dict[str, float], bool]:
     return {"emulator_error": error}, error > MOST_ERROR
 
 
-def meta(options: Options) -> dict[str, Any]:
-    """What a reader of an emulated experiment must know."""
+def meta(
+    options: Options, measured: str = "measured before each round of requests"
+) -> dict[str, Any]:
+    """What a reader of an emulated experiment must know. `measured`: when the disk's rate was."""
     return {
         "emulated": f"all compute (forward, scoring, top-k, dequantising) is a timed wait: "
         f"{A100.name}, {A100.flop_s / 1e12:g} TFLOP/s at {A100.efficiency:g}, "
         f"{A100.memory_b_s / 1e12:g} TB/s at {A100.memory_efficiency:g}, {A100.step_s * 1e6:g} us "
         f"a layer and a choice; dilated by 5.0 GB/s over this disk's rate, "
-        f"{'as given' if options.disk.by == 'given' else 'measured before each round of requests'}",
+        f"{'as given' if options.disk.by == 'given' else measured}",
         "milliseconds": "of this machine's clock, divided by the dilation",
         "layers": f"{LAYERS[options.quick]} layers of each model: a slice, not the model",
         "hbm": "emulated in host memory",
