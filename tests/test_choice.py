@@ -315,6 +315,28 @@ def test_the_wait_for_a_turn_is_in_the_ttft_and_in_no_estimate(tmp_path, monkeyp
         assert estimates["recompute"] < held_s / 2
 
 
+class OnDevice:
+    """Scores that a device has yet to compute."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+
+def test_the_first_token_is_there_when_the_device_has_computed_it(monkeypatch):
+    """The clock was read when its work was launched: recomputing seemed to cost next to nothing."""
+    now = [10.0]
+
+    def synchronize(device):
+        assert device == OnDevice.device
+        now[0] += 2
+
+    monkeypatch.setattr(hf_output, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    first = hf_output.FirstLogits(called=9.0)
+    for _ in range(3):  # of later tokens it does not wait
+        assert isinstance(first(torch.zeros(1, 1), OnDevice()), OnDevice)
+    assert (first.ttft_ms, first.turn_ms, now) == (3000, 2000, [12.0])
+
+
 def test_an_unknown_mode_is_refused():
     with pytest.raises(impress.ImpressError, match="mode"):
         impress.Config(mode="fastest")

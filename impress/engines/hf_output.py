@@ -20,6 +20,8 @@ class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not self.ttft_ms:
+            if scores.is_cuda:  # only launched so far; generate() waits just behind this, too
+                torch.cuda.synchronize(scores.device)
             now = perf_counter()
             self.ttft_ms = (now - self._called) * 1000
             self.turn_ms = (now - self._made) * 1000
