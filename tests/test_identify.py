@@ -14,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impress.errors import BadInput, ImpressError
-from impress.policy import AllHeads, Exact, KeepAll, Paper, Quality, Random, Recency, StaticH2O
+from impress.policy import (
+    AllHeads,
+    Contiguous,
+    Exact,
+    KeepAll,
+    Paper,
+    Quality,
+    Random,
+    Recency,
+    StaticH2O,
+)
 from impress.selection import scores
 from impress.selection.choices import (
     mean_jaccard,
@@ -334,6 +344,31 @@ def test_all_heads_take_the_top_of_all_column_sums() -> None:
     )
     assert got.estimated_missing_mass == pytest.approx(true.mean(), rel=1e-3)
     assert got.missing_mass_worst_head == pytest.approx(true.max(), rel=1e-3)
+
+
+class Elsewhere:
+    """A query on a device: nothing of the host's goes with it before it has been moved there."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host, self.shape = host, host.shape
+
+    def __getitem__(self, at: Any) -> Elsewhere:
+        return Elsewhere(self.host[at])
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        assert device == self.host.device
+        return self.host
+
+
+@pytest.mark.parametrize("policy", [AllHeads(0.2), Contiguous(0.25)], ids=lambda p: p.name)
+def test_all_keys_are_looked_at_where_they_are(policy: AllHeads | Contiguous) -> None:
+    """In host memory: a query on a device was multiplied with them, which torch refuses."""
+    geometry = Geometry(1, 6, 2, 8, "float32")
+    layer = a_layer(geometry)
+    want = select(policy, asked(geometry, layer))
+    got = select(policy, asked(geometry, {**layer, "query": Elsewhere(layer["query"])}))
+    assert got.positions is not None and want.positions is not None
+    assert np.array_equal(got.positions, want.positions)
 
 
 def test_blind_references_choose_what_they_say() -> None:

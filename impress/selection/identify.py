@@ -3,8 +3,8 @@
     policy + Asked ─select→ Selection
 
 A new identifier is a policy with a function registered for it (`select.register`), and, if it
-wants one, a probe codec of its own (probes.register). Column sums are made where the query is;
-from there on everything is NumPy on the host, the same from every tier.
+wants one, a probe codec of its own (probes.register). Column sums are made where the query is, by
+all keys where those are; from there on everything is NumPy on the host, the same from every tier.
 """
 
 from __future__ import annotations
@@ -236,8 +236,9 @@ def _all_columns(asked: Asked, who: str) -> Floats:
     query, suffix_lse = _seen(asked)
     if asked.all_keys is None:
         raise ImpressError(f"{who} needs the layer's keys")
-    score = _on(asked.all_keys(), asked.scaling, asked.heads_per_kv)
-    return column_sums(score, query, suffix_lse)
+    keys = asked.all_keys()  # in host memory, wherever the query is
+    score = _on(keys, asked.scaling, asked.heads_per_kv)
+    return column_sums(score, query.to(keys.device), suffix_lse)
 
 
 def _on(keys: torch.Tensor, scaling: float, heads_per_kv: int) -> Scorer:
