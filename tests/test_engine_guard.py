@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,6 +220,22 @@ def test_a_sparse_shadow_weighs_the_answers_own_selection(tmp_path):
         engine.flush()
         assert engine.last_request.mode == "sparse"
         assert ledger_of(engine)["worst_missing_mass"] > 0.3  # not that of a selection made anew
+
+
+def test_nothing_of_a_request_is_held_once_it_is_weighed(tmp_path):
+    """The thread held its last watch while it waited for the next, on a GPU with all query rows."""
+    with filled(model_of("llama"), tmp_path, Liar(), guard_shadows=1) as engine:
+        ask(engine)
+        offer, held = engine._auditor.offer, []
+
+        def noted(watch):
+            held.extend(weakref.ref(seen.query) for seen in watch.seen.values())
+            offer(watch)
+
+        engine._auditor.offer = noted
+        assert ask(engine)[1].mode == "sparse"
+        gc.collect()
+        assert [query() for query in held] == [None] * 3
 
 
 def test_some_shadows_are_run_again_exactly(tmp_path, monkeypatch):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -406,6 +408,33 @@ def test_a_line_that_was_closed_frees_what_it_is_offered_and_begins_no_thread(tm
         line.drain()
         assert (freed, line.n_skipped) == (["late"], 0)
         assert late.outcome.refused == "the engine is closed"
+
+
+def test_nothing_of_a_request_is_held_once_it_is_stored(tmp_path, monkeypatch):
+    """The thread held its last job while it waited for the next, on a GPU with all its rows."""
+    made = []
+
+    def noted(*args, **options):
+        cache = RowsCache(*args, **options)
+        made.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(hf, "RowsCache", noted)
+    with attach(tiny(), tmp_path) as engine:
+        engine.generate(prompts(200), max_new_tokens=2)
+        engine.flush()
+        assert engine.last_request.stored_tokens == 192
+        gc.collect()
+        assert [cache() for cache in made] == [None]
+
+
+def test_rows_given_back_are_held_by_nobody():
+    """A device's memory is that of the tensors on it, and a layer held the last it had returned."""
+    cache = RowsCache(impress.Geometry(1, 1, 1, 8, dtype="float32"), 1, 64, BufferPool(None))
+    new = torch.zeros(1, 1, 3, 8)
+    returned = [weakref.ref(rows) for rows in cache.update(new, new, 0)]
+    cache.release()
+    assert [rows() for rows in returned] == [None, None]
 
 
 def test_rows_beyond_the_room_move_to_more_room():

@@ -257,6 +257,7 @@ class Auditor:
                 self._store.ledgers.dropped(watch.ledger)
             finally:
                 watch.drop()
+                del watch  # else what it holds of the device is held until the next one comes
                 self._watches.task_done()
         self._watches.task_done()
 

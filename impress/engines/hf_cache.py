@@ -124,6 +124,8 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
     ) -> None:
         """rental: virtual buffers to be in, as layer `index`; memory is behind `n_prefix` rows."""
         super().__init__()
+        self.keys: torch.Tensor | None
+        self.values: torch.Tensor | None
         self.geometry = geometry
         self.batch = batch
         self.length = n_prefix
@@ -178,10 +180,9 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         for plane, new in zip(self._planes, (key_states, value_states), strict=True):
             plane.rows[:, first:end].copy_(new.transpose(1, 2))
         self.length = end
-        self.keys, self.values = (plane.rows[:, :end].transpose(1, 2) for plane in self._planes)
-        if self._contiguous:
-            return self.keys.contiguous(), self.values.contiguous()
-        return self.keys, self.values
+        k, v = (plane.rows[:, :end].transpose(1, 2) for plane in self._planes)
+        self.keys, self.values = k, v
+        return (k.contiguous(), v.contiguous()) if self._contiguous else (k, v)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -204,6 +205,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         for plane in self._planes:
             plane.release()
         self._planes = ()
+        self.keys = self.values = None  # views: on a device they are what keeps its memory
 
     def release_left(self) -> None:
         """Give back what rows moved out of: no read of the prefix touches it any more."""

@@ -126,6 +126,7 @@ class StoreQueue:
                 job.outcome.refused = str(err)
             finally:
                 job.release()
+                del job  # else what it holds of the device is held until the next one comes
                 self._jobs.task_done()
         self._jobs.task_done()
 
