@@ -26,7 +26,9 @@ class Batch:
         """`firsts`: the first blocks of sparse requests. Waits once for the metadata's device."""
         self.metadata = metadata
         self._block_size = block_size
-        self._short: dict[tuple[int, ...], Any] = {}  # metadata of layers that leave out as much
+        # Of layers that leave out as much: rows missing, int32 [n_rows], and their metadata.
+        self._left: dict[tuple[int, ...], torch.Tensor] = {}
+        self._short: dict[tuple[int, ...], Any] = {}
         n = self.n_rows = len(metadata.seq_lens)
         first = metadata.block_table[:n, 0]
         told = torch.cat((first, metadata.seq_lens, metadata.query_start_loc)).tolist()
@@ -49,7 +51,7 @@ class Batch:
             found.append(
                 np.stack((tokens, np.full_like(tokens, i), tokens + lengths[i] - new.stop))
             )
-        return torch.from_numpy(np.concatenate(found, axis=1)).to(device)
+        return _sent(torch.from_numpy(np.concatenate(found, axis=1)), device)
 
     def new_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Of all new rows of a batch [tokens, n_kv_heads, head_dim] those that are sparse."""
@@ -60,8 +62,7 @@ class Batch:
 
         left_out: rows missing before them, by batch row.
         """
-        left = torch.tensor(left_out, dtype=torch.int64, device=self._places.device)
-        place: torch.Tensor = self._places - left[self._row_of]
+        place: torch.Tensor = self._places - self._missing(left_out)[self._row_of]
         table: torch.Tensor = self.metadata.block_table
         blocks: torch.Tensor = table[self._row_of, place // self._block_size].to(torch.int64)
         return blocks * self._block_size + place % self._block_size
@@ -70,7 +71,21 @@ class Batch:
         """The metadata with shorter lengths; layers that leave out as much share it."""
         key = tuple(left_out)
         if key not in self._short:
-            whole = self.metadata.seq_lens
-            left = torch.tensor(key, dtype=whole.dtype, device=whole.device)
-            self._short[key] = shorten(self.metadata, whole - left)
+            self._short[key] = shorten(self.metadata, self.metadata.seq_lens - self._missing(key))
         return self._short[key]
+
+    def _missing(self, left_out: Sequence[int]) -> torch.Tensor:
+        """left_out where the metadata is, in the dtype of its lengths."""
+        key, whole = tuple(left_out), self.metadata.seq_lens
+        if key not in self._left:
+            self._left[key] = _sent(torch.tensor(key, dtype=whole.dtype), whole.device)
+        return self._left[key]
+
+
+def _sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On their way to a device: what is launched there from now on finds them, nobody waits.
+
+    Copied from pinned memory, which torch keeps until they are there.
+    """
+    there = numbers.pin_memory() if device.type == "cuda" else numbers
+    return there.to(device, non_blocking=True)
