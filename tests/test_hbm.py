@@ -8,6 +8,7 @@ copy too early, gets the wrong ones.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tier_contract import CacheContract, fetch, noise
 import impress
 from tiers.base import PAGE, Bytes, Pieces, Tier, sums_of
 from tiers.errors import MediumError, ReadFailed
-from tiers.hbm import STAGE_BYTES, HbmTier
+from tiers.hbm import STAGE_BYTES, HbmTier, why_not
 from tiers.slots import aligned
 
 Open = Callable[..., impress.PrefixStore]
@@ -177,3 +178,19 @@ def hbm_slot(store: impress.PrefixStore) -> Any:
     """Where the first chunk on the device is."""
     cache = store._copies.chunks[0]
     return cache.slot(int(np.flatnonzero(cache._ready)[0]))
+
+
+def test_what_torch_warns_of_is_why_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver too old for torch: pytest makes errors of warnings, and ended before any test."""
+
+    def is_available() -> bool:
+        warnings.warn("The NVIDIA driver is\n too old", stacklevel=2)
+        return False
+
+    monkeypatch.setattr("tiers.hbm.no_device", lambda: "")
+    monkeypatch.setattr("torch.cuda.is_available", is_available)
+    assert why_not().endswith("cannot use the device: The NVIDIA driver is too old")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert why_not().endswith("cannot use the device: install a build for CUDA")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert not why_not()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, Protocol
@@ -155,9 +156,13 @@ def why_not() -> str:
         return "torch is not installed"
     import torch
 
-    if not torch.cuda.is_available():
-        return f"torch {torch.__version__} cannot use the device: install a build for CUDA"
-    return ""
+    with warnings.catch_warnings(record=True) as said:  # of a driver too old for it, say
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable:
+        return ""
+    why = " ".join(str(said[0].message).split()) if said else "install a build for CUDA"
+    return f"torch {torch.__version__} cannot use the device: {why}"
 
 
 class CudaMemory:
