@@ -89,7 +89,8 @@ def request_ids(n_new=80):
 
 def filled(model, path, **options):
     engine = attach(model, path, **options)
-    engine.generate(prompts(200), max_new_tokens=1, policy=Exact())
+    ids = prompts(200).to(model.device)
+    engine.generate(ids, max_new_tokens=1, policy=Exact())
     engine.flush()
     return engine
 
@@ -97,7 +98,7 @@ def filled(model, path, **options):
 def full_cache(model):
     cache = transformers.DynamicCache()
     with torch.no_grad():
-        model(prompts(200), past_key_values=cache)
+        model(prompts(200).to(model.device), past_key_values=cache)
     cache.crop(HIT - 200)
     return cache
 
@@ -117,7 +118,7 @@ def masked(model, cache, chosen):
             kept[HIT:] = True
             seen &= kept
         mask = torch.zeros(q, n, dtype=model.dtype).masked_fill(~seen, -math.inf)
-        return args, {**kwargs, "attention_mask": mask[None, None]}
+        return args, {**kwargs, "attention_mask": mask[None, None].to(model.device)}
 
     layers = [module for module in model.modules() if hasattr(module, "k_proj")]
     hooks = [layer.register_forward_pre_hook(hide, with_kwargs=True) for layer in layers]

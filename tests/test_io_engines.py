@@ -93,6 +93,7 @@ class TestAiofiles(EngineContract):
     engine = "aiofiles"
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(bool(why_not("kvikio")), reason=f"kvikio: {why_not('kvikio')}")
 class TestKvikio(EngineContract):
     engine = "kvikio"
