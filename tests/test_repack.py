@@ -380,6 +380,31 @@ def test_a_pass_keeps_to_its_bounds_and_says_so(
             sound(store)
 
 
+def test_nothing_is_evicted_for_a_copy_under_way(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its room counted as filled: a flush meanwhile evicted prompts down to the low mark."""
+    marks = {"disk_bytes": 4 * MIB, "disk_high": 0.8, "disk_low": 0.5}
+    store = open_store(geometry, dram_bytes=0, **marks)
+    for seed in range(6):
+        put_prompt(store, prompt(128, seed)).wait(60)
+    look(store, prompt(128, 0))
+    assert store._repacker is not None
+    copier, filled = store._repacker._copier, []
+    copy = copier._copy_plane
+
+    def flushed(*args: Any) -> None:
+        store.flush()  # the committer looks after every batch, an empty one too
+        filled.append(store.ssd.usage().used)
+        copy(*args)
+
+    monkeypatch.setattr(copier, "_copy_plane", flushed)
+    assert store.repack().moved == 1
+    assert min(filled) > 0.8 * 4 * MIB
+    assert store.stats()["evicted_spans"] == 0 and store.stats()["spans"] == 6
+    sound(store)
+
+
 def test_a_copy_that_came_to_nothing_counts_in_a_passs_bytes(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

@@ -140,6 +140,7 @@ class Repacker:
         self._pass = threading.Lock()  # held for a whole pass; only passes take it
         self._looked: dict[int, int] = {}  # span -> its leases when the background last looked
         self._drafts: dict[int, SpanRecord] = {}  # space that no span owns yet
+        home.leaving.copies = self.drafts
         self._sync_failures = 0  # the tier's, when it was reserved
         self._thread: threading.Thread | None = None
         if config.repack_every_s:

@@ -52,6 +52,7 @@ class Leaving:
         self.committer: Committer | None = None
         """Of that shard; set once, before anything leaves."""
         self.before_evict: Callable[[], None] = lambda: None  # makes more of it evictable
+        self.copies: Callable[[], list[SpanRecord]] = list  # of repacks, under way
         self.refuse: Callable[[Wanted], None] = lambda wanted: None  # stores under way of a purge
 
     @property
@@ -102,6 +103,8 @@ class Leaving:
             return 0
         # Out of the tree, and free when nobody reads it any more: no reason for more to go.
         used = self._ssd.usage().used - self._limbo_bytes() - self._catalog.retired_bytes()
+        # Nor is the copy of a repack a reason: its span goes for it.
+        used -= sum(record.owned_bytes for record in self.copies())
         if used <= self._config.disk_high * capacity:
             return 0
         return used - int(self._config.disk_low * capacity)
