@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 import impress
 from impress.cache.chunks import MARGIN, ChunkCache
 from impress.policy import AllHeads, Contiguous, Exact, Pages, Paper, Policy, Quality, Recency
+from impress.read.parts import Source
+from impress.read.reading import Reading
+from impress.read.worth import ranks_if_used
 
 Open = Callable[..., impress.PrefixStore]
 Answer = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -123,6 +126,29 @@ def test_a_copy_that_fails_takes_no_place(open_store: Open, policy: Policy) -> N
     cache.tier.write = write  # type: ignore[method-assign]
     ask(store, prompt(N), policy)
     assert in_tier(store) == (12 if isinstance(policy, Exact) else 4)
+
+
+def test_what_chunks_are_worth_is_asked_once_a_layer_however_they_lie(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is work on the whole span, and was done for every run: of a long prompt of which every
+    second chunk was in DRAM, as many times as it has pairs of chunks."""
+    store, asked = open_store(GEOMETRY), []
+    put_prompt(store, prompt(N)).wait(60)
+    ask(store, prompt(N), Exact())
+    (cache,) = store._reading.copies.chunks
+    (record,) = store.catalog.records()
+    for layer in range(2):
+        cache.drop_windows(record.span_id, layer, np.arange(0, 6, 2))
+    assert in_tier(store) == 6
+
+    def counted(reading: Reading, source: Source, layer: int, used: np.ndarray) -> np.ndarray:
+        asked.append(layer)
+        return ranks_if_used(reading, source, layer, used)
+
+    monkeypatch.setattr("impress.read.climb.ranks_if_used", counted)
+    ask(store, prompt(N), Exact())
+    assert sorted(asked) == [0, 1] and in_tier(store) == 12
 
 
 def copied_bytes(store: impress.PrefixStore) -> int:

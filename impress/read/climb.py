@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from impress.cache.chunks import ChunkCache, Ids
+from impress.cache.chunks import ChunkCache, Ids, Ranks
 from impress.read.load import Load
 from impress.read.parts import Mask, Part
 from impress.read.placement import Brought, levels_of, used_chunks, whole_at
@@ -66,17 +66,31 @@ def _climb(load: Load, brought: Brought, levels: Sequence[ChunkCache]) -> None:
     try:
         for i, part in enumerate(load.parts):
             places = places_of(brought, i)
-            ready = ready_of(part, places)
             at = levels_of([by_part[i] for by_part in load.entries])
+            ready = ready_of(part, places) & (at > load.caches.index(levels[0]))
+            if not ready.any():
+                continue
+            ranks = _ranks(load, part, ready) if levels[0].by_rank else None
             for upper, lower in zip(levels, [*levels[1:], None], strict=True):
                 level = len(load.caches) if lower is None else load.caches.index(lower)
                 for first, count in runs_of(ready & (at == level)):
                     where = [place[first : first + count] for place in places]
-                    _copy_up(load, part, first, where, upper, lower)
+                    worth = None if ranks is None else ranks[first : first + count]
+                    _copy_up(load, part, first, where, worth, upper, lower)
     except Exception:  # nobody waits for it, and the cache may forget
         log.exception("a promotion failed")
     finally:
         load.reading.forget_gone(part.span for part in load.parts)
+
+
+def _ranks(load: Load, part: Part, ready: Mask) -> Ranks:
+    """[part.count]: of its chunks that are ready, as they will stand after this use of them.
+
+    Of all at once: it is work on the whole span, however few are asked for.
+    """
+    ranks, used = np.zeros(part.count), part.first + np.flatnonzero(ready)
+    ranks[ready] = ranks_if_used(load.reading, part.source, load.layer, used)
+    return ranks
 
 
 def places_of(brought: Brought, i: int) -> list[Ids]:
@@ -97,14 +111,12 @@ def ready_of(part: Part, places: Sequence[Ids]) -> Mask:
 
 
 def _copy_up(
-    load: Load, part: Part, first: int, places: list[Ids], cache: ChunkCache,
-    below: ChunkCache | None,
+    load: Load, part: Part, first: int, places: list[Ids], ranks: Ranks | None,
+    cache: ChunkCache, below: ChunkCache | None,
 ) -> None:  # fmt: skip
-    """Chunks from `first` of a part on; `places`: by plane, where in its dest each begins."""
+    """Chunks from `first` of a part on; `places`: by plane, where in its dest each begins; `ranks`:
+    what each is worth."""
     wanted = part.first + first + np.arange(len(places[0]))
-    ranks = None
-    if cache.by_rank:
-        ranks = ranks_if_used(load.reading, part.source, load.layer, wanted)
     n_windows = part.source.held.record.n_windows
     granted, entries = cache.admit(part.span, n_windows, load.layer, wanted, ranks)
     try:
