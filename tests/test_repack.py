@@ -457,6 +457,21 @@ def test_a_dry_run_stops_where_the_run_does(
     sound(store)
 
 
+def test_headers_are_read_at_the_pace_too(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run over all spans read as fast as the disk gave, beside whoever was served."""
+    store, gone = open_store(geometry), []
+    for seed in range(2):
+        put_prompt(store, prompt(256, seed)).wait(60)
+        look(store, prompt(256, seed))
+    assert store._repacker is not None
+    pace = store._repacker._copier._pace
+    monkeypatch.setattr(pace, "go", lambda n_bytes: not gone.append(n_bytes))
+    assert len(store.repack(dry_run=True).picked) == 2
+    assert gone == [record.meta.length for record in store.catalog.records()]
+
+
 def test_the_background_looks_at_what_was_leased_since(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
@@ -754,6 +769,26 @@ def test_the_command_adds_no_segment_to_a_full_shard(
     with impress.PrefixStore.open(folder, geometry, "test", config) as store:
         assert_serves(store, prompt(256), 256)
         sound(store)
+
+
+def test_a_span_that_does_not_read_back_is_named_and_a_dry_run_leaves_it(
+    tmp_path: Path, geometry: impress.Geometry
+) -> None:
+    """Both dropped it without a word and ended as if all was well."""
+    folder = tmp_path / "store"
+    with impress.PrefixStore.open(folder, geometry, "test", impress.Config(**SMALL)) as store:
+        put_prompt(store, prompt(256)).wait(60)
+        look(store, prompt(256))
+        (record,) = store.catalog.records()
+        flip_a_bit(store, record.meta, 200)
+    for options in (["--dry-run"], []):
+        done = run_repack("--store", folder, "--json", "-", *options)
+        (span,) = json.loads(done.stdout)["spans"]
+        assert done.returncode == 1 and span["outcome"] == "does not read back"
+        assert span["span"] == record.span_id and span["move_bytes"] == 0
+    done = run_repack("--store", folder, "--json", "-")
+    assert done.returncode == 0 and json.loads(done.stdout)["spans"] == []
+    assert not verify_store(folder).problems
 
 
 REPACKER = """

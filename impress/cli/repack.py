@@ -12,7 +12,7 @@ from rich.table import Table
 from impress.cli.options import Store, check_json, store_dir, write_json
 from impress.config import MIB, Config
 from impress.errors import StoreLocked
-from impress.repacking.repack import RepackReport
+from impress.repacking.repack import UNREADABLE, RepackReport
 from impress.store import PrefixStore
 from impress.terminal import err, out, size
 from impress.write.directory import Identity, Shard, read_identity, shards_of, writing
@@ -46,8 +46,9 @@ def repack(
 
     **Exit status**
 
-    0 done, also where spans had no room for a copy · 1 a copy failed or was not committed in time,
-    or a shard was open elsewhere · 2 it could not run, or every shard was
+    0 done, also where spans had no room for a copy · 1 a span does not read back (it goes, but for
+    a dry run), a copy failed or was not committed in time, or a shard was open elsewhere · 2 it
+    could not run, or every shard was
 
     **Examples**
 
@@ -72,7 +73,7 @@ def repack(
         raise typer.Exit(2)
     if str(json_file) != "-":
         _print(where, report)
-    failed = (Swapped.FAILED.value, Swapped.LATE.value)
+    failed = (Swapped.FAILED.value, Swapped.LATE.value, UNREADABLE)
     if busy or any(span.outcome in failed for span in report.spans):
         raise typer.Exit(1)
 

@@ -23,7 +23,6 @@ from impress.repacking.packing import Cost, Repacking, likely_chosen, plan_repac
 from impress.repacking.span_copy import Copier, Gone, SpanPart, Stopped
 from impress.spans.format import SpanHeader, SpanRecord, meta_bytes
 from impress.spans.layout import K, SpanLayout, V
-from impress.spans.tables import read_header
 from impress.stats import Counters
 from impress.tree.catalog import Held
 from impress.types import Geometry
@@ -53,6 +52,8 @@ REWRITTEN = "rewritten"
 DONE = (Swapped.YES.value, REWRITTEN)
 #: And those of a dry run that stand for them.
 WOULD = ("would move", "would rewrite")
+#: Outcome of a span whose header is bad: nothing is begun.
+UNREADABLE = "does not read back"
 #: Outcomes of copies that were begun, whatever came of them: they wrote.
 WRITTEN = (*(outcome.value for outcome in Swapped), REWRITTEN)
 
@@ -211,28 +212,27 @@ class Repacker:
             held, views = found
             try:
                 runs = [(view.first, view.n_windows) for view in views]
-                move = self._examine(held, runs, rewrite=span in dead)
+                header = self._copier.header(held.record)
+                move = self._examine(held, header, runs, rewrite=span in dead)
                 if move is not None:
                     left = None if max_bytes is None else max_bytes - n_bytes
                     outcome = self._deal_with(move, left, n_bytes if dry_run else None)
                     report.spans.append(move.report(outcome))
                     n_bytes += move.n_bytes if outcome in WRITTEN + WOULD else 0
+            except ReadFailed as err:
+                if not err.harmless and not dry_run:
+                    self._home.leaving.quarantine(span)
+                report.spans.append(_unread(held.record, err))
             except Stopped:
                 break
             finally:
                 self._home.release([held])
         return report
 
-    def _examine(self, held: Held, views: list[tuple[int, int]], *, rewrite: bool) -> _Move | None:
-        """What to do with a span; None where nothing is known of its rows, or it cannot be read."""
-        found: list[SpanHeader] = []
-        try:
-            self._copier.do(lambda: found.append(read_header(self._home.ssd, held.record)))
-        except ReadFailed as err:
-            if not err.harmless:
-                self._home.leaving.quarantine(held.record.span_id)
-            return None
-        (header,) = found
+    def _examine(
+        self, held: Held, header: SpanHeader, views: list[tuple[int, int]], *, rewrite: bool
+    ) -> _Move | None:
+        """What to do with a span; None where nothing is known of its rows."""
         if rewrite:
             first, end = min(first for first, _ in views), max(first + n for first, n in views)
             part = SpanPart.as_it_lies(header, first, end - first)
@@ -374,3 +374,9 @@ class Repacker:
             if self._stop.wait(NAP_S):
                 return False
         return True
+
+
+def _unread(record: SpanRecord, err: ReadFailed) -> SpanReport:
+    n_tokens = record.n_windows * record.window
+    outcome = Swapped.FAILED.value if err.harmless else UNREADABLE
+    return SpanReport(record.span_id, n_tokens, 0, Cost(), Cost(), 0.0, outcome)

@@ -19,6 +19,7 @@ from impress.spans.format import ORDER_PACKED, ORDER_POSITION, SpanHeader, SpanR
 from impress.spans.layout import K, SpanLayout, V
 from impress.spans.order import RowOrder, Rows
 from impress.spans.rows import move_rows
+from impress.spans.tables import read_header
 from impress.types import Geometry
 from impress.write.budget import Pace
 from tiers.base import Bytes, Extent, Read, Slot, Sums, sums_of
@@ -104,6 +105,14 @@ class Copier:
         self._geometry = geometry
         self._pace = pace
         self._turn = turn  # waits for those that go first; False when the store is closing
+
+    def header(self, record: SpanRecord) -> SpanHeader:
+        """A span's, at the pace; it is too short to stand back for. Raises Stopped, ReadFailed."""
+        if not self._pace.go(record.meta.length):
+            raise Stopped
+        found: list[SpanHeader] = []
+        self.do(lambda: found.append(read_header(self._ssd, record)))
+        return found[0]
 
     def copy(self, part: SpanPart, to: Slot, alive: Callable[[], bool]) -> Sums:
         """Every plane of every layer; the sums of what was written. Raises Stopped, MediumError.
