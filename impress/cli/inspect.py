@@ -116,7 +116,8 @@ def _print(found: dict[str, Any]) -> None:
         show(_shards(found["shards"], found["window"]))
     if found["tiers"]["ssd"]["dead_bytes"]:
         dead = size(found["tiers"]["ssd"]["dead_bytes"])
-        out.print(f"{dead} on the SSD are of windows that were evicted; impress repack frees them")
+        frees = "impress repack frees those of spans that lost more than half"
+        out.print(f"{dead} on the SSD are of windows that were evicted; {frees}")
     if found["namespaces"]:
         show(_namespaces(found["namespaces"]))
         show(_hottest(found["hottest"]))
