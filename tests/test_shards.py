@@ -815,6 +815,24 @@ def test_inspect_counts_the_same_shards_beside_a_running_process(
     assert seen[0]["used"] == a.ssd.usage().used + b.ssd.usage().used
 
 
+def test_inspect_counts_the_leases_of_every_shard(pair: Pair, open_store: Open) -> None:
+    """Those of the first alone were read: in another no prompt was ever leased."""
+    a, b = pair
+    for store, tokens, n in ((a, prompt(128, 1), 5), (b, prompt(256, 2), 3)):
+        ready(store, tokens)
+        for _ in range(n):
+            store.lease(tokens).release()
+    for store in pair:
+        store.close()
+    _, found = run_json("inspect", "--store", a.path)
+    assert [(row["tokens"], row["leases"]) for row in found["hottest"]] == [(128, 5), (256, 3)]
+    reader = open_store(a.geometry, "r", **APART)
+    for tokens in (prompt(128, 1), prompt(256, 2)):  # both the last of their shard
+        root, labels, _ = reader._names_of(tokens, None, "")
+        seen = reader.catalog.trace(root, labels)
+        assert seen.steps[-1].used == seen.tick
+
+
 # ---- at random -----------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from impress.blockhash import key_after
 from impress.errors import FormatError, ImpressError
@@ -34,6 +34,7 @@ _STOP_S: Final = 10.0
 
 
 Stamp = tuple[int, int, int]
+_T = TypeVar("_T")
 
 
 class Neighbour:
@@ -69,6 +70,11 @@ class Neighbour:
         values = dict(_spans(self.index, self.shard))
         self.generation = generation  # at last: what could not be read is still to be read
         return values
+
+    def heat(self) -> dict[int, tuple[int, int]]:
+        """Leases of its spans, as its writer saved them."""
+        heat = self.index.heat()
+        return {span: counts for span, counts in heat.items() if span in self.shard.spans}
 
     def reopen(self) -> None:
         """The index was made anew. Raises ImpressError; then the old one is still open."""
@@ -126,16 +132,35 @@ class Follower:
     def values(self) -> Iterator[tuple[int, bytes]]:
         """Everything that the others hold now; for opening. One that cannot be read is left out
         until the next look."""
+        for values in self._of_all(Neighbour.read):
+            yield from values.items()
+
+    def heat(self) -> dict[int, tuple[int, int]]:
+        """Span -> (leases, lease counter at the last one), of all the others; for opening.
+
+        Each counts its own leases: counters are moved so that all have come equally far.
+        """
+        found = list(self._of_all(Neighbour.heat))
+        lasts = [max((used for _, used in heat.values()), default=0) for heat in found]
+        last = max(lasts, default=0)
+        return {
+            span: (hits, used + last - theirs)
+            for heat, theirs in zip(found, lasts, strict=True)
+            for span, (hits, used) in heat.items()
+        }
+
+    def _of_all(self, what: Callable[[Neighbour], _T]) -> Iterator[_T]:
+        """What each answers; one that cannot is left out until the next look."""
         for number, neighbour in self.neighbours.items():
             try:
-                values = neighbour.read()
+                found = what(neighbour)
             except ImpressError as err:
                 self.error = err
                 self._leave_out(neighbour.shard, _stamp(neighbour.shard), err)
                 self.neighbours = {n: one for n, one in self.neighbours.items() if n != number}
                 neighbour.close()
                 continue
-            yield from values.items()
+            yield found
 
     def params(self) -> list[Path]:
         """Where the others keep probe parameters."""

@@ -150,7 +150,8 @@ class Home:
         try:
             strange: list[int] = []
             values = chain(self._own_values(strange), self.others.values())
-            superfluous, damaged = self.catalog.load(values, self.index.heat())
+            heat = self.others.heat() if self._shard is None else self.index.heat()
+            superfluous, damaged = self.catalog.load(values, heat)
             extents, last = self.catalog.extents()
             self.ssd.claim(extents)
         except ValueError as err:
