@@ -26,7 +26,7 @@ import impress.write.reclaim
 from impress.cli.main import app
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
-from impress.usage.history import Note
+from impress.usage.history import HALF_LIFE, Note
 from impress.write.directory import make_identity
 from impress.write.index import Index
 from tiers.base import Slot
@@ -831,6 +831,34 @@ def test_inspect_counts_the_leases_of_every_shard(pair: Pair, open_store: Open) 
         root, labels, _ = reader._names_of(tokens, None, "")
         seen = reader.catalog.trace(root, labels)
         assert seen.steps[-1].used == seen.tick
+
+
+@pytest.mark.parametrize("busy", [0, 1], ids=["main", "1"])
+def test_what_requests_used_fades_with_the_requests_of_its_own_shard(
+    pair: Pair, open_store: Open, busy: int
+) -> None:
+    """Each counts its own. By the first one's count what had just been used in another was as good
+    as forgotten, or what was used there long ago was new."""
+    notes, want = [], [1.0, 1.0]
+    for store, tokens in zip(pair, (prompt(128, 1), prompt(192, 2)), strict=True):
+        ready(store, tokens)
+        (record,) = store.catalog.own_records()
+        n = len(tokens)
+        notes.append([Note(record.span_id, n, layer, 0, n, None) for layer in range(2)])
+        store.history.request(notes[-1])
+    for _ in range(10 * HALF_LIFE):
+        pair[busy].history.request([])
+    want[busy] = 2**-10
+    for store in pair:
+        store.close()
+    _, found = run_json("inspect", "--store", pair[0].path)
+    scores = {row["tokens"]: row["score"] for row in found["hottest"]}
+    assert [scores[128], scores[192]] == pytest.approx(want, rel=1e-3)
+    reader = open_store(pair[0].geometry, "r", **APART)
+    for used, score in zip(notes, want, strict=True):
+        reader.history.request(used)
+        summary = reader.history.summary(used[0].span)
+        assert summary is not None and summary[0] == pytest.approx(1 + score, rel=1e-3)
 
 
 # ---- at random -----------------------------------------------------------------------------------

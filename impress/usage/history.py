@@ -85,8 +85,12 @@ class History:
         budget_bytes: int,
         fetch: Callable[[int], bytes | None] = lambda span: None,
         tick: int = 0,
+        ahead: Callable[[int], int] = lambda span: 0,
     ) -> None:
-        """`fetch`: a span's saved value, or None; asked when the span is first wanted."""
+        """`fetch`: a span's saved value, or None; asked when the span is first wanted.
+
+        `ahead`: requests noted here beyond those of the shard that saved it: each counts its own.
+        """
         self.tick = tick
         """Requests noted so far, by this process and those before it."""
         self.used_bytes = 0
@@ -95,6 +99,7 @@ class History:
         self._shape = (n_layers, window)
         self._budget_bytes = budget_bytes
         self._fetch = fetch
+        self._ahead = ahead
         self._lock = threading.Lock()
         self._spans: OrderedDict[int, Remembered] = OrderedDict()
         self._changed: set[int] = set()  # since the last dump
@@ -229,10 +234,11 @@ class History:
             if known is not None:
                 score, share = known.summary()
                 return score * _faded(self.tick - int(known.ticks.max())), share
-        head = head_of(self._fetched(span_id))
+        raw, ahead = self._fetched(span_id)
+        head = head_of(raw)
         if head is None:
             return None
-        return head.score * _faded(self.tick - head.tick), head.share
+        return head.score * _faded(self.tick - ahead - head.tick), head.share
 
     def important_share(self) -> float | None:
         """Mean share of important rows over the spans in memory; None where none is known of."""
@@ -290,21 +296,26 @@ class History:
         return known
 
     def _saved(self, span: int) -> Remembered | None:
-        """None also for what is damaged, newer, or of another shape: it is forgotten."""
-        raw = self._fetched(span)
+        """By the clock here. None also for what is damaged, newer, or of another shape: it is
+        forgotten."""
+        raw, ahead = self._fetched(span)
         try:
             known = None if raw is None else decode(raw)
         except FormatError:
             return None
-        fits = known is not None and (len(known.seen), known.window) == self._shape
-        return known if fits else None
-
-    def _fetched(self, span: int) -> bytes | None:
-        """None also where the index is damaged there: what requests showed can be done without."""
-        try:
-            return self._fetch(span)
-        except FormatError:
+        if known is None or (len(known.seen), known.window) != self._shape:
             return None
+        known.ticks += ahead
+        return known
+
+    def _fetched(self, span: int) -> tuple[bytes | None, int]:
+        """And how much its clock is behind. None also where the index is damaged there: what
+        requests showed can be done without."""
+        try:
+            raw = self._fetch(span)
+            return raw, 0 if raw is None else self._ahead(span)
+        except FormatError:
+            return None, 0
 
     def _keep(self, span: int, known: Remembered) -> Remembered:
         """What is saved, or will be at once; where it is larger than all there may be, not here."""

@@ -184,6 +184,10 @@ class Follower:
         """What requests have shown of another's span, as its writer saved it."""
         return next((n.index.history(span) for n in self._of(span)), None)
 
+    def history_tick(self, span: int) -> int | None:
+        """Requests noted by the writer of another's span, as it saved them."""
+        return next((n.index.history_tick() for n in self._of(span)), None)
+
     def look(self) -> bool:
         """Take over what others changed; whether anything was."""
         with self._turn:

@@ -81,7 +81,7 @@ class Home:
         self.n_layers = identity.geometry.n_layers
         self.history = History(
             identity.geometry.n_layers, identity.window, budget_of(config.dram_bytes),
-            self._history_of, self.index.history_tick(),
+            self._history_of, self.index.history_tick(), self._ahead_of,
         )  # fmt: skip
         self.ledgers = Ledgers(self._ledger, self.save_history)
         self.budget = WriteBudget(config.daily_write_bytes, wall_clock, self.index.wear())
@@ -185,6 +185,11 @@ class Home:
     def _history_of(self, span: int) -> bytes | None:
         own = self.catalog.own
         return self.index.history(span) if span in own else self.others.history(span)
+
+    def _ahead_of(self, span: int) -> int:
+        """Requests noted here beyond those that the shard of a span has counted."""
+        theirs = None if span in self.catalog.own else self.others.history_tick(span)
+        return 0 if theirs is None else self.history.tick - theirs
 
     def _ledger(self, key: bytes) -> bytes | None:
         return self.index.ledger(key)
