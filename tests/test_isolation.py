@@ -138,7 +138,7 @@ def test_a_namespace_is_purged_by_name_and_only_that(
 def test_what_a_lease_holds_is_erased_when_it_ends(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    store, tokens = open_store(geometry, dram_bytes=0), prompt(256, 3)
+    store, tokens = open_store(geometry, dram_bytes=0, follow_every_s=0), prompt(256, 3)
     put_prompt(store, tokens)
     store.flush()
     mark = rows_of(tokens, geometry)
@@ -148,6 +148,7 @@ def test_what_a_lease_holds_is_erased_when_it_ends(
         k, _, _ = session.retrieve(0, None)
         assert np.array_equal(k.numpy(), kv_of(tokens, geometry)[0][0])
         assert mark in everything_in(store.path / "shards/main/segments")
+    store.flush()  # the committer does it
     assert mark not in everything_in(store.path / "shards/main/segments")
     store.check()
 

@@ -165,8 +165,9 @@ def test_what_leaves_home_while_a_request_is_on_its_way_leaves_no_copy(
     """What follows a request came after its span was forgotten: of what was purged rows lay in
     memory until the close."""
     store = open_store(
-        GEOMETRY, read_gap_bytes=0, segment_bytes=4 * MIB, hbm_bytes=2 * MIB, hbm_device="cpu"
-    )
+        GEOMETRY, read_gap_bytes=0, segment_bytes=4 * MIB, hbm_bytes=2 * MIB, hbm_device="cpu",
+        follow_every_s=0,
+    )  # fmt: skip
     for tokens, tenant in ((prompt(N), ""), (prompt(64), "his")):
         put_prompt(store, tokens, tenant=tenant).wait(60)
     if warm:
@@ -178,6 +179,7 @@ def test_what_leaves_home_while_a_request_is_on_its_way_leaves_no_copy(
         if how == "purge":
             assert store.purge("") == (1, 1)
         lease.release()
+        store.flush()
         if how == "evict":
             assert store.evict(1) > 0
         assert copied_bytes(store) == 0

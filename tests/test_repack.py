@@ -31,6 +31,7 @@ from impress.spans.tables import read_header
 from impress.upkeep.verify import verify_store
 from impress.usage.remembered import decode
 from impress.write.budget import DAY_S, Bucket, Pace, WriteBudget
+from tiers.base import Slot
 from tiers.errors import MediumError
 
 Open = Callable[..., impress.PrefixStore]
@@ -305,6 +306,30 @@ def test_a_lease_held_across_a_repack_reads_the_old_rows_to_the_end(
     assert old.span_id not in [r.span_id for r in store.catalog.all_records()]
     store.evict(1 << 40)
     assert store.lookup(tokens) == 0
+    sound(store)
+
+
+def test_who_ends_the_last_lease_of_what_moved_erases_nothing(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was erased and synced by that thread: an engine's, at the end of a request."""
+    store, by = open_store(geometry, dram_bytes=0, follow_every_s=0), []
+    put_prompt(store, prompt(256)).wait(60)
+    look(store, prompt(256))
+    erase = store.ssd.erase
+
+    def watched(slot: Slot) -> None:
+        by.append(threading.current_thread().name)
+        erase(slot)
+
+    monkeypatch.setattr(store.ssd, "erase", watched)
+    with store.lease(prompt(256)):
+        assert store.repack().moved == 1
+        assert not by
+    store.flush()
+    assert by == ["impress-commit"]
+    (record,) = store.catalog.records()
+    assert store.ssd.usage().used == record.owned_bytes
     sound(store)
 
 

@@ -138,6 +138,7 @@ def test_a_forked_child_that_lets_go_of_a_lease_touches_nothing(
         with lease.session() as session:
             k, _, _ = session.retrieve(0, None)
             assert np.array_equal(k.numpy(), kv_of(tokens, geometry)[0][0])
+    store.flush()
     assert rows_of(tokens, geometry) not in everything_in(store.path / "shards/main/segments")
     store.check()
 

@@ -226,7 +226,7 @@ class Repacker:
             except Stopped:
                 break
             finally:
-                self._home.release([held])
+                self._home.reclaim(self._home.catalog.release([span]))
         return report
 
     def _examine(

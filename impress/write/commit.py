@@ -59,6 +59,7 @@ class Committer:
         self._wake = threading.Condition()
         self._open = True
         self._save_asked = False
+        self._settle_asked = False
         self._failures: list[Exception] = []
         self._undone = Batch()  # deletes that failed
         self.undone = ""
@@ -105,6 +106,14 @@ class Committer:
         """Soon: what requests have shown since it was last saved. Never raises."""
         with self._wake:
             self._save_asked = True
+            self._wake.notify()
+
+    def settle(self) -> None:
+        """Soon: what was let go is reclaimed. Never raises, nor in a fork's child."""
+        if os.getpid() != self._pid:  # the thread stayed behind, perhaps with the lock
+            return
+        with self._wake:
+            self._settle_asked = True
             self._wake.notify()
 
     def try_writing(self, slot: Slot, timeout_s: float) -> None:
@@ -161,7 +170,7 @@ class Committer:
     def _work(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._jobs or self._save_asked or not self._open)
+                self._wake.wait_for(self._is_wanted)
                 if not self._jobs and not self._open:
                     break
                 save, self._save_asked = self._save_asked, False
@@ -170,6 +179,7 @@ class Committer:
                     batch.add(self._jobs.popleft())
             try:
                 self._deal_with(batch)
+                self._settle()
                 if save:
                     self._save_history()
             except Exception as err:  # a bug: told by flush, and no later job is left waiting
@@ -179,12 +189,22 @@ class Committer:
                 event.set()
         try:
             self._retry()
+            self._settle()
             if self.undone:
                 log.warning("%d deleted spans are back at the next open", len(self.undeleted))
             wear = self._duties.wear()  # also of what came to nothing
             self._index.commit({}, heat=self._catalog.heat(), wear=wear, last=True)
         except StoreFailed as err:
             self.fail(err)
+
+    def _is_wanted(self) -> bool:
+        return bool(self._jobs) or self._save_asked or self._settle_asked or not self._open
+
+    def _settle(self) -> None:
+        """What was let go, in this turn too."""
+        if self._settle_asked:
+            self._settle_asked = False
+            self._duties.settle()
 
     def _save_history(self) -> None:
         tick = self._history.tick

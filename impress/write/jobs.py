@@ -81,7 +81,8 @@ class Duties:
     `reclaim`: space nobody here holds; `scrap`: of spans that never were visible. `overfull`: takes
     spans out of a tree whose home is too full, but for those just stored, and names them.
     `trouble`: a write failed, and why. `wear`: the write budget, to be kept. `spoilt`: spans whose
-    bytes are to be erased when they are deleted; `spoil`: these, too.
+    bytes are to be erased when they are deleted; `spoil`: these, too. `settle`: what was let go is
+    reclaimed.
     """
 
     reclaim: Callable[[Iterable[SpanRecord]], None]
@@ -91,6 +92,7 @@ class Duties:
     wear: Callable[[], bytes]
     spoilt: Container[int]
     spoil: Callable[[Iterable[int]], None]
+    settle: Callable[[], None]
 
 
 Job = StoreJob | GiveUp | Erase | SwapJob | Trial | list[int] | threading.Event

@@ -65,10 +65,9 @@ class Reclaim:
         self.spoilt.update(spans)
 
     def add(self, records: Iterable[SpanRecord], generation: int) -> None:
-        """Out of the index by the transaction of this generation, or one before."""
+        """Out of the index by the transaction of this generation, or one before; to be settled."""
         for record in records:
             self.limbo.add(record, generation, monotonic())
-        self.settle()
 
     def settle(self) -> None:
         """Give back what no other process may be reading any more."""
@@ -91,6 +90,7 @@ class Reclaim:
     def close(self) -> bool:
         """Wait for others a last time, then bury what is left: its rows stay until the next open,
         but for those to be erased. False: a thread is stuck at it and may write yet."""
+        self.settle()
         self.wait_for([record.span_id for record in self.limbo.records()])
         with self._state:
             self._open = False
