@@ -21,6 +21,7 @@ from impress.policy import AllHeads, Contiguous, Paper, Policy, Quality, Random
 from impress.read.ahead import Places, cost, preferred, within
 from impress.read.early import Early
 from impress.read.session import Lease
+from impress.usage.history import Note
 from tiers.errors import ReadFailed
 from tiers.iopool import Lane
 
@@ -228,7 +229,7 @@ def test_what_requests_chose_is_read_ahead_where_this_one_did_not(open_store: Op
                     first, count = source.held.first * 64, source.count * 64
                     mine = pos.numpy() - source.at * 64 + first
                     mine = mine[(mine >= first) & (mine < first + count)]
-                    store.history.note(source.span, n_rows, layer, first, count, mine)
+                    store.history.note(Note(source.span, n_rows, layer, first, count, mine))
     assert hits[0] < 45 and hits[1] == 3 * 45
 
 

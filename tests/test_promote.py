@@ -17,6 +17,7 @@ from impress.policy import AllHeads, Contiguous, Exact, Pages, Paper, Policy, Qu
 from impress.read.parts import Source
 from impress.read.reading import Reading
 from impress.read.worth import ranks_if_used
+from impress.usage.history import Note
 
 Open = Callable[..., impress.PrefixStore]
 Answer = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -279,8 +280,8 @@ def test_chunks_whose_rows_matter_more_drive_out_those_whose_rows_matter_less(
     everything = np.arange(N, dtype=np.int64)
     often = everything[(everything < 128) | (everything % 8 == 0)]  # chunks 0, 1; a few elsewhere
     store.history.request([])
-    store.history.note(span, N, 0, 0, N, often)
-    store.history.note(span, N, 1, 0, N, np.arange(64, 128))
+    store.history.note(Note(span, N, 0, 0, N, often))
+    store.history.note(Note(span, N, 1, 0, N, np.arange(64, 128)))
     ask(store, tokens, Exact())
     kept = store._copies.chunks[0]
     assert [kept.has(span, layer, np.arange(6)).tolist().count(True) for layer in (0, 1)] == [2, 1]

@@ -29,6 +29,7 @@ from impress.spans.layout import PlaneLayout
 from impress.spans.order import RowOrder
 from impress.spans.tables import read_header
 from impress.upkeep.verify import verify_store
+from impress.usage.history import Note
 from impress.usage.remembered import decode
 from impress.write.budget import DAY_S, Bucket, Pace, WriteBudget
 from tiers.base import Slot
@@ -126,7 +127,7 @@ def look(store: impress.PrefixStore, tokens: np.ndarray, seed: int = 0, times: i
                 rng = np.random.default_rng([seed, source.at, layer])
                 rows = np.sort(rng.permutation(n_rows)[: max(1, n_rows // 10)])
                 for _ in range(times):
-                    store.history.note(source.span, n_rows, layer, 0, n_rows, rows)
+                    store.history.note(Note(source.span, n_rows, layer, 0, n_rows, rows))
 
 
 def sound(store: impress.PrefixStore) -> None:

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 
 import impress
 from impress.read.session import Lease
+from impress.usage.history import Note
 
 WINDOW = 16
 GEOMETRY = impress.Geometry(2, 2, 1, 24, "float32", v_head_dim=16)  # K padded, V dense
@@ -161,7 +162,8 @@ class StoreMachine(RuleBasedStateMachine):
                     rng = np.random.default_rng([seed, layer])
                     rows = first + np.sort(rng.permutation(count)[: count // 5])
                     for _ in range(4):
-                        self.store.history.note(source.span, n_rows, layer, first, count, rows)
+                        note = Note(source.span, n_rows, layer, first, count, rows)
+                        self.store.history.note(note)
 
     @rule(dry_run=st.booleans())
     def repack(self, dry_run: bool) -> None:

@@ -32,7 +32,7 @@ from impress.tree.eviction import ByWorth, by_last_use, by_prefix, by_uses, leas
 from impress.tree.radix import RadixTree
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
-from impress.usage.history import HALF_LIFE
+from impress.usage.history import HALF_LIFE, Note
 from impress.write.budget import DAY_S, WriteBudget
 from impress.write.health import RETRY_S, Health
 from tiers.base import Slot
@@ -240,7 +240,7 @@ def test_what_is_of_no_importance_goes_before_what_is(
         put_prompt(store, tokens).wait(60)
         (span,) = {r.span_id for r in store.catalog.records()} - set(store.history.known_shares())
         for layer in range(geometry.n_layers):
-            store.history.note(span, 128, layer, 0, 128, np.arange(chosen))
+            store.history.note(Note(span, 128, layer, 0, 128, np.arange(chosen)))
     store.evict(1)
     assert (store.lookup(vital), store.lookup(idle)) == (128, 0)
 

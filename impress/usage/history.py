@@ -112,46 +112,38 @@ class History:
         """One request's notes: time goes on by one."""
         with self._lock:
             self.tick += 1
-        for n in notes:
-            self.note(n.span, n.n_rows, n.layer, n.first, n.count, n.chosen, n.ordinals)
+        for note in notes:
+            self.note(note)
 
-    def note(
-        self,
-        span_id: int,
-        n_rows_of_span: int,
-        layer: int,
-        first_row: int,
-        count: int,
-        chosen: Ids | None,
-        ordinals: Ids | None = None,
-    ) -> None:
-        """See `Note`. Where nothing was decided, uses are counted and averages stay."""
-        window = self._window
-        shape = (self._n_layers, n_rows_of_span // window, window)
+    def note(self, note: Note) -> None:
+        """Where nothing was decided, uses are counted and averages stay."""
+        span, layer, chosen, ordinals = note.span, note.layer, note.chosen, note.ordinals
+        shape = (self._n_layers, note.n_rows // self._window, self._window)
         if Remembered.bytes_of(*shape) > self._budget_bytes:
             return
-        recalled = self._recall(span_id)
+        recalled = self._recall(span)
         with self._lock:
-            known = self._spans.get(span_id, recalled)  # other spans may have pushed it out since
-            if known is None or known.n_rows != n_rows_of_span:
+            known = self._spans.get(span, recalled)  # other spans may have pushed it out since
+            if known is None or known.n_rows != note.n_rows:
                 known = Remembered.empty(*shape)
-            if self._spans.get(span_id) is not known:
-                self._put(span_id, known)
-            self._spans.move_to_end(span_id)
-            if span_id not in self._changed:
-                self._changed.add(span_id)
+            if self._spans.get(span) is not known:
+                self._put(span, known)
+            self._spans.move_to_end(span)
+            if span not in self._changed:
+                self._changed.add(span)
                 self._unsaved_bytes += known.n_bytes
             if ordinals is None:
-                ordinals = np.arange(first_row, first_row + count) if chosen is None else chosen
+                looked = np.arange(note.first, note.first + note.count)
+                ordinals = looked if chosen is None else chosen
             uses = known.uses[layer]
             uses *= np.float32(_faded(self.tick - int(known.ticks[layer])))
             used = np.zeros(len(uses), dtype=bool)
-            used[ordinals // window] = True
+            used[ordinals // self._window] = True
             uses += used
             known.ticks[layer] = self.tick
             known.summed = None
             if chosen is not None:
-                _average(known, layer, first_row, count, chosen)
+                _average(known, layer, note.first, note.count, chosen)
             self._shrink()
 
     def carry(
