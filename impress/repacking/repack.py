@@ -135,9 +135,7 @@ class Repacker:
         self._counters = counters
         self._stop = threading.Event()
         pace = Pace(config.repack_bytes_per_s, clock, self._stop.wait)
-        self._copier = Copier(
-            home.ssd, pool, geometry, pace, partial(self._stand_back, busy, clock)
-        )
+        self._copier = Copier(home.ssd, pool, pace, partial(self._stand_back, busy, clock))
         self._pass = threading.Lock()  # held for a whole pass; only passes take it
         self._looked: dict[int, int] = {}  # span -> its leases when the background last looked
         self._drafts: dict[int, SpanRecord] = {}  # space that no span owns yet
@@ -236,7 +234,7 @@ class Repacker:
         if rewrite:
             first, end = min(first for first, _ in views), max(first + n for first, n in views)
             part = SpanPart.as_it_lies(header, first, end - first)
-            return _Move(held, part, part.layout(self._geometry, part.count), None)
+            return _Move(held, part, part.layout(part.count), None)
         return self._order(held, header, views)
 
     def _order(self, held: Held, header: SpanHeader, views: list[tuple[int, int]]) -> _Move | None:
@@ -248,7 +246,7 @@ class Repacker:
         if worth is None or chosen is None:
             return None
         window, n_windows = held.record.window, held.record.n_windows
-        layout = SpanPart(header, 0, n_windows, None).layout(self._geometry, n_windows)
+        layout = SpanPart(header, 0, n_windows, None).layout(n_windows)
         groups = [(a * window, n * window) for a, n in tiled(views, n_windows)]
         gap, planes = self._config.read_gap_bytes, [layout.planes[plane] for plane in (K, V)]
         plan = plan_repack(worth, chosen, header.order, groups, planes, window, gap)

@@ -20,7 +20,6 @@ from impress.spans.layout import K, SpanLayout, V
 from impress.spans.order import RowOrder, Rows
 from impress.spans.rows import move_rows
 from impress.spans.tables import read_header
-from impress.types import Geometry
 from impress.write.budget import Pace
 from tiers.base import Bytes, Extent, Read, Slot, Sums, sums_of
 from tiers.errors import Cancelled, MediumError
@@ -65,11 +64,11 @@ class SpanPart:
         slots = np.stack([rows[(rows >= 0) & (rows < n_rows)] for rows in lying])
         return cls(header, first, count, slots)
 
-    def layout(self, geometry: Geometry, n_windows: int) -> SpanLayout:
+    def layout(self, n_windows: int) -> SpanLayout:
         """Of a span like it with so many windows."""
         window = self.header.record.window
         probe_bytes = [probe.window_bytes(window) for probe in self.header.probes]
-        return SpanLayout.of(geometry, window, n_windows, probe_bytes)
+        return SpanLayout.of(self.header.geometry, window, n_windows, probe_bytes)
 
     def record(self, span_id: int, meta: Extent, parts: tuple[Extent, ...]) -> SpanRecord:
         """Of the copy: the same keys and labels for the same windows."""
@@ -97,12 +96,9 @@ class SpanPart:
 class Copier:
     """One copy at a time."""
 
-    def __init__(
-        self, ssd: SsdTier, pool: IoPool, geometry: Geometry, pace: Pace, turn: Callable[[], bool]
-    ) -> None:
+    def __init__(self, ssd: SsdTier, pool: IoPool, pace: Pace, turn: Callable[[], bool]) -> None:
         self._ssd = ssd
         self._pool = pool
-        self._geometry = geometry
         self._pace = pace
         self._turn = turn  # waits for those that go first; False when the store is closing
 
@@ -119,8 +115,8 @@ class Copier:
 
         Gone when `alive()`, asked before each layer, says so.
         """
-        new = part.layout(self._geometry, part.count)
-        old = part.layout(self._geometry, part.header.record.n_windows)
+        new = part.layout(part.count)
+        old = part.layout(part.header.record.n_windows)
         low, order = part.first * part.header.record.window, part.header.order
         sums = np.zeros(new.n_sums, dtype=np.uint64)
         for layer in range(new.n_layers):
