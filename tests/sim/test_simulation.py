@@ -8,11 +8,15 @@ import shutil
 import time
 from pathlib import Path
 
+import disk
 import pytest
+import world
 from simulate import simulate
 from turns import Event, Hang, Scheduler, Thread
 
+import impress
 import tiers.ssd
+from impress.tree.merged import MergedCatalog
 
 #: `make soak` gives more.
 SECONDS = float(os.environ.get("IMPRESS_SIM_SECONDS", "60"))
@@ -44,14 +48,19 @@ def test_a_seed_replays(tmp_path: Path) -> None:
     assert ends[0] == ends[1]
 
 
+def try_seeds(tmp_path: Path) -> None:
+    """Until one shows what a test has broken."""
+    for seed in range(1, 60):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        simulate(folder, seed)
+
+
 def test_it_would_notice_unverified_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums switched off: a bit that flips on the way must show as a wrong answer."""
     monkeypatch.setattr(tiers.ssd, "verify", lambda read, where: None)
     with pytest.raises(AssertionError) as found:
-        for seed in range(1, 60):
-            folder = tmp_path / str(seed)
-            folder.mkdir()
-            simulate(folder, seed)
+        try_seeds(tmp_path)
     assert "wrong" in str(found.value)
 
 
@@ -59,19 +68,38 @@ def test_it_would_notice_a_commit_before_the_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that are READY before they are durable: a power cut must show it."""
-    import disk
-    import world
-
     monkeypatch.setattr(disk.SimSsd, "sync", lambda self, slots: None)
     monkeypatch.setattr(world, "FAULTS", (disk.Faults(),))
     monkeypatch.setattr(world, "ENDS", ("power",))
     with pytest.raises(AssertionError) as found:
-        for seed in range(1, 60):
-            folder = tmp_path / str(seed)
-            folder.mkdir()
-            simulate(folder, seed)
+        try_seeds(tmp_path)
     said = str(found.value)  # lost, or gone bad under a store that hangs from it
     assert any(words in said for words in ("READY", "after a restart", "a store failed"))
+
+
+def test_it_would_notice_a_bug_behind_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug that the committer met is told as a failed store, which a bad disk excused; and a store
+    that never ended was taken for one that was not READY."""
+
+    def broken(self: MergedCatalog, record: object, prefix: bytes) -> int:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(MergedCatalog, "publish", broken)
+    monkeypatch.setattr(world, "FAULTS", (disk.Faults(write=1e-6),))
+    monkeypatch.setattr(world, "ENDS", ("close",))
+    with pytest.raises(AssertionError, match=r"has not ended|failed by a bug"):
+        try_seeds(tmp_path)
+
+
+def test_it_would_notice_what_is_ready_and_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what was found was remembered as READY: nothing missed what never was."""
+    monkeypatch.setattr(impress.PrefixStore, "lookup", lambda self, tokens: 0)
+    with pytest.raises(AssertionError, match="was READY, and 0 of its tokens"):
+        try_seeds(tmp_path)
 
 
 def test_it_would_notice_a_hang() -> None:

@@ -25,6 +25,7 @@ import impress.write.health
 import impress.write.home
 from impress.policy import Paper, Quality, Random, Recency
 from impress.repacking.repack import Repacker
+from tiers.errors import MediumError
 
 GEOMETRY = impress.Geometry(2, 4, 2, 32, "float32")
 WINDOW = 16
@@ -151,12 +152,19 @@ class World:
                 raise thread.error
 
     def _flush(self) -> None:
-        """A store may fail for a fault, or because what it hangs from was purged meanwhile."""
         assert self.store is not None
         try:
             self.store.flush(1000)
-        except impress.StoreFailed:
-            assert self.excused or self.purged, "nothing went wrong, but a store failed"
+        except impress.StoreFailed as err:
+            self._assert_excused(err)
+
+    def _assert_excused(self, err: impress.StoreFailed) -> None:
+        """A store may fail for a fault, or because what it hangs from was purged meanwhile; never
+        for a bug that the committer met."""
+        cause = err.__cause__
+        expected = (impress.ImpressError, MediumError, OSError)
+        assert cause is None or isinstance(cause, expected), f"a store failed by a bug: {cause!r}"
+        assert self.excused or self.purged, "nothing went wrong, but a store failed"
 
     def _wait_idle(self) -> None:
         """Promotions and the like have ended."""
@@ -207,8 +215,8 @@ class World:
         for _ in range(STEPS):
             try:
                 self.rng.choice(acts)()
-            except impress.StoreFailed:
-                assert self.excused or self.purged, "nothing went wrong, but a store failed"
+            except impress.StoreFailed as err:
+                self._assert_excused(err)
             self.sched.pause()
 
     def _put(self) -> tuple[int, Any]:
@@ -223,13 +231,19 @@ class World:
         return i, self.store.store(tokens, *kv_of(tokens), importance=importance, wait_s=100)
 
     def _put_and_wait(self) -> None:
+        takings, taking = self.takings, self.taking
         i, stored = self._put()
-        ready = stored.wait(500) and not self.unsure
-        if ready and self.store is not None and self.store.config.disk_bytes is None:
-            before, n = self.takings, self.store.lookup(self.prompts[i])
-            whole = n == len(self.prompts[i]) // WINDOW * WINDOW
-            if whole and before == self.takings and not self.taking:  # it has not gone meanwhile
-                self.must_have.add(i)
+        ready = stored.wait(500)
+        assert ready or stored.refused, f"prompt {i}: its store has not ended"
+        assert self.store is not None
+        if not ready or self.unsure or self.store.config.disk_bytes is not None:
+            return
+        before, n = self.takings, self.store.lookup(self.prompts[i])
+        whole = n == len(self.prompts[i]) // WINDOW * WINDOW
+        taken = taking or takings != self.takings
+        assert whole or taken, f"prompt {i} was READY, and {n} of its tokens are found"
+        if whole and before == self.takings and not self.taking:  # it has not gone meanwhile
+            self.must_have.add(i)
 
     def _abandon(self) -> None:
         assert self.store is not None
@@ -297,8 +311,7 @@ class World:
 
     def _repack(self) -> None:
         assert self.store is not None
-        if hasattr(self.store, "repack"):
-            self.store.repack()
+        self.store.repack()
 
     def _purge(self) -> None:
         assert self.store is not None
