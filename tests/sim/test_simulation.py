@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import disk
 import pytest
@@ -17,6 +18,7 @@ from turns import Event, Hang, Scheduler, Thread
 import impress
 import tiers.ssd
 from impress.tree.merged import MergedCatalog
+from impress.write.index import Index
 
 #: `make soak` gives more.
 SECONDS = float(os.environ.get("IMPRESS_SIM_SECONDS", "60"))
@@ -100,6 +102,23 @@ def test_it_would_notice_what_is_ready_and_not_found(
     monkeypatch.setattr(impress.PrefixStore, "lookup", lambda self, tokens: 0)
     with pytest.raises(AssertionError, match="was READY, and 0 of its tokens"):
         try_seeds(tmp_path)
+
+
+def test_it_would_notice_a_thread_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the store's own threads died of was printed, and the seed held."""
+    commit = Index.commit
+
+    def at_last(self: Index, *args: Any, last: bool = False, **named: Any) -> None:
+        if last:
+            raise KeyError("a bug")
+        commit(self, *args, **named)
+
+    monkeypatch.setattr(Index, "commit", at_last)
+    monkeypatch.setattr(world, "ENDS", ("close",))
+    with pytest.raises(KeyError, match="a bug"):
+        simulate(tmp_path, 1, 1)
 
 
 def test_it_would_notice_a_hang() -> None:

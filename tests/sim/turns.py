@@ -31,7 +31,6 @@ class Thread:
         name: str = "", daemon: bool = True,
     ) -> None:  # fmt: skip
         self.name = name
-        self.error: BaseException | None = None
         self._sched = sched
         self._target, self._args = target, args
         self.turn = real.Semaphore(0)
@@ -60,7 +59,8 @@ class Thread:
         except Killed:
             pass
         except BaseException as err:
-            self.error = err
+            if not self.killed:  # what breaks on the way out of a dead process is no finding
+                self._sched.errors.append(err)
             traceback.print_exc()
         finally:
             self.alive = False
@@ -83,6 +83,7 @@ class Scheduler:
         self.held: dict[Lock, Thread] = {}
         self.crash_at: int | None = None  # a number of switches
         self.hang = ""
+        self.errors: list[BaseException] = []  # what threads ended by
 
     # ---- giving the turn away ----------------------------------------------------------------
 
@@ -134,6 +135,11 @@ class Scheduler:
 
     def _late(self, thread: Thread) -> bool:
         return thread.deadline is not None and thread.deadline <= self.now
+
+    def raise_errors(self) -> None:
+        """What a thread ended by, a client's or one of the store's own, if any did."""
+        if self.errors:
+            raise self.errors[0]
 
     # ---- the end of a process ----------------------------------------------------------------
 

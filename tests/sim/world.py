@@ -125,6 +125,7 @@ class World:
                 self._rot()
         except Killed:
             self._crash(power=end == "power")
+        self.sched.raise_errors()
 
     def _open(self) -> impress.PrefixStore:
         config = impress.Config(
@@ -147,9 +148,7 @@ class World:
         for thread in threads:
             thread.start()
         self.sched.wait_until(lambda: not any(t.alive for t in threads), None)
-        for thread in threads:
-            if thread.error is not None:
-                raise thread.error
+        self.sched.raise_errors()
 
     def _flush(self) -> None:
         assert self.store is not None
