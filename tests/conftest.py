@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,15 @@ def assert_serves(
                 assert np.array_equal(k.numpy(), keys[layer][:, :n_tokens])
                 assert np.array_equal(v.numpy(), values[layer][:, :n_tokens])
                 assert pos.tolist() == list(range(n_tokens))
+
+
+@contextmanager
+def read_limit(store: impress.PrefixStore, limit_s: float) -> Iterator[None]:
+    """In the block a read is late after so long. A store opened so would be late under load with
+    what it is to serve before and after."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vars(store.config), "read_timeout_s", limit_s)
+        yield
 
 
 def wait_for_promotions(store: impress.PrefixStore) -> None:

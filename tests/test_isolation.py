@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import assert_serves, kv_of, prompt, put_prompt, said_by_a_child
+from conftest import assert_serves, kv_of, prompt, put_prompt, read_limit, said_by_a_child
 from typer.testing import CliRunner
 
 import impress
@@ -347,7 +347,7 @@ def test_a_read_that_came_too_late_still_keeps_the_callers_memory(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The layer that was given up was not asked: close said that nothing reads into it any more."""
-    store = open_store(geometry, read_timeout_s=0.05, io_threads=2)
+    store = open_store(geometry, io_threads=2)
     put_prompt(store, prompt(128)).wait(60)
     going_on, read = threading.Event(), SsdTier.read
     memory = [aligned(128 * geometry.k_row_bytes) for _ in range(4)]  # K, V by layer
@@ -362,7 +362,7 @@ def test_a_read_that_came_too_late_still_keeps_the_callers_memory(
         read(ssd, reads)
 
     monkeypatch.setattr(SsdTier, "read", hangs)
-    with store.lease(prompt(128)) as lease:
+    with store.lease(prompt(128)) as lease, read_limit(store, 0.05):
         session = lease.session()
         session.prefetch([(keys, others[0]), (others[1], others[2])])
         with pytest.raises(impress.PrefixLost, match="took more than"):
@@ -396,7 +396,7 @@ def test_while_every_thread_is_stuck_requests_are_told_to_compute(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
     """A disk that hangs takes the I/O threads with it; requests must not queue up behind them."""
-    store = open_store(geometry, read_timeout_s=0.05, io_threads=2)
+    store = open_store(geometry, io_threads=2)
     put_prompt(store, prompt(128)).wait(60)
     stuck, begun = threading.Event(), threading.Barrier(3)
 
@@ -406,10 +406,11 @@ def test_while_every_thread_is_stuck_requests_are_told_to_compute(
 
     blockers = store._pool.submit(Lane.DEMAND, [hang, hang])
     begun.wait(60)
-    while store.stats()["stuck_threads"] < 2:  # it takes the time limit to be sure
-        pass
-    with store.lease(prompt(128)) as lease:
-        assert lease.n_tokens == 0 and lease.miss_reason == "tier off"
+    with read_limit(store, 0.05):
+        while store.stats()["stuck_threads"] < 2:  # it takes the time limit to be sure
+            pass
+        with store.lease(prompt(128)) as lease:
+            assert lease.n_tokens == 0 and lease.miss_reason == "tier off"
     assert store.stats()["misses"]["tier_off"] == 1
     stuck.set()
     blockers.wait(60)

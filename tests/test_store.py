@@ -18,7 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
+from conftest import (
+    MIB,
+    SMALL,
+    assert_serves,
+    kv_of,
+    prompt,
+    put_prompt,
+    read_limit,
+    wait_for_promotions,
+)
 
 import impress
 import tiers.slots
@@ -487,13 +496,13 @@ def test_a_damaged_header_shortens_the_lease(open_store: Open, geometry: impress
 def test_a_late_read_is_a_loss_and_its_buffer_waits_for_it(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    store = open_store(geometry, read_timeout_s=0.2, io_threads=2)
+    store = open_store(geometry, io_threads=2)
     tokens = prompt(128)
     put_prompt(store, tokens).wait(60)
     with store.lease(tokens) as lease, lease.session() as session:
         stuck = threading.Event()
         blockers = store._pool.submit(Lane.DEMAND, [lambda: stuck.wait(60) and None] * 2)
-        with pytest.raises(impress.PrefixLost) as lost:
+        with read_limit(store, 0.05), pytest.raises(impress.PrefixLost) as lost:
             session.retrieve(0, None)
         assert lost.value.reason == "late"
         assert store.buffers.used_bytes > 0
@@ -655,7 +664,7 @@ def test_importance_that_cannot_be_read_in_time_is_a_loss(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
     """It is read like everything else, by a thread that may hang: the caller does not."""
-    store = open_store(geometry, read_timeout_s=0.2, io_threads=1)
+    store = open_store(geometry, io_threads=1)
     tokens = prompt(128)
     scores = np.random.default_rng(0).random((2, 128), dtype=np.float32)
     put_prompt(store, tokens, importance=scores).wait(60)
@@ -663,7 +672,8 @@ def test_importance_that_cannot_be_read_in_time_is_a_loss(
     with store.lease(tokens) as lease, lease.session(StaticH2O(keep=0.5)) as session:
         stuck = threading.Event()
         blocker = store._pool.submit(Lane.DEMAND, [lambda: stuck.wait(60) and None])
-        with pytest.raises(impress.PrefixLost, match=r"header took more than 0\.2 s") as lost:
+        said = pytest.raises(impress.PrefixLost, match=r"header took more than 0\.05 s")
+        with read_limit(store, 0.05), said as lost:
             session.retrieve(0, query)
         assert lost.value.reason == "late" and store.stats()["lost"] == {"late": 1}
         stuck.set()
