@@ -55,7 +55,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 
 
 @given(stored=st.lists(TOKENS, max_size=8), asked=TOKENS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_nearest_stored_prompt_is_the_one_that_agrees_longest(stored, asked):
     """Against comparing with every stored prompt, token by token; windows of two tokens."""
 

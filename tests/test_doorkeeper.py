@@ -23,7 +23,7 @@ def keys(*numbers: int) -> list[bytes]:
     return [blake2b(str(n).encode(), digest_size=32).digest() for n in numbers]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 30), max_size=6), max_size=30))
 def test_it_answers_as_a_set_does(uses: list[list[int]]) -> None:
     door, known = Doorkeeper(), set()

@@ -50,7 +50,7 @@ def test_pieces_are_whole_rows_with_little_padding(
     assert plane.pieces * plane.piece_rows == 64
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 5),
     st.integers(1, 4),
@@ -159,7 +159,7 @@ def test_a_newer_format_is_refused_by_number() -> None:
         decode_header(bytes(raw), record()[0].meta)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=9000))
 def test_noise_is_never_a_record(raw: bytes) -> None:
     with pytest.raises(impress.FormatError):

@@ -29,7 +29,6 @@ def at_most(k: int, n: int, p: Fraction) -> Fraction:
 # --- the bound ------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_the_limit_is_where_so_few_would_be_seen_in_one_case_of_twenty(seen):
     k, n = seen
@@ -86,7 +85,6 @@ def test_trust_ends_however_few_shadows_are_wanted(n_wanted):
 # --- the states -----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.lists(st.booleans(), max_size=80))
 def test_states_follow_a_plain_list(n_wanted, shadows):
     ledger = Ledger(0.1, n_wanted)
@@ -159,7 +157,7 @@ def test_what_was_sent_back_earns_anew_at_the_same_pace():
     assert not ledger.decide(0.01).wanted
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.binary(max_size=80))
 def test_a_share_of_trusted_requests_is_watched_the_same_every_time(salt):
     first, second = trusted(), trusted()
@@ -188,7 +186,7 @@ LEDGERS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(LEDGERS, st.text(st.characters(exclude_categories=["Cs"]), max_size=50))
 def test_a_value_gives_the_ledger_back_and_a_damaged_one_nothing(ledger, name):
     raw = encode(Entry(name, ledger))

@@ -156,7 +156,6 @@ def test_kept_tokens_round_up_and_are_at_least_one() -> None:
 
 
 @given(values=st.lists(SMALL, min_size=1, max_size=20), data=st.data())
-@settings(deadline=None)
 def test_ties_go_to_the_lower_position(values: list[int], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(values)))
     got = set(np.flatnonzero(top_k(np.array(values, dtype=np.float32), k)).tolist())
@@ -171,7 +170,7 @@ def test_ties_go_to_the_lower_position(values: list[int], data: st.DataObject) -
     alpha=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
     gate=st.booleans(),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_paper_choice_is_the_reference(
     rows: list[list[int]], keep: float, alpha: float, gate: bool
 ) -> None:
@@ -421,7 +420,7 @@ def missing(layer: dict[str, Any], positions: Any) -> np.ndarray:
     ),
     bound=st.sampled_from([0.0, 0.05, 0.2, 0.5, 1.0]),
 )
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_quality_takes_the_smallest_set(rows: list[list[int]], bound: float) -> None:
     columns = np.array(rows, dtype=np.float32) / np.float32(64)
     weight = columns.mean(axis=0)

@@ -221,7 +221,7 @@ deeds = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(deeds, max_size=40))
 def test_the_pool_does_what_a_queue_and_a_list_of_prefixes_do(done: list) -> None:
     pool, model = BlockPool(9, SIZE, ROOT), Reference(9)
@@ -300,7 +300,7 @@ def test_a_block_whose_prefix_is_not_here_is_no_hit() -> None:
     assert pool.acquire(keys) == [9, 8]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(0, 6),
     st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 2), min_size=1, max_size=5))),

@@ -60,7 +60,7 @@ def every_question(doc: Document) -> list[Question]:
     return [q for task in TASKS for q in questions(doc, task, 100)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ANY_DOCUMENT)
 def test_answers_follow_from_the_words_of_the_document(doc: Document) -> None:
     solver = Solver(doc)
@@ -70,7 +70,7 @@ def test_answers_follow_from_the_words_of_the_document(doc: Document) -> None:
         assert q.answer in q.candidates and len(set(q.candidates)) == 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ANY_DOCUMENT)
 def test_demonstrations_are_answered_rightly_and_never_asked_again(doc: Document) -> None:
     solver = Solver(doc)
@@ -81,7 +81,7 @@ def test_demonstrations_are_answered_rightly_and_never_asked_again(doc: Document
     assert not asked & doc.demonstrated
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ANY_DOCUMENT)
 def test_false_values_and_wrong_effects_occur_in_the_document(doc: Document) -> None:
     solver = Solver(doc)

@@ -38,7 +38,7 @@ def orders_of(store: impress.PrefixStore) -> list[RowOrder | None]:
     return [read_header(store.ssd, record).order for record in store.catalog.records()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(1, 200), st.integers(0, 9))
 def test_an_order_and_its_inverse_agree_and_survive_encoding(
     layers: int, rows: int, epoch: int
@@ -86,7 +86,7 @@ def test_rows_go_by_worth_inside_their_group_and_equals_stay_as_they_lie() -> No
     assert np.array_equal(by_worth(worth, [(0, 8)], now), again)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_a_plan_brings_each_wanted_row_to_its_place(data: st.DataObject) -> None:
     """Against a dictionary: rows are numbers, pieces are looked up one by one."""
@@ -142,7 +142,7 @@ def test_a_plan_brings_each_wanted_row_to_its_place(data: st.DataObject) -> None
     assert [dest[row] for row in rows.tolist()] == [truth(pos) for pos in positions.tolist()]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.data())
 def test_runs_are_cut_where_their_bytes_lie_apart(data: st.DataObject) -> None:
     """Every piece of a run is in one part, in its place; a copy's parts end with their chunk."""

@@ -107,7 +107,7 @@ def test_windows_encode_one_by_one_as_together(name: str) -> None:
 @given(
     bits=st.integers(1, 4), length=st.integers(1, 70), n=st.integers(1, 5), seed=st.integers(0, 99)
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_codes_come_back_from_their_bytes(bits: int, length: int, n: int, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (n, length), dtype=np.uint8)
     packed = np.full((n, packed_bytes(length, bits)), 0xAA, dtype=np.uint8)
@@ -121,7 +121,7 @@ def test_codes_come_back_from_their_bytes(bits: int, length: int, n: int, seed: 
     length=st.integers(1, 40), group=st.sampled_from([8, 32, 64]), scale=st.floats(1e-3, 1e3),
     seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_four_bits_err_by_at_most_half_a_step(
     length: int, group: int, scale: float, seed: int
 ) -> None:

@@ -388,7 +388,7 @@ steps = st.one_of(
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(done=st.lists(steps, max_size=40))
 def test_a_cache_keeps_its_accounts_and_what_is_worth_most(eviction: str, done: list) -> None:
     cache = ChunkCache(CAPACITY * 8192, {0: 4096, 1: 4096}, LAYERS, eviction=eviction)

@@ -18,7 +18,7 @@ def labels_of(path: tuple[int, ...]) -> bytes:
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from("ab"), paths, st.booleans()), max_size=25))
 def test_agrees_with_a_dictionary_of_prefixes(
     steps: list[tuple[str, tuple[int, ...], bool]],

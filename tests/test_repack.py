@@ -48,7 +48,7 @@ def test_groups_tile_a_span_whatever_is_viewed_of_it() -> None:
     assert tiled([], 3) == [(0, 3)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(0, 99))
 def test_expected_reads_are_what_independent_choices_read(log_rows: int, seed: int) -> None:
     plane = PlaneLayout(100, 1 << log_rows, 4096, 16 >> log_rows)
@@ -63,7 +63,7 @@ def test_expected_reads_are_what_independent_choices_read(log_rows: int, seed: i
     assert cost.n_bytes == cost.pieces * 4096
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 3), st.integers(1, 6), st.integers(0, 99), st.booleans())
 def test_a_plan_keeps_rows_in_their_group_and_the_next_plan_moves_nothing(
     layers: int, windows: int, seed: int, packed: bool

@@ -36,7 +36,7 @@ def asked(geometry: Geometry, keys: Any, query: Any, layer: int = 0, **more: Any
 # ---- pages -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
     heads=st.sampled_from([(2, 2), (4, 2), (4, 1)]),

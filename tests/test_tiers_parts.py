@@ -18,7 +18,7 @@ from tiers.slots import BufferPool, size_class
 from tiers.space import LEAST_PART, Space
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 700)), max_size=60))
 def test_space_agrees_with_a_bitmap(steps: list[tuple[bool, int]]) -> None:
     """Model: one byte per page of three 4 MiB segments."""

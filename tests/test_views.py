@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from impress.tree.radix import NONE, View
@@ -72,7 +72,6 @@ def step(views: Views, model: Model, kind: str, span: int, i: int, j: int) -> No
             unview(views, model, at)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(kinds, spans, numbers, numbers), min_size=40, max_size=80))
 def test_agrees_with_a_walk_over_all_views(steps: list[tuple[str, int, int, int]]) -> None:
     views, model = Views(), Model()

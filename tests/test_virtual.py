@@ -321,7 +321,7 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(steps, st.integers(0, 4))
 def test_whatever_comes_and_goes_every_request_reads_what_it_wrote(steps, budget):
     most = Sizes.of(GEOMETRY, 3, 700, PAGE).held_bytes(500) * budget

@@ -125,7 +125,7 @@ def simplest(tree: RadixTree, pinned: set[int], score: Any) -> Iterator[int]:
         yield min(found)[-1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 999), st.sampled_from(EVICTIONS), st.integers(1, 9))
 def test_batches_take_what_one_at_a_time_would(seed: int, eviction: str, limit: int) -> None:
     score = score_of(eviction, {3: 0.5, 7: 0.01})
