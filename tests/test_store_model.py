@@ -55,8 +55,10 @@ class StoreMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.known: set[Path_] = set()  # every stored prefix, by windows
+        self.ever_stored: set[Path_] = set()
         self.held: list[tuple[Path_, Lease]] = []
         self.store = self.open()
+        self.gone = self.gone_so_far()
 
     def open(self) -> impress.PrefixStore:
         return impress.PrefixStore.open(self.folder / "s", GEOMETRY, "model", CONFIG)
@@ -66,13 +68,25 @@ class StoreMachine(RuleBasedStateMachine):
 
     def learn(self, path: Path_) -> None:
         self.known |= {path[:n] for n in range(1, len(path) + 1)}
+        self.ever_stored |= self.known
+
+    def gone_so_far(self) -> tuple[int, int]:
+        """Spans evicted since the store was opened; bytes of windows evicted from those that live
+        on."""
+        stats = self.store.stats()
+        return stats["evicted_spans"], stats["dead_bytes"]
 
     def forget(self) -> None:
-        """Something may have been evicted: what is left must be prefix-closed and nothing new."""
+        """Something may have been evicted, and only by that may it be gone: what is left must be
+        prefix-closed."""
+        self.store.flush()
+        before, self.gone = self.gone, self.gone_so_far()
         left = {p for p in self.known if self.store.lookup(tokens_of(p)) == len(p) * WINDOW}
         assert all(p[:n] in left for p in left for n in range(1, len(p)))
         for path, lease in self.held:
             assert path[: lease.n_tokens // WINDOW] in left, "a leased prefix was evicted"
+        evicted = any(now > then for now, then in zip(self.gone, before, strict=True))
+        assert left == self.known or evicted, f"lost: {self.known - left}"
         self.known = left
 
     @rule(path=paths, tail=tails, seed=importances)
@@ -108,7 +122,6 @@ class StoreMachine(RuleBasedStateMachine):
         with self.store.writer(tokens) as writer:
             writer.put(layer, 0, keys[layer][:, :rows], values[layer][:, :rows])
         assert writer.stored.refused or self.length(path) == len(path)
-        self.store.flush()
         self.forget()
 
     @rule(path=paths, tail=tails)
@@ -148,7 +161,6 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(n_bytes=st.integers(1, 200_000))
     def evict(self, n_bytes: int) -> None:
         self.store.evict(n_bytes)
-        self.store.flush()
         self.forget()
 
     @rule(path=paths, seed=st.integers(0, 99))
@@ -190,7 +202,8 @@ class StoreMachine(RuleBasedStateMachine):
         # What was evicted from a span that lives on may come back: its bytes are still true.
         for path in list(self.known):
             assert self.store.lookup(tokens_of(path)) == len(path) * WINDOW
-        self.known = self.everything()
+        self.known, self.gone = self.everything(), self.gone_so_far()
+        assert self.known <= self.ever_stored, "nobody stored this"
 
     def everything(self) -> set[Path_]:
         found: set[Path_] = set()
