@@ -348,14 +348,6 @@ def test_no_permission_is_one_line(tmp_path: Path, geometry: impress.Geometry) -
         impress.PrefixStore.open(tmp_path / "s", geometry, "t")
 
 
-def test_files_are_private(open_store: Open, geometry: impress.Geometry, tmp_path: Path) -> None:
-    store = open_store(geometry)
-    put_prompt(store, prompt(128)).wait(60)
-    for path in (tmp_path / "store").rglob("*"):
-        want = 0o700 if path.is_dir() else 0o600
-        assert path.stat().st_mode & 0o777 == want, path
-
-
 def test_a_full_file_system_refuses_stores_and_serves_on(
     geometry: impress.Geometry, tmp_path: Path
 ) -> None:
