@@ -11,6 +11,10 @@ FORKED: Final = "opened before a fork; open it again in this process, or start i
 class ImpressError(Exception):
     """Base of every error raised on purpose. The text is one line that says what to do."""
 
+    def __str__(self) -> str:
+        """One line, whatever a path or a stranger's file has in it."""
+        return " ".join(super().__str__().splitlines())
+
 
 class ConfigError(ImpressError):
     """A configuration key or value that is not known or not allowed."""

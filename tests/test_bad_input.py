@@ -273,6 +273,14 @@ def test_a_path_that_no_system_takes_is_one_line() -> None:
         tenant_secret(config)
 
 
+def test_an_error_is_one_line_whatever_a_name_has_in_it(tmp_path: Path) -> None:
+    """A line break in a path came through: a log had the rest as a line of its own."""
+    (tmp_path / "a\nb.toml").write_text("windows = 16")
+    with pytest.raises(impress.ConfigError, match="unknown key 'windows'") as told:
+        impress.Config.load(tmp_path / "a\nb.toml")
+    assert str(told.value).splitlines() == [str(told.value)]
+
+
 def test_a_disk_budget_below_one_segment_is_refused_with_both_settings() -> None:
     """200 MB hold no segment of the default size: every store was refused, unexplained."""
     with pytest.raises(impress.ConfigError, match=r"disk_bytes 200000000 .* segment_bytes 268435"):
