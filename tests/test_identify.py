@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -46,16 +45,10 @@ from impress.selection.scores import (
 )
 from impress.types import Geometry
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PER: tuple[Literal["mean", "head"], ...] = ("mean", "head")
 SMALL = st.integers(0, 4)  # few values: many ties
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- plain references --------------------------------------------------------------------------

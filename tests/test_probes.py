@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,16 +20,10 @@ from impress.selection.quant import dequantise, pack_codes, packed_bytes, quanti
 from impress.spans.rows import host_words
 from impress.types import Geometry
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LOW_BIT = ["int4-v1", "int3-v1", "int2-v1", "int1-v1"]
 PCA = ["pca37-v1", "pca25-v1", "pca12-v1"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def keys_and_query(
