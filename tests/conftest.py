@@ -17,6 +17,7 @@ import pytest
 
 import impress
 from tiers import hbm
+from tiers.base import Extent
 
 MIB = 1 << 20
 SMALL = {"segment_bytes": MIB, "write_buffer_bytes": 8 * MIB, "dram_bytes": 4 * MIB}
@@ -140,6 +141,15 @@ def read_limit(store: impress.PrefixStore, limit_s: float) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vars(store.config), "read_timeout_s", limit_s)
         yield
+
+
+def flip_a_bit(path: Path, extent: Extent, off: int = 0) -> None:
+    """Damage one byte of a store on the disk, behind its back."""
+    with (path / f"shards/main/segments/{extent.segment:08d}.seg").open("r+b") as file:
+        file.seek(extent.off + off)
+        byte = file.read(1)[0]
+        file.seek(extent.off + off)
+        file.write(bytes([byte ^ 1]))
 
 
 def wait_for_promotions(store: impress.PrefixStore) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 import impress
-from impress.write.directory import Shard
 
 SCRIPT = Path(sys.executable).parent / "impress"
 GEOMETRY = impress.Geometry(n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, dtype="float32")
@@ -69,12 +68,3 @@ def assert_refused(done, *words):
 def records_of(path):
     with opened(path, "r") as store:
         return sorted(store.catalog.records(), key=lambda record: record.span_id)
-
-
-def flip(path, extent, off=0):
-    """Change one byte of a segment."""
-    with (Shard(path).segments / f"{extent.segment:08d}.seg").open("r+b") as file:
-        file.seek(extent.off + off)
-        byte = file.read(1)[0]
-        file.seek(extent.off + off)
-        file.write(bytes([byte ^ 1]))

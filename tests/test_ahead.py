@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import prompt
+from conftest import flip_a_bit, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from test_sparse import N_TOKENS, SHAPES, asked, fill, kv
@@ -302,13 +302,11 @@ def test_nobody_waits_for_a_read_ahead_that_hangs(
 
 
 def test_damage_found_ahead_is_a_loss_only_where_it_is_wanted(open_store: Open) -> None:
-    from test_store import flip_a_bit
-
     store = open_store(SHAPES["mha"], dram_bytes=0, prefetch_bytes=64 * MIB, read_gap_bytes=0)
     fill(store)
     record = store.catalog.records()[0]
     layout_bytes = record.parts[0].length // 2
-    flip_a_bit(store, record.parts[0], layout_bytes + 100)  # keys of layer 1
+    flip_a_bit(store.path, record.parts[0], layout_bytes + 100)  # keys of layer 1
     with store.lease(prompt(N_TOKENS)) as lease:
         with lease.session(Random(keep=1.0)) as session:
             session.retrieve(0, None)

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import flip_a_bit
 from console import (
     CONFIG,
     FORK,
@@ -14,7 +15,6 @@ from console import (
     PROMPT,
     assert_refused,
     ended,
-    flip,
     opened,
     put,
     records_of,
@@ -158,7 +158,7 @@ def test_other_namespaces_and_tenants_are_told_apart(path):
 
 
 def test_a_span_that_does_not_read_back_is_where_the_prefix_ends(path):
-    flip(path, records_of(path)[1].meta, 20)
+    flip_a_bit(path, records_of(path)[1].meta, 20)
     done, row = first_of(path, FORK)
     assert (row["windows"], row["stop"]["reason"]) == (2, "lost")
     assert row["stop"]["span"] == 2 and "does not read back" in done.stdout
@@ -167,7 +167,7 @@ def test_a_span_that_does_not_read_back_is_where_the_prefix_ends(path):
 def test_rows_are_not_read(path):
     for record in records_of(path):
         for part in record.parts:
-            flip(path, part)
+            flip_a_bit(path, part)
     assert first_of(path, FORK)[1]["windows"] == 5
 
 

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 import lmdb
 import pytest
-from console import FORK, PROMPT, flip, opened, put, records_of, run, run_json, two_prompts
+from conftest import flip_a_bit
+from console import FORK, PROMPT, opened, put, records_of, run, run_json, two_prompts
 
 from impress.upkeep.verify import verify_store
 from impress.write.directory import Shard
@@ -39,7 +40,7 @@ def test_verify_of_a_sound_store_ends_with_0(path):
 
 def test_verify_names_span_and_segment_of_a_flipped_byte(path):
     record = records_of(path)[1]
-    flip(path, record.parts[0], off=8192 + 5)
+    flip_a_bit(path, record.parts[0], off=8192 + 5)
     done, found = run_json("verify", "--store", path)
     assert done.returncode == 1 and not found["sound"]
     (problem,) = found["problems"]
@@ -50,7 +51,7 @@ def test_verify_names_span_and_segment_of_a_flipped_byte(path):
 
 @pytest.mark.parametrize("off", [0, 20, 4096 + 3])
 def test_verify_lists_a_damaged_header_and_still_reads_the_rest(path, off):
-    flip(path, records_of(path)[0].meta, off)
+    flip_a_bit(path, records_of(path)[0].meta, off)
     done, found = run_json("verify", "--store", path)
     assert done.returncode == 1
     assert [(p["span"], "header" in p["what"]) for p in found["problems"]] == [(1, True)]
@@ -107,7 +108,7 @@ def test_verify_skips_spans_that_a_writer_evicts_meanwhile(path):
 
 
 def test_verify_prints_no_tokens(path):
-    flip(path, records_of(path)[0].parts[0])
-    flip(path, records_of(path)[1].meta, 20)
+    flip_a_bit(path, records_of(path)[0].parts[0])
+    flip_a_bit(path, records_of(path)[1].meta, 20)
     done = run("verify", "--store", path, "--json")
     assert not any(str(token) in done.stdout for token in (PROMPT[3], FORK[-2]))

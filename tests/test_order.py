@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_serves, kv_of, prompt, put_prompt
+from conftest import assert_serves, flip_a_bit, kv_of, prompt, put_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sparse import N_TOKENS, POLICIES, SHAPES, asked, fill, kv, retrieve_all
@@ -373,15 +373,13 @@ def test_a_prefetch_into_given_tensors_fills_them_in_position_order(
 
 
 def test_a_damaged_row_order_is_a_loss(open_store: Open, geometry: impress.Geometry) -> None:
-    from test_store import flip_a_bit
-
     store = open_store(geometry)
     put_prompt(store, prompt(256), importance=scores_of(2, 256)).wait(60)
     (record,) = store.catalog.records()
     order = read_header(store.ssd, record).order
     assert order is not None
     raw = (store.ssd.folder / f"{record.meta.segment:08d}.seg").read_bytes()
-    flip_a_bit(store, record.meta, raw.index(order.encode()) - record.meta.off + 100)
+    flip_a_bit(store.path, record.meta, raw.index(order.encode()) - record.meta.off + 100)
     with store.lease(prompt(256)) as lease:
         assert lease.n_tokens == 0 and lease.miss_reason == "lost"
     store.flush()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from conftest import MIB, kv_of, prompt, put_prompt
+from conftest import MIB, flip_a_bit, kv_of, prompt, put_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -312,14 +312,7 @@ def test_bytes_that_went_bad_at_home_are_not_promoted(open_store: Open) -> None:
         for layer in range(2):
             session.retrieve(layer, torch.zeros(4, 1, 64))
         # Rows that the request did not read, of a chunk that it used.
-        place = record.parts[0]
-        path = store.path / "shards" / "main" / "segments" / f"{place.segment:08d}.seg"
-        off = place.off + 5 * CHUNK // 2
-        with path.open("r+b") as file:
-            file.seek(off)
-            byte = file.read(1)
-            file.seek(off)
-            file.write(bytes([byte[0] ^ 1]))
+        flip_a_bit(store.path, record.parts[0], 5 * CHUNK // 2)
     settled(store)
     assert store.stats()["promotions_failed"] == 1
     assert in_tier(store) == 1

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import assert_serves, prompt, put_prompt
+from conftest import assert_serves, flip_a_bit, prompt, put_prompt
 from typer.testing import CliRunner
 
 import impress
@@ -207,11 +207,7 @@ def test_rows_that_do_not_match_are_left_out_with_what_hangs_from_them(
     path = fill(open_store, geometry)
     with open_store(geometry) as store:
         record = next(r for r in store.catalog.records() if r.first_window == 0)
-        place = record.parts[0]
-    segment = path / f"shards/main/segments/{place.segment:08d}.seg"
-    with segment.open("r+b") as file:
-        file.seek(place.off + 5000)
-        file.write(bytes([file.read(1)[0] ^ 1]))
+    flip_a_bit(path, record.parts[0], 5000)
     found = rebuild_store(path)
     assert found.damaged == 1 and found.spans == 6
     store = open_store(geometry)

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt
+from conftest import MIB, SMALL, assert_serves, flip_a_bit, kv_of, prompt, put_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_order import orders_of, scores_of, unpacked_and_packed
 from test_sparse import N_TOKENS, POLICIES, SHAPES, retrieve_all
-from test_store import flip_a_bit
 
 import impress
 from impress.policy import Exact, Policy
@@ -440,7 +439,7 @@ def test_a_copy_that_came_to_nothing_counts_in_a_passs_bytes(
         put_prompt(store, prompt(256, seed)).wait(60)
         look(store, prompt(256, seed))
     for record in store.catalog.records():  # in the second layer: the first is written by then
-        flip_a_bit(store, record.parts[0], record.parts[0].length - 70_000)
+        flip_a_bit(store.path, record.parts[0], record.parts[0].length - 70_000)
     outcomes = [span.outcome for span in store.repack(max_bytes=3 * MIB // 2).spans]
     assert outcomes == ["failed", *["over this pass's bytes"] * 2]
     store.check()
@@ -578,7 +577,7 @@ def test_a_span_that_goes_bad_while_it_is_copied_is_left_alone(
     put_prompt(store, prompt(256)).wait(60)
     look(store, prompt(256))
     (record,) = store.catalog.records()
-    flip_a_bit(store, record.parts[0], 70_000)
+    flip_a_bit(store.path, record.parts[0], 70_000)
     assert [span.outcome for span in store.repack().spans] == ["failed"]
     assert store.lookup(prompt(256)) == 0
     sound(store)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, prompt, wait_for_promotions
+from conftest import SMALL, flip_a_bit, prompt, wait_for_promotions
 
 import impress
 from impress.policy import (
@@ -316,13 +316,11 @@ def test_what_a_sparse_session_cannot_do_is_said(open_store: Open) -> None:
 
 @pytest.mark.parametrize("at", ["probe", "rows"])
 def test_a_damaged_piece_is_a_loss_in_a_sparse_session_too(open_store: Open, at: str) -> None:
-    from test_store import flip_a_bit
-
     store = open_store(SHAPES["mha"], probes=("heads3-v1",), dram_bytes=0)
     fill(store)
     record = store.catalog.records()[0]
     part = record.parts[0]
-    flip_a_bit(store, part, part.length - 100 if at == "probe" else 20_000)
+    flip_a_bit(store.path, part, part.length - 100 if at == "probe" else 20_000)
     with store.lease(prompt(N_TOKENS)) as lease:
         with pytest.raises(impress.PrefixLost):
             retrieve_all(lease, Paper(keep=0.9, gate=False))

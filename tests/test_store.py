@@ -22,6 +22,7 @@ from conftest import (
     MIB,
     SMALL,
     assert_serves,
+    flip_a_bit,
     kv_of,
     prompt,
     put_prompt,
@@ -32,7 +33,6 @@ from conftest import (
 import impress
 import tiers.slots
 from impress.policy import AllHeads, Exact, StaticH2O
-from tiers.base import Extent
 from tiers.iopool import Lane
 
 Open = Callable[..., impress.PrefixStore]
@@ -427,15 +427,6 @@ def test_an_expired_lease_is_a_lost_prefix(open_store: Open, geometry: impress.G
     assert lost.value.reason == "expired"
 
 
-def flip_a_bit(store: impress.PrefixStore, extent: Extent, at: int) -> None:
-    """Damage one byte on the disk, behind the store's back."""
-    with (store.ssd.folder / f"{extent.segment:08d}.seg").open("r+b") as file:
-        file.seek(extent.off + at)
-        byte = file.read(1)[0]
-        file.seek(extent.off + at)
-        file.write(bytes([byte ^ 4]))
-
-
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_flipped_bit_is_a_loss_then_a_miss_never_an_answer(
     open_store: Open, geometry: impress.Geometry, cached: bool
@@ -447,7 +438,7 @@ def test_a_flipped_bit_is_a_loss_then_a_miss_never_an_answer(
         assert_serves(store, tokens, 256)
         wait_for_promotions(store)
         store._copies.clear()
-    flip_a_bit(store, store.catalog.records()[0].parts[0], 100_001)
+    flip_a_bit(store.path, store.catalog.records()[0].parts[0], 100_001)
     with store.lease(tokens) as lease, lease.session() as session:
         with pytest.raises(impress.PrefixLost) as lost:
             for layer in range(2):
@@ -486,7 +477,7 @@ def test_a_damaged_header_shortens_the_lease(open_store: Open, geometry: impress
         start=128,
     ).wait(60)
     bad = max(store.catalog.records(), key=lambda record: record.first_window)
-    flip_a_bit(store, bad.meta, 40)
+    flip_a_bit(store.path, bad.meta, 40)
     assert_serves(store, tokens, 128)
     assert store.lookup(tokens) == 128
     store.flush()
