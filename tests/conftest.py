@@ -152,6 +152,11 @@ def flip_a_bit(path: Path, extent: Extent, off: int = 0) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+def everything_in(folder: Path) -> bytes:
+    """Every byte of every file below."""
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
 def wait_for_promotions(store: impress.PrefixStore) -> None:
     """Nothing goes on behind requests any more."""
     assert store._pool.idle(60)

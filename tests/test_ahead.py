@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import flip_a_bit, prompt
+from conftest import flip_a_bit, prompt, wait_for_promotions
 from hypothesis import given
 from hypothesis import strategies as st
 from test_sparse import N_TOKENS, SHAPES, asked, fill, kv
@@ -91,11 +91,6 @@ def test_as_many_as_fit_the_cap_by_what_is_really_moved(data: Any) -> None:
 
 
 # ---- sessions ----------------------------------------------------------------------------------
-
-
-def idle(store: impress.PrefixStore) -> None:
-    """Return when nothing is read ahead any more, and nothing is promoted."""
-    assert store._pool.idle(60)
 
 
 def ended(session: Any) -> None:
@@ -182,7 +177,7 @@ def test_rows_come_out_as_without_reading_ahead(
                 assert line["ahead_bytes"] <= line["bytes"].get("ssd", 0)
         if cap == 64 * MIB and not dram:
             assert one.counters["ahead_used_bytes"] > 0
-        idle(one)
+        wait_for_promotions(one)
         one.check()
         assert one.buffers.used_bytes == 0
         one.close()
@@ -205,7 +200,7 @@ def test_what_was_chosen_before_is_read_ahead_and_not_again(open_store: Open) ->
     rows_bytes = N_TOKENS // 4 * geometry.k_row_bytes
     assert shared[1]["ahead_used_bytes"] >= rows_bytes  # the first layer had read all keys
     assert [line["ahead_hit_rows"] for line in shared] == [0, 0, 112, 112]
-    idle(store)
+    wait_for_promotions(store)
     stats = store.stats()
     assert stats["ahead_bytes"] == sum(line["ahead_bytes"] for line in lines + shared)
     assert stats["ahead_used_bytes"] == sum(line["ahead_used_bytes"] for line in lines + shared)
@@ -222,7 +217,7 @@ def test_what_requests_chose_is_read_ahead_where_this_one_did_not(open_store: Op
             # History learns what a query decided: it is told here, as an identifier would.
             got, lines = bring(lease, policy)
             hits.append(sum(line["ahead_hit_rows"] for line in lines))
-            idle(store)
+            wait_for_promotions(store)
             for layer, (_, _, pos) in enumerate(got):
                 for source in lease.sources:
                     n_rows = source.held.record.n_windows * store.window
@@ -240,7 +235,7 @@ def test_what_is_in_a_fast_tier_is_not_read_ahead(open_store: Open) -> None:
         with lease.session() as session:
             for layer in range(2):
                 session.retrieve(layer, None)
-        idle(store)
+        wait_for_promotions(store)
         _, lines = bring(lease, Random(keep=0.5))
     assert all(line["ahead_bytes"] == 0 and "ssd" not in line["bytes"] for line in lines)
 
@@ -267,7 +262,7 @@ def test_a_read_ahead_that_fails_is_as_if_it_had_not_been_made(
     assert same(got, want)
     assert sum(line["ahead_bytes"] for line in lines) > 0
     assert not store.counters.grouped("lost") and not store.counters["quarantined_spans"]
-    idle(store)
+    wait_for_promotions(store)
     assert store.buffers.used_bytes == 0
     assert store.lookup(prompt(N_TOKENS)) == N_TOKENS
 
@@ -297,7 +292,7 @@ def test_nobody_waits_for_a_read_ahead_that_hangs(
         assert same(got, want)
         assert store.buffers.used_bytes > 0  # the hung reads still own theirs
         go.set()
-    idle(store)
+    wait_for_promotions(store)
     assert store.buffers.used_bytes == 0
 
 
@@ -314,7 +309,7 @@ def test_damage_found_ahead_is_a_loss_only_where_it_is_wanted(open_store: Open) 
             with pytest.raises(impress.PrefixLost):
                 session.retrieve(1, None)
     assert store.lookup(prompt(N_TOKENS)) < N_TOKENS
-    idle(store)
+    wait_for_promotions(store)
     assert store.buffers.used_bytes == 0
 
 
@@ -326,7 +321,7 @@ def test_a_session_closed_in_the_middle_leaves_nothing(open_store: Open) -> None
             with lease.session(Random(keep=0.5)) as session:
                 for layer in layers:
                     session.retrieve(layer, None)
-    idle(store)
+    wait_for_promotions(store)
     assert store.buffers.used_bytes == 0
     store.check()
 

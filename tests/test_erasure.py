@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL, assert_serves, kv_of, prompt, put_prompt
+from conftest import SMALL, assert_serves, everything_in, kv_of, prompt, put_prompt
 from test_repack import look
 from typer.testing import CliRunner
 
@@ -61,10 +61,6 @@ def cut_off(folder: Path, what: str) -> Path:
     return path
 
 
-def bytes_of(folder: Path) -> bytes:
-    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
-
-
 def row_of(tokens: np.ndarray) -> bytes:
     """A row of its keys, as it lies on the medium, whatever the order of rows."""
     return kv_of(tokens, GEOMETRY)[0][0].transpose(1, 0, 2)[7].tobytes()
@@ -77,9 +73,9 @@ def segments(path: Path) -> Path:
 def test_a_purge_that_was_killed_is_finished_by_the_next_open(tmp_path: Path) -> None:
     """What was to be erased was known to the dead process alone: its rows stayed for good."""
     path = cut_off(tmp_path, "purge")
-    assert row_of(prompt(256, 1)) in bytes_of(segments(path))
+    assert row_of(prompt(256, 1)) in everything_in(segments(path))
     with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:
-        held = bytes_of(segments(path))
+        held = everything_in(segments(path))
         assert row_of(prompt(256, 1)) not in held and prompt(256, 1).tobytes()[:256] not in held
         assert store.counters["unerased_spans"] == 0
         put_prompt(store, prompt(256, 3)).wait(60)
@@ -95,7 +91,7 @@ def test_a_rebuild_does_not_bring_back_what_a_killed_purge_took_out(tmp_path: Pa
     assert found.spans == 0 and (found.purged, found.notes) == (1, [])
     with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:
         assert store.lookup(prompt(256, 1)) == 0
-        assert row_of(prompt(256, 1)) not in bytes_of(segments(path))
+        assert row_of(prompt(256, 1)) not in everything_in(segments(path))
 
 
 def test_a_rebuild_that_was_cut_off_before_its_last_step_forgets_nothing_to_erase(
@@ -117,16 +113,16 @@ def test_a_rebuild_that_was_cut_off_before_its_last_step_forgets_nothing_to_eras
     assert (found.spans, found.purged, found.notes) == (0, 1, [])
     with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:
         assert store.lookup(prompt(256, 1)) == 0
-        assert row_of(prompt(256, 1)) not in bytes_of(segments(path))
+        assert row_of(prompt(256, 1)) not in everything_in(segments(path))
 
 
 def test_a_purge_reaches_the_copy_that_a_killed_repack_left_behind(tmp_path: Path) -> None:
     path = cut_off(tmp_path, "repack")
     with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:
         assert_serves(store, prompt(256, 1), 256)
-        assert bytes_of(segments(path)).count(row_of(prompt(256, 1))) == 1
+        assert everything_in(segments(path)).count(row_of(prompt(256, 1))) == 1
         assert store.purge() == (2, 0)
-    assert row_of(prompt(256, 1)) not in bytes_of(segments(path))
+    assert row_of(prompt(256, 1)) not in everything_in(segments(path))
     assert rebuild_store(path).spans == 0
 
 
@@ -149,7 +145,7 @@ def test_a_purge_reaches_the_copy_that_a_repack_makes_meanwhile(
     monkeypatch.setattr(store.catalog, "own_records", repacked_behind)
     assert store.purge()[0] == 1 and moved == [1]
     assert store.lookup(tokens) == 0
-    assert row_of(tokens) not in bytes_of(segments(store.path))
+    assert row_of(tokens) not in everything_in(segments(store.path))
     store.check()
 
 
@@ -178,7 +174,7 @@ def test_a_purge_reaches_stores_that_were_handed_over_before_it(
     purging.join(60)
     assert early.ready and late.refused == "purged" and kept.wait(60)
     assert store.lookup(first, tenant="hers") == store.lookup(second, tenant="hers") == 0
-    held = bytes_of(segments(store.path))
+    held = everything_in(segments(store.path))
     assert row_of(first) not in held and row_of(second) not in held and row_of(his) in held
     assert store.stats()["refused"] == {"purged": 1}
     store.flush()
@@ -205,7 +201,7 @@ def test_a_purge_reaches_a_store_that_waits_for_its_space(
     store.flush()
     assert store.lookup(hers, tenant="hers") == 0
     assert_serves(store, his, 256, tenant="his")
-    left = bytes_of(store.path)
+    left = everything_in(store.path)
     assert row_of(hers) not in left and hers[:64].tobytes() not in left
     assert put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)  # begun after it
     store.check()
@@ -228,13 +224,13 @@ def test_a_store_under_way_is_purged_and_one_begun_after_it_is_new(
     store.flush()
     assert store.lookup(tokens) == 0
     row = keys[0].transpose(1, 0, 2)[200].tobytes()
-    assert row not in bytes_of(segments(store.path))
+    assert row not in everything_in(segments(store.path))
     put_prompt(store, prompt(256, 2)).wait(60)
     assert_serves(store, prompt(256, 2), 256)
     store.check()
     store.close()
     compact(store.path / "shards/main/index")
-    assert tokens[:64].tobytes() not in bytes_of(store.path)
+    assert tokens[:64].tobytes() not in everything_in(store.path)
 
 
 def test_what_another_shard_stores_behind_what_is_purged_meanwhile_leaves_nothing(
@@ -256,11 +252,11 @@ def test_what_another_shard_stores_behind_what_is_purged_meanwhile_leaves_nothin
     with pytest.raises(impress.StoreFailed):
         b.flush()
     path = b.path / "shards/1"
-    assert keys[0].transpose(1, 0, 2)[200].tobytes() not in bytes_of(path / "segments")
+    assert keys[0].transpose(1, 0, 2)[200].tobytes() not in everything_in(path / "segments")
     b.check()
     b.close()
     compact(path / "index")
-    assert tokens[:64].tobytes() not in bytes_of(path)
+    assert tokens[:64].tobytes() not in everything_in(path)
 
 
 def test_what_is_noted_to_be_erased_is_left_alone_where_another_span_lies_by_now(
@@ -280,9 +276,9 @@ def test_what_is_noted_to_be_erased_is_left_alone_where_another_span_lies_by_now
         put_prompt(store, prompt(128, 2)).wait(60)
         path = store.path
     last = kv_of(prompt(512, 1), geometry)[1][1].transpose(1, 0, 2)[-1].tobytes()
-    assert last in bytes_of(segments(path))
+    assert last in everything_in(segments(path))
     with open_store(geometry) as store:
-        assert last not in bytes_of(segments(path))
+        assert last not in everything_in(segments(path))
         assert_serves(store, prompt(128, 2), 128)
         store.check()
 
@@ -297,7 +293,7 @@ def test_what_a_purge_erased_is_synced_before_it_returns(
 
     def watched(fd: int) -> None:
         fdatasync(fd)
-        gone.append(mark not in bytes_of(segments(store.path)))
+        gone.append(mark not in everything_in(segments(store.path)))
 
     monkeypatch.setattr(os, "fdatasync", watched)
     assert store.purge() == (1, 0)
@@ -313,20 +309,20 @@ def test_the_same_purge_again_finishes_one_that_was_cut_off_before_the_index_was
         path = store.path
         assert store.purge() == (1, 0)
     index, mark = path / "shards/main/index", prompt(256, 1).tobytes()[:256]
-    assert mark in bytes_of(index)
+    assert mark in everything_in(index)
     done = CliRunner().invoke(app, ["purge", "--store", str(path), "--namespace", "one"])
     assert done.exit_code == 2 and "is not stored here" in done.stderr
-    assert mark not in bytes_of(index)
+    assert mark not in everything_in(index)
 
 
 def test_a_tenants_purge_that_was_killed_is_finished_by_the_same_again(tmp_path: Path) -> None:
     """Nothing matches any more, and it says so; what was cut off is erased all the same."""
     path = cut_off(tmp_path, "purge")
     marks = [row_of(prompt(256, 1)), prompt(256, 1).tobytes()[:256]]
-    assert all(mark in bytes_of(path) for mark in marks)
+    assert all(mark in everything_in(path) for mark in marks)
     done = CliRunner().invoke(app, ["purge", "--store", str(path), "--tenant", ""])
     assert done.exit_code == 2 and "nothing of tenant '' is stored here" in done.stderr
-    assert not any(mark in bytes_of(path) for mark in marks)
+    assert not any(mark in everything_in(path) for mark in marks)
 
 
 def test_a_tenant_that_has_nothing_is_no_success(
@@ -349,10 +345,10 @@ def test_a_tenant_that_has_nothing_is_no_success(
         missed = CliRunner().invoke(app, ["purge", "--store", str(path), *args])
         assert missed.exit_code == 2 and missed.stderr.count("\n") == 1, missed.output
         assert said in missed.stderr and not missed.stdout
-        assert mark in bytes_of(path)
+        assert mark in everything_in(path)
     done = CliRunner().invoke(app, ["purge", "--store", str(path), "--tenant", "salt:acme", *keyed])
     assert done.exit_code == 0 and "1 spans erased" in done.stdout, done.output
-    assert mark not in bytes_of(path)
+    assert mark not in everything_in(path)
 
 
 def test_an_index_that_was_replaced_goes_though_a_purge_was_killed_before_it_could(
@@ -367,7 +363,7 @@ def test_an_index_that_was_replaced_goes_though_a_purge_was_killed_before_it_cou
     shutil.move(before, path / "shards/main/index.gone")
     with open_store(geometry) as store:
         assert store.lookup(prompt(256, 1)) == 0
-        assert prompt(256, 1).tobytes()[:256] not in bytes_of(path)
+        assert prompt(256, 1).tobytes()[:256] not in everything_in(path)
 
 
 def test_an_index_that_was_set_aside_goes_with_a_purge(
@@ -379,4 +375,4 @@ def test_an_index_that_was_set_aside_goes_with_a_purge(
     rebuild_store(path)
     assert (path / "shards/main/index.old").is_dir()
     assert CliRunner().invoke(app, ["purge", "--store", str(path), "--tenant", ""]).exit_code == 0
-    assert prompt(256, 1).tobytes()[:256] not in bytes_of(path)
+    assert prompt(256, 1).tobytes()[:256] not in everything_in(path)

@@ -14,7 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import assert_serves, kv_of, prompt, put_prompt, read_limit, said_by_a_child
+from conftest import (
+    assert_serves,
+    everything_in,
+    kv_of,
+    prompt,
+    put_prompt,
+    read_limit,
+    said_by_a_child,
+)
 from typer.testing import CliRunner
 
 import impress
@@ -43,10 +51,6 @@ def put_for(store: impress.PrefixStore, tokens: np.ndarray, tenant: str) -> None
 def rows_of(tokens: np.ndarray, geometry: impress.Geometry) -> bytes:
     """The first rows of its keys, as they lie on the medium."""
     return kv_of(tokens, geometry)[0][0].transpose(1, 0, 2)[:5].tobytes()
-
-
-def everything_in(folder: Path) -> bytes:
-    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
 def test_tenants_never_see_each_other(open_store: Open, geometry: impress.Geometry) -> None:

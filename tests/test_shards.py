@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MIB, assert_serves, kv_of, prompt, put_prompt
+from conftest import MIB, assert_serves, everything_in, kv_of, prompt, put_prompt
 from console import run_json
-from test_isolation import everything_in, rows_of
+from test_isolation import rows_of
 from typer.testing import CliRunner
 
 import impress

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt
-from test_isolation import everything_in, rows_of
+from conftest import MIB, SMALL, assert_serves, everything_in, kv_of, prompt, put_prompt
+from test_isolation import rows_of
 
 import impress
 import impress.write.admission
