@@ -1,4 +1,4 @@
-"""Tenants, secrets, erasure, forks, stuck disks: what must not leak, and must not hang."""
+"""Tenants, secrets, erasure, forks: what must not leak, and must not hang."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import (
     assert_serves,
     everything_in,
     kv_of,
     prompt,
     put_prompt,
-    read_limit,
     said_by_a_child,
 )
 from typer.testing import CliRunner
@@ -28,10 +26,8 @@ from typer.testing import CliRunner
 import impress
 from impress.cli.main import app
 from impress.write.index import Index
-from tiers.base import Read, Slot
+from tiers.base import Slot
 from tiers.errors import MediumError
-from tiers.iopool import Lane
-from tiers.slots import aligned
 from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
@@ -347,34 +343,6 @@ def test_rows_stay_what_they_are_on_both_sides_of_a_fork(
         os.close(pipe)
 
 
-def test_a_read_that_came_too_late_still_keeps_the_callers_memory(
-    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The layer that was given up was not asked: close said that nothing reads into it any more."""
-    store = open_store(geometry, io_threads=2)
-    put_prompt(store, prompt(128)).wait(60)
-    going_on, read = threading.Event(), SsdTier.read
-    memory = [aligned(128 * geometry.k_row_bytes) for _ in range(4)]  # K, V by layer
-    keys, *others = [
-        torch.frombuffer(raw, dtype=torch.float32).view(128, 2, 128).transpose(0, 1)
-        for raw in memory
-    ]
-
-    def hangs(ssd: SsdTier, reads: Sequence[Read]) -> None:
-        if any(np.may_share_memory(each.dest, memory[0]) for each in reads):
-            going_on.wait(60)
-        read(ssd, reads)
-
-    monkeypatch.setattr(SsdTier, "read", hangs)
-    with store.lease(prompt(128)) as lease, read_limit(store, 0.05):
-        session = lease.session()
-        session.prefetch([(keys, others[0]), (others[1], others[2])])
-        with pytest.raises(impress.PrefixLost, match="took more than"):
-            session.retrieve(0, None)
-        assert not session.close()
-    going_on.set()
-
-
 _CLOSED_LAST = """
 import atexit, pathlib, sys
 from tiers.base import PAGE, Read
@@ -394,28 +362,3 @@ def test_what_is_closed_only_when_the_process_ends_closes(tmp_path: Path) -> Non
     command = [sys.executable, "-c", _CLOSED_LAST, str(tmp_path / "segments")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("closed\n", "")
-
-
-def test_while_every_thread_is_stuck_requests_are_told_to_compute(
-    open_store: Open, geometry: impress.Geometry
-) -> None:
-    """A disk that hangs takes the I/O threads with it; requests must not queue up behind them."""
-    store = open_store(geometry, io_threads=2)
-    put_prompt(store, prompt(128)).wait(60)
-    stuck, begun = threading.Event(), threading.Barrier(3)
-
-    def hang() -> None:
-        begun.wait(60)
-        stuck.wait(60)
-
-    blockers = store._pool.submit(Lane.DEMAND, [hang, hang])
-    begun.wait(60)
-    with read_limit(store, 0.05):
-        while store.stats()["stuck_threads"] < 2:  # it takes the time limit to be sure
-            pass
-        with store.lease(prompt(128)) as lease:
-            assert lease.n_tokens == 0 and lease.miss_reason == "tier off"
-    assert store.stats()["misses"]["tier_off"] == 1
-    stuck.set()
-    blockers.wait(60)
-    assert_serves(store, prompt(128), 128)

@@ -1,4 +1,4 @@
-"""Reads that are late: when the limit begins, and who waits for what hangs. On a clock of ours."""
+"""Reads that are late: when the limit begins, who waits for what hangs. Most on a clock of ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from conftest import kv_of, prompt, put_prompt
+from conftest import assert_serves, kv_of, prompt, put_prompt, read_limit
 
 import impress
 import impress.read.load
@@ -17,7 +17,9 @@ import impress.read.tickets
 from impress.engines.hf_prefix import find_prefix
 from impress.policy import Exact
 from tiers.base import Read
-from tiers.iopool import Ticket
+from tiers.iopool import Lane, Ticket
+from tiers.slots import aligned
+from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -126,3 +128,59 @@ def test_the_prompts_of_a_batch_wait_for_a_disk_that_hangs_together(
         prefix.wait(0)
     assert not prefix.close()
     assert disk.now_s == LIMIT_S
+
+
+# ---- on the clock of all -------------------------------------------------------------------------
+
+
+def test_a_read_that_came_too_late_still_keeps_the_callers_memory(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer that was given up was not asked: close said that nothing reads into it any more."""
+    store = open_store(geometry, io_threads=2)
+    put_prompt(store, prompt(128)).wait(60)
+    going_on, read = threading.Event(), SsdTier.read
+    memory = [aligned(128 * geometry.k_row_bytes) for _ in range(4)]  # K, V by layer
+    keys, *others = [
+        torch.frombuffer(raw, dtype=torch.float32).view(128, 2, 128).transpose(0, 1)
+        for raw in memory
+    ]
+
+    def hangs(ssd: SsdTier, reads: Sequence[Read]) -> None:
+        if any(np.may_share_memory(each.dest, memory[0]) for each in reads):
+            going_on.wait(60)
+        read(ssd, reads)
+
+    monkeypatch.setattr(SsdTier, "read", hangs)
+    with store.lease(prompt(128)) as lease, read_limit(store, 0.05):
+        session = lease.session()
+        session.prefetch([(keys, others[0]), (others[1], others[2])])
+        with pytest.raises(impress.PrefixLost, match="took more than"):
+            session.retrieve(0, None)
+        assert not session.close()
+    going_on.set()
+
+
+def test_while_every_thread_is_stuck_requests_are_told_to_compute(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """A disk that hangs takes the I/O threads with it; requests must not queue up behind them."""
+    store = open_store(geometry, io_threads=2)
+    put_prompt(store, prompt(128)).wait(60)
+    stuck, begun = threading.Event(), threading.Barrier(3)
+
+    def hang() -> None:
+        begun.wait(60)
+        stuck.wait(60)
+
+    blockers = store._pool.submit(Lane.DEMAND, [hang, hang])
+    begun.wait(60)
+    with read_limit(store, 0.05):
+        while store.stats()["stuck_threads"] < 2:  # it takes the time limit to be sure
+            pass
+        with store.lease(prompt(128)) as lease:
+            assert lease.n_tokens == 0 and lease.miss_reason == "tier off"
+    assert store.stats()["misses"]["tier_off"] == 1
+    stuck.set()
+    blockers.wait(60)
+    assert_serves(store, prompt(128), 128)
