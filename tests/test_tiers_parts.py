@@ -167,8 +167,14 @@ def test_what_is_kept_and_what_is_out_are_no_more_than_was_out_before() -> None:
 
 
 def test_urgent_lanes_go_first() -> None:
-    pool, gate, order = IoPool(1), threading.Event(), []
-    first = pool.submit(Lane.REPACK, [lambda: gate.wait(60) and None])
+    pool, begun, gate, order = IoPool(1), threading.Event(), threading.Event(), []
+
+    def held() -> None:
+        begun.set()
+        assert gate.wait(60)
+
+    first = pool.submit(Lane.REPACK, [held])
+    assert begun.wait(60)  # else it takes one of those below, of what is queued by then the first
     tickets = [pool.submit(lane, [lambda lane=lane: order.append(lane)]) for lane in reversed(Lane)]
     gate.set()
     assert first.wait(60) and all(ticket.wait(60) for ticket in tickets)
@@ -275,7 +281,7 @@ def test_idle_waits_for_what_runs_and_for_what_that_queues() -> None:
 
     assert pool.idle(0)
     pool.submit(Lane.PROMOTE, [slow])
-    assert not pool.idle(0.2)
+    assert not pool.idle(0)
     going_on.set()
     assert pool.idle(60) and ran
     assert pool.close(60)
