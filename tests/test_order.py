@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -326,7 +327,6 @@ def test_every_policy_chooses_and_brings_the_same_rows_from_packed_spans(
             for line, ours, theirs in zip(lines, got, want, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
                 assert sum(line["rows"].values()) == len(ours[2])
-                assert line["map_ms"] >= 0
     store.check()
 
 
@@ -359,7 +359,6 @@ def test_a_prefetch_into_given_tensors_fills_them_in_position_order(
         pair = []
         for _ in range(2):
             buffer = buffers.acquire(256 * 1024)
-            assert buffer is not None
             flat = torch.frombuffer(buffer.array, dtype=torch.float32)
             pair.append(flat.view(256, 2, 128).transpose(0, 1))
         outs.append((pair[0], pair[1]))
@@ -387,12 +386,14 @@ def test_a_damaged_row_order_is_a_loss(open_store: Open, geometry: impress.Geome
     store.check()
 
 
-def test_map_work_is_in_every_line(open_store: Open) -> None:
+def test_map_work_is_in_every_line(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On clocks of ours: at each look the wall's has gone two ticks, the processor's one."""
+    monkeypatch.setattr("impress.stats.monotonic", itertools.count(0, 2 / 1024).__next__)
+    monkeypatch.setattr("impress.stats.thread_time", itertools.count(0, 1 / 1024).__next__)
     store = open_store(SHAPES["mha"], probes=("heads3-v1",))
     fill(store)
     with store.lease(prompt(N_TOKENS)) as lease, lease.session(Paper(keep=0.1)) as session:
         query, lse = asked(store.geometry, 0)
         session.retrieve(0, query, suffix_lse=lse)
         (line,) = session.report().per_layer
-        assert 0 < line["map_ms"] < line["wait_ms"]
-        assert 0 < line["map_cpu_ms"] < line["wait_ms"]
+        assert line["map_ms"] == 2 * line["map_cpu_ms"] > 0
