@@ -251,3 +251,4 @@ def test_a_request_the_kernel_refuses_is_read_again_with_preadv(
     ]
     tier.read(reads)
     assert all(np.array_equal(out[at : at + PAGE], data[at : at + PAGE]) for at in pieces)
+    tier.close()

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -163,8 +164,10 @@ class CacheContract(TierContract):
 
 class SsdContract(TierContract):
     @pytest.fixture
-    def tier(self, tmp_path: Path) -> SsdTier:
-        return SsdTier(tmp_path / "segments", MIB, 4 * MIB)
+    def tier(self, tmp_path: Path) -> Iterator[SsdTier]:
+        tier = SsdTier(tmp_path / "segments", MIB, 4 * MIB)
+        yield tier
+        tier.close()
 
     def test_files_are_private_and_fallocated_whole(self, tier: SsdTier) -> None:
         tier.reserve(PAGE)
@@ -214,6 +217,7 @@ class SsdContract(TierContract):
         again.read([Read(slot, 0, out, sums_of(data, PAGE), PAGE)])
         with pytest.raises(ValueError):
             again.claim([*slot.parts, slot.parts[0]])
+        again.close()
 
     def test_empty_segments_are_given_back_to_the_file_system(self, tier: SsdTier) -> None:
         keep, go = tier.reserve(MIB), tier.reserve(MIB)
@@ -233,6 +237,7 @@ class SsdContract(TierContract):
         names = sorted(path.name for path in tier.folder.iterdir())
         for name in names:
             (other.folder / name).write_bytes((tier.folder / name).read_bytes())
+        other.close()
         other = SsdTier(other.folder, MIB, 4 * MIB, number=1)
         other.join(0, tier.folder)
         (said,) = [message for message in caplog.messages if "numbered" in message]
@@ -245,6 +250,7 @@ class SsdContract(TierContract):
         out = aligned(2 * MIB)
         for reader in (tier, other):
             reader.read([Read(slot, 0, out, sums_of(data, PAGE), PAGE)])
+        other.close()
 
     def test_the_numbers_of_a_folder_end_where_the_next_ones_begin(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -255,6 +261,7 @@ class SsdContract(TierContract):
         assert sorted(part.segment for part in slot.parts) == [2, 3]
         assert tier.reserve(MIB) is None and "number" in tier.no_room
         assert len(list(tier.folder.iterdir())) == 2
+        tier.close()
 
     def test_buffered_where_direct_io_is_refused(
         self, tier: SsdTier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
