@@ -24,7 +24,11 @@ def simulate(folder: Path, seed: int, lives: int = LIVES) -> World:
         logging.disable(logging.CRITICAL)  # every fault would say so
         stack.callback(logging.disable, logging.NOTSET)
         world = World(folder, seed, patch)
-        world.run(lives)
+        try:
+            world.run(lives)
+        except Exception:
+            world.crash()  # else its threads stay parked for good, its index open
+            raise
         return world
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,13 @@ def test_it_would_notice_what_is_ready_and_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only what was found was remembered as READY: nothing missed what never was."""
+    before = set(threading.enumerate())
     monkeypatch.setattr(impress.PrefixStore, "lookup", lambda self, tokens: 0)
     with pytest.raises(AssertionError, match="was READY, and 0 of its tokens"):
         try_seeds(tmp_path)
+    for thread in set(threading.enumerate()) - before:  # of a life that failed
+        thread.join(60)
+        assert not thread.is_alive(), thread.name
 
 
 def test_it_would_notice_a_thread_that_died(

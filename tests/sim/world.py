@@ -124,7 +124,7 @@ class World:
             if self.rng.random() < 0.1:
                 self._rot()
         except Killed:
-            self._crash(power=end == "power")
+            self.crash(power=end == "power")
         self.sched.raise_errors()
 
     def _open(self) -> impress.PrefixStore:
@@ -172,7 +172,8 @@ class World:
         idle = lambda: not any(pool.depth()) and not any(pool._since)  # noqa: E731
         self.sched.wait_until(idle, 1000)
 
-    def _crash(self, *, power: bool) -> None:
+    def crash(self, *, power: bool = False) -> None:
+        """The process is gone, and with `power` what was not synced."""
         SimSsd.on = False
         self.sched.kill_all()
         for shared in impress.write.env.envs.values():
