@@ -6,12 +6,15 @@ import re
 import typing
 import urllib.request
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from conftest import MIB
 
 import impress
+from tiers.iopool import Ticket
+from tiers.ssd import SsdTier
 
 PAGE = (Path(__file__).parent.parent / "docs" / "CONFIG.md").read_text()
 FIELDS = impress.Config.model_fields
@@ -81,6 +84,18 @@ def test_every_call_of_a_store_is_on_the_page() -> None:
     public = {name: what for name, what in vars(impress.PrefixStore).items() if name[0] != "_"}
     calls = [n for n, what in public.items() if callable(what) or isinstance(what, classmethod)]
     assert sorted(row[0].strip("`") for row in rows("Calls of a store")) == sorted(calls)
+
+
+def test_the_loggers_on_the_page_are_the_disks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (line,) = re.findall(r"^- \*\*The log\*\*.*", PAGE, re.MULTILINE)
+    with closing(SsdTier(tmp_path, MIB, None)) as tier:
+        tier.reserve(MIB)
+    SsdTier(tmp_path, MIB, None, number=1).close()  # the file is another folder's to it
+    Ticket(0).then(lambda: 1 / 0)
+    said = {record.name for record in caplog.records}
+    assert said == set(re.findall(r"`(impress\.\w+)`", line)) and len(said) == 2
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/VLLM.md"])
