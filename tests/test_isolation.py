@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import (
+    SMALL,
     assert_serves,
     everything_in,
     kv_of,
@@ -362,3 +364,16 @@ def test_what_is_closed_only_when_the_process_ends_closes(tmp_path: Path) -> Non
     command = [sys.executable, "-c", _CLOSED_LAST, str(tmp_path / "segments")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("closed\n", "")
+
+
+def test_an_open_that_fails_leaves_no_thread_in_the_shard(tmp_path: Path) -> None:
+    """Its lock was gone, its committer and follower were not: two writers in one shard."""
+    geometry = impress.Geometry(2, 4, 4, 64, "float32")
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = impress.Config(**SMALL, metrics_port=taken.getsockname()[1])
+        with pytest.raises(impress.StoreFailed, match="port"):
+            impress.PrefixStore.open(tmp_path / "s", geometry, "test", config)
+    assert not [t.name for t in threading.enumerate() if t not in before]
+    with impress.PrefixStore.open(tmp_path / "s", geometry, "test", impress.Config(**SMALL)):
+        pass

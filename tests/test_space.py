@@ -5,22 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import socket
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MIB, SMALL, assert_serves, everything_in, kv_of, prompt, put_prompt
+from conftest import MIB, assert_serves, everything_in, kv_of, prompt, put_prompt
 from test_isolation import rows_of
 
 import impress
 import impress.write.admission
 import impress.write.commit
-import impress.write.health
 import impress.write.leaving
 from impress.read.session import Lease
 from impress.spans.tables import read_header
@@ -56,7 +53,7 @@ class Hang:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write is soon given up, and home then soon tries again."""
     monkeypatch.setattr(impress.write.commit, "WRITE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(impress.write.health, "RETRY_S", 0.0)
+    monkeypatch.setattr("impress.write.health.RETRY_S", 0.0)
 
 
 def written(store: impress.PrefixStore, tokens: np.ndarray) -> Writer:
@@ -401,16 +398,3 @@ def test_a_header_that_outgrows_its_place_fails_its_own_store_only(
         store.flush()
     assert first.ready and good.ready and isinstance(bad.error, impress.StoreFailed)
     assert_all_comes_back(store)
-
-
-def test_an_open_that_fails_leaves_no_thread_in_the_shard(tmp_path: Path) -> None:
-    """Its lock was gone, its committer and follower were not: two writers in one shard."""
-    geometry = impress.Geometry(2, 4, 4, 64, "float32")
-    before = set(threading.enumerate())
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = impress.Config(**SMALL, metrics_port=taken.getsockname()[1])
-        with pytest.raises(impress.StoreFailed, match="port"):
-            impress.PrefixStore.open(tmp_path / "s", geometry, "test", config)
-    assert not [t.name for t in threading.enumerate() if t not in before]
-    with impress.PrefixStore.open(tmp_path / "s", geometry, "test", impress.Config(**SMALL)):
-        pass
