@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from tiers.base import PAGE, Read, sums_of
 from tiers.coalesce import Run
 from tiers.engines import ENGINES, engine_named, new_queue, why_not
 from tiers.errors import MediumError, ReadFailed
-from tiers.queues import KernelQueue, SegmentFile
+from tiers.queues import KernelQueue, SegmentFile, close_all
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
 
@@ -143,6 +144,31 @@ def test_a_queue_left_early_has_nothing_under_way(engine: str, tmp_path: Path) -
     assert second == list(range(5))
     os.close(fd)
     queue.close()
+
+
+@pytest.mark.parametrize("with_threads", [True, False])
+def test_a_queue_that_does_not_close_holds_up_nothing_else(
+    with_threads: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the end of Python 3.12.0 to 3.12.2, which starts no threads, what one raised left the
+    store's close too: the other queues were not closed, and the shard not unlocked."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    def failing() -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    closed: list[str] = []
+    queues = [
+        SimpleNamespace(name="aiofiles", close=failing),
+        SimpleNamespace(name="aio", close=lambda: closed.append("aio")),
+    ]
+    if not with_threads:
+        monkeypatch.setattr(threading.Thread, "start", refused)
+    close_all(queues)
+    assert closed == ["aio"]
+    assert "aiofiles does not close: cannot schedule" in caplog.text
 
 
 class _Kvikio(types.ModuleType):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 
-import aiofiles
+from aiofiles.threadpool import wrap
 
 from tiers.coalesce import Run
 from tiers.queues import OwnFiles, ReadQueue, SegmentFile
@@ -21,8 +22,10 @@ class AiofilesQueue(ReadQueue):
     name = "aiofiles"
 
     def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1)
         self._loop = asyncio.new_event_loop()
-        self._files: OwnFiles[Any] = OwnFiles()
+        self._loop.set_default_executor(self._executor)
+        self._files: OwnFiles[FileIO] = OwnFiles()
 
     def read(self, runs: Sequence[Run], files: Sequence[SegmentFile]) -> Generator[int, None, None]:
         for i, (run, file) in enumerate(zip(runs, files, strict=True)):
@@ -30,12 +33,7 @@ class AiofilesQueue(ReadQueue):
 
     async def _read(self, run: Run, segment: SegmentFile) -> bool:
         try:
-            file = self._files.get(segment)
-            if file is None:
-                for gone in self._files.take_gone():
-                    await gone.close()
-                file = await aiofiles.open(segment.path, "rb", buffering=0)
-                self._files.keep(segment, file)
+            file = wrap(self._file(segment))
             await file.seek(run.off)
             for view in run.views:
                 rest = memoryview(view)
@@ -48,10 +46,20 @@ class AiofilesQueue(ReadQueue):
             return False
         return True
 
+    def _file(self, segment: SegmentFile) -> FileIO:
+        file = self._files.get(segment)
+        if file is None:
+            for gone in self._files.take_gone():
+                gone.close()
+            file = FileIO(segment.path)
+            self._files.keep(segment, file)
+        return file
+
     def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        for file in self._files.take_all():
-            self._loop.run_until_complete(file.close())
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
+        """Without the loop: at the interpreter's end no executor takes work any more."""
+        try:
+            for file in self._files.take_all():
+                file.close()
+        finally:
+            self._executor.shutdown()
+            self._loop.close()

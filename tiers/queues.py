@@ -7,6 +7,7 @@ and read again with preadv.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -18,6 +19,8 @@ import numpy as np
 
 from tiers.base import Bytes
 from tiers.coalesce import Run
+
+log = logging.getLogger("impress.ssd")
 
 #: Requests of one thread under way at a time.
 DEPTH: Final = 64
@@ -150,12 +153,20 @@ def close_all(queues: Iterable[ReadQueue]) -> None:
     """
     at_once = []
     for queue in queues:
-        thread = threading.Thread(target=queue.close)
+        thread = threading.Thread(target=_close, args=(queue,))
         try:
             thread.start()
         except RuntimeError:  # at the end of Python 3.12.0 to 3.12.2 there are no threads, either
-            queue.close()
+            _close(queue)
         else:
             at_once.append(thread)
     for thread in at_once:
         thread.join()
+
+
+def _close(queue: ReadQueue) -> None:
+    """Whatever it raises: the others, the files and a lock are still to be let go of."""
+    try:
+        queue.close()
+    except Exception as err:
+        log.warning("ssd: a queue of %s does not close: %s", queue.name, err)
