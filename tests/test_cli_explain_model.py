@@ -20,7 +20,7 @@ import impress
 from impress.cli.explain import explain
 from impress.cli.run import run
 from impress.engines import hf
-from impress.errors import BadInput, StoreMismatch
+from impress.errors import BadInput, StoreMismatch, Unsupported
 from impress.namespace import namespace_of
 
 WORDS = [f"w{i}" for i in range(200)]
@@ -112,6 +112,35 @@ def test_a_store_of_another_geometry_is_never_a_hit(here, capsys):
     assert "never a hit" in capsys.readouterr().out
     with pytest.raises(StoreMismatch):
         told(here, model="deeper", query="w1 w2")
+
+
+@pytest.mark.parametrize("query", [None, "w1"])
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            transformers.MambaConfig(hidden_size=16, num_hidden_layers=1),
+            "model type 'mamba' is not supported",
+        ),
+        (
+            transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2),
+            "model type 'gpt2' is not supported",
+        ),
+        (
+            transformers.LlamaConfig(
+                hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            ),
+            "RoPE type 'dynamic'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_not_served_is_refused_by_name(here, tmp_path, config, said, query):
+    """Where its config has no number of heads a traceback, else a plain miss."""
+    saved_model(tmp_path)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match=said):
+        told(here, model=tmp_path, query=query)
 
 
 @pytest.mark.parametrize("policy", ["exact", "paper", "quality"])

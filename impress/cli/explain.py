@@ -22,8 +22,8 @@ from impress.cli.options import (
 )
 from impress.cli.survey import from_json, open_for_reading, read_token_file
 from impress.errors import BadInput
+from impress.namespace import namespace_of
 from impress.policy import Policy
-from impress.write.directory import Identity
 
 #: What else than the model names a prompt's keys, and is not asked for here.
 _ASSUMED: Final = {"engine": "transformers", "tenant": "", "tenant_secret": False}
@@ -112,12 +112,15 @@ def _explained(
             tokens = _token_ids(file)
             prompt: str | Tokens = tokens
         else:
-            from impress.cli.models import check_model_dir
+            from impress.cli.models import check_model_dir, geometry_in
 
             check_model_dir(model)
             prompt = _prompt(file)
+            geometry = geometry_in(model)
             if query is None:
-                tokens, namespace, mismatch = _of_model(file, prompt, model, identity)
+                tokens, namespace = _in_tokens_of(model, file, prompt), namespace_of(model)
+                if geometry != identity.geometry:
+                    mismatch = f"the store holds {identity.geometry}, the model has {geometry}"
             else:
                 from impress.cli.asking import ask
 
@@ -133,24 +136,18 @@ def _explained(
     return found
 
 
-def _of_model(
-    file: Path, prompt: str | Tokens, model: Path, identity: Identity
-) -> tuple[Tokens, bytes, str]:
-    """The prompt in a model's tokens, its namespace, and why the store can never serve it."""
-    from impress.cli.models import identity_of, load_tokenizer
+def _in_tokens_of(model: Path, file: Path, prompt: str | Tokens) -> Tokens:
+    """The prompt in a model's tokens."""
+    if not isinstance(prompt, str):
+        return prompt
+    import numpy as np
 
-    namespace, geometry = identity_of(model)
-    if isinstance(prompt, str):
-        import numpy as np
+    from impress.cli.models import load_tokenizer
 
-        ids = load_tokenizer(model)(prompt)["input_ids"]
-        if not ids:
-            raise BadInput(f"--prefix {file}: empty")
-        prompt = np.asarray(ids, dtype=np.int32)
-    mismatch = ""
-    if geometry != identity.geometry:
-        mismatch = f"the store holds {identity.geometry}, the model has {geometry}"
-    return prompt, namespace, mismatch
+    ids = load_tokenizer(model)(prompt)["input_ids"]
+    if not ids:
+        raise BadInput(f"--prefix {file}: empty")
+    return np.asarray(ids, dtype=np.int32)
 
 
 def _prompt(file: Path) -> str | Tokens:

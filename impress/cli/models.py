@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 from impress.errors import BadInput, Unsupported
-from impress.namespace import namespace_of
 from impress.terminal import err
 from impress.types import Geometry
 
@@ -97,16 +96,19 @@ def check_length(config: Any, n_tokens: int, n_new: int) -> None:
         )
 
 
-def identity_of(model_dir: Path) -> tuple[bytes, Geometry]:
-    """Namespace and geometry of a directory's model, without loading its weights."""
+def geometry_in(model_dir: Path) -> Geometry:
+    """The geometry of a directory's model, without loading its weights.
+
+    Raises Unsupported where impress does not serve it, BadInput where it cannot be told.
+    """
     engine_module()
     from transformers import AutoConfig
 
-    from impress.engines.hf_models import geometry_of
+    from impress.engines.hf_models import check_family, geometry_of
 
-    namespace = namespace_of(model_dir)
     try:
         config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
-    return namespace, geometry_of(config, config.dtype or "float32")
+    check_family(config)
+    return geometry_of(config, config.dtype or "float32")

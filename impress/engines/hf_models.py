@@ -95,21 +95,25 @@ def check_types(model: Any, config: Any) -> None:
 
 def check_model(model: Any) -> None:
     """Raises Unsupported, naming what it is, for a model whose KV could not be reused exactly."""
-    config = model.config
+    check_family(model.config)
+    if not model.can_generate():
+        raise Unsupported(f"{type(model).__name__} cannot generate: load the causal LM class")
+    if said := foreign_code(model, modules_of(model)):
+        raise Unsupported(said)
+    _check_attention(model.config)
+
+
+def check_family(config: Any) -> None:
+    """The same, as far as a config tells: before its weights are loaded."""
     if config.model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise Unsupported(f"model type {config.model_type!r} is not supported; supported: {known}")
-    if not model.can_generate():
-        raise Unsupported(f"{type(model).__name__} cannot generate: load the causal LM class")
     for rope_type in rope_types(config):
         if "dynamic" in rope_type or rope_type == "longrope":
             raise Unsupported(f"RoPE type {rope_type!r} rotates keys by the prompt's length")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise Unsupported(f"layer type {kind!r} is not supported, only full attention is")
-    if said := foreign_code(model, modules_of(model)):
-        raise Unsupported(said)
-    _check_attention(config)
 
 
 def rope_types(config: Any) -> list[str]:
