@@ -28,7 +28,7 @@ TEXT = " ".join(WORDS[i * 7 % 200] for i in range(200))  # 3 windows and 8 token
 CONFIG = impress.Config(segment_bytes=1 << 20, dram_bytes=0, io_threads=2)
 
 
-def saved_model(folder, n_layers=2, seed=0):
+def saved_model(folder, n_layers=2, seed=0, dtype=torch.float32):
     """A random Llama and a tokenizer of one token a word."""
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["?", *WORDS])}, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -40,7 +40,7 @@ def saved_model(folder, n_layers=2, seed=0):
         hidden_size=64, intermediate_size=64, num_hidden_layers=n_layers, num_attention_heads=4,
         vocab_size=201, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     return folder
 
 
@@ -50,13 +50,18 @@ def here(tmp_path_factory):
     folder = tmp_path_factory.mktemp("explain")
     saved_model(folder / "model")
     (folder / "text").write_text(TEXT)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    ids = torch.tensor([[WORDS.index(word) + 1 for word in TEXT.split()]])
     config = CONFIG.model_copy(update={"probes": ("int4-v1",)})
-    with hf.attach(model, folder / "store", config=config) as engine:
+    serve_once(folder / "model", folder / "store", config)
+    return folder
+
+
+def serve_once(model, store, config=CONFIG):
+    """The text is answered by the model, loaded in float32, and stored."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    ids = torch.tensor([[WORDS.index(word) + 1 for word in TEXT.split()]])
+    with hf.attach(loaded, store, config=config) as engine:
         engine.generate(ids, max_new_tokens=1)
         engine.flush()
-    return folder
 
 
 def told(here, *, store="store", text="text", model="model", **options):
@@ -72,7 +77,7 @@ def test_a_text_is_looked_up_in_the_models_own_namespace(here, capsys):
     assert (row["yours"], row["windows"], row["stop"]["reason"]) == (True, 3, "end of prompt")
     assert list(row["held"][0]["probes"]) == ["int4-v1"]
     shown = capsys.readouterr().out
-    assert "(this model's)" in shown and "no tenant" not in shown
+    assert "(this model's, loaded in float32)" in shown and "no tenant" not in shown
 
 
 def test_another_model_of_the_same_shape_finds_its_own_namespace_empty(here, capsys):
@@ -100,10 +105,27 @@ def test_a_miss_says_what_was_assumed_where_the_model_stored_it_under_other_keys
     with impress.PrefixStore.open(tmp_path / "store", geometry, name, config) as store:
         store.store(ids, rows, rows, tenant="someone" if how == "tenant" else "").wait(60)
     found = told(here, store=tmp_path / "store")
-    assert found["assumed"] == {"engine": "transformers", "tenant": "", "tenant_secret": False}
+    assert found["assumed"] == {
+        "engine": "transformers", "tenant": "", "tenant_secret": False, "dtype": "float32",
+    }  # fmt: skip
     assert [(row["yours"], row["windows"]) for row in found["found"]] == [(True, 0), (False, 3)]
     shown = capsys.readouterr().out
     assert "as the Transformers engine stores it, for no tenant and without a tenant" in shown
+
+
+@pytest.mark.parametrize("query", [None, "w1 w2"])
+def test_a_model_is_looked_for_in_the_dtype_its_service_loaded_it_in(here, capsys, tmp_path, query):
+    """Where its config names another it said "never a hit", of a store that was being hit."""
+    saved_model(tmp_path / "model", dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "model/config.json").read_text())["dtype"] == "bfloat16"
+    serve_once(tmp_path / "model", tmp_path / "store")
+    found = told(here, model=tmp_path / "model", store=tmp_path / "store", query=query)
+    assert (found["mismatch"], found["assumed"]["dtype"]) == ("", "float32")
+    assert (found["found"][0]["yours"], found["found"][0]["windows"]) == (True, 3)
+    if query is not None:
+        assert found["request"]["hit_tokens"] == 192
+    shown = capsys.readouterr().out
+    assert "loaded in float32" in shown and "never a hit" not in shown
 
 
 def test_a_store_of_another_geometry_is_never_a_hit(here, capsys):

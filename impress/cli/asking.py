@@ -16,29 +16,29 @@ from impress.namespace import namespace_of
 from impress.policy import Policy
 from impress.store import PrefixStore
 from impress.terminal import err
-from impress.write.directory import Identity
+from impress.types import Geometry
 
 
 def ask(
-    model_dir: Path, where: Path, identity: Identity, prompt: str | Tokens, query: str,
+    model_dir: Path, where: Path, geometry: Geometry, window: int, prompt: str | Tokens, query: str,
     policy: Policy,
 ) -> tuple[Tokens, bytes, dict[str, Any]]:  # fmt: skip
     """The request's tokens, the model's namespace, and what one new token took.
 
-    Raises StoreMismatch where the store is of another geometry, BadInput, Unsupported.
+    `geometry`: the model's, in the dtype it is to be loaded in; `window`: the store's. Raises
+    StoreMismatch where the store is of another geometry, BadInput, Unsupported.
     """
     hf = engine_module()
     import numpy as np
     import torch
 
-    model, tokenizer = load(model_dir)
+    model, tokenizer = load(model_dir, geometry.dtype)
     before = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt.tolist()
     ids = [*before, *query_ids(tokenizer, query)]
     check_length(model.config, len(ids), 1)
     namespace = namespace_of(model)
-    geometry = hf.hf_models.geometry_of(model.config, model.dtype)
     probes = () if policy.probe is None else (policy.probe,)
-    config = Config(window=identity.window, probes=probes)
+    config = Config(window=window, probes=probes)
     with (
         PrefixStore.open(where, geometry, namespace, config, mode="r") as store,
         hf.attach(model, store, policy, store_new=False) as engine,

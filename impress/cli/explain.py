@@ -51,7 +51,7 @@ def explain(
         typer.Option(
             metavar="DIR", readable=False,
             help="A local Transformers model with its tokenizer: whose namespace is looked at, as "
-            "the Transformers engine has it, for no tenant and without a tenant secret.",
+            "the Transformers engine has it in the store's dtype, without tenant or tenant secret.",
         ),
     ] = None,
     store: Store = None,
@@ -106,7 +106,7 @@ def _explained(
 ) -> dict[str, Any]:
     """Everything that is shown, ready for JSON."""
     opened, identity = open_for_reading(where)
-    namespace, request, mismatch = None, None, ""
+    namespace, request, mismatch, assumed = None, None, "", None
     with opened:
         if model is None:
             tokens = _token_ids(file)
@@ -116,19 +116,23 @@ def _explained(
 
             check_model_dir(model)
             prompt = _prompt(file)
-            geometry = geometry_in(model)
+            geometry = geometry_in(model, identity.geometry)
+            assumed = {**_ASSUMED, "dtype": geometry.dtype}
             if query is None:
-                tokens, namespace = _in_tokens_of(model, file, prompt), namespace_of(model)
+                tokens = _in_tokens_of(model, file, prompt)
+                namespace = namespace_of(model, dtype=geometry.dtype)
                 if geometry != identity.geometry:
                     mismatch = f"the store holds {identity.geometry}, the model has {geometry}"
             else:
                 from impress.cli.asking import ask
 
-                tokens, namespace, request = ask(model, where, identity, prompt, query, policy)
+                tokens, namespace, request = ask(
+                    model, where, geometry, identity.window, prompt, query, policy
+                )
         found: dict[str, Any] = {
             "store": str(where), "window": identity.window, "mismatch": mismatch,
             "read_as": "text" if isinstance(prompt, str) else "token ids",
-            "assumed": None if namespace is None else _ASSUMED,
+            "assumed": assumed,
             **match_prompt(opened, tokens, namespace),
         }  # fmt: skip
     if request is not None:

@@ -50,7 +50,7 @@ def table(*columns: str) -> Table:
 
 
 def _print_root(row: dict[str, Any], found: dict[str, Any]) -> None:
-    whose = " (this model's)" if row["yours"] else ""
+    whose = f" (this model's, loaded in {found['assumed']['dtype']})" if row["yours"] else ""
     verdict = "hit" if row["windows"] else "miss"
     say(
         f"\n[bold]{verdict}[/bold]: {row['windows']:,} of {found['windows']:,} windows, "

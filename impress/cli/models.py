@@ -54,8 +54,8 @@ def load_tokenizer(model_dir: Path) -> Any:
         raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
 
 
-def load(model_dir: Path) -> tuple[Any, Any]:
-    """The model in the dtype it was saved in, and its tokenizer; from this directory only.
+def load(model_dir: Path, dtype: str = "auto") -> tuple[Any, Any]:
+    """The model and its tokenizer; from this directory only. `auto`: the dtype it was saved in.
 
     Raises BadInput where they do not load.
     """
@@ -66,7 +66,7 @@ def load(model_dir: Path) -> tuple[Any, Any]:
 
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                str(model_dir), local_files_only=True, dtype="auto"
+                str(model_dir), local_files_only=True, dtype=dtype
             )
         except (OSError, ValueError, KeyError) as error:
             raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
@@ -96,10 +96,12 @@ def check_length(config: Any, n_tokens: int, n_new: int) -> None:
         )
 
 
-def geometry_in(model_dir: Path) -> Geometry:
+def geometry_in(model_dir: Path, stored: Geometry) -> Geometry:
     """The geometry of a directory's model, without loading its weights.
 
-    Raises Unsupported where impress does not serve it, BadInput where it cannot be told.
+    In the store's dtype where all else is as stored: whoever serves a model may load it in another
+    than its config names. Raises Unsupported where impress does not serve it, BadInput where that
+    cannot be told.
     """
     engine_module()
     from transformers import AutoConfig
@@ -111,4 +113,5 @@ def geometry_in(model_dir: Path) -> Geometry:
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
     check_family(config)
-    return geometry_of(config, config.dtype or "float32")
+    geometry = geometry_of(config, stored.dtype)
+    return geometry if geometry == stored else geometry_of(config, config.dtype or "float32")
