@@ -248,6 +248,33 @@ def test_weights_whose_download_was_cut_off_are_refused(here, tmp_path, kind):
     assert not (tmp_path / "store").exists()
 
 
+def test_a_tokenizer_whose_download_was_cut_off_is_refused(here, tmp_path):
+    """The Rust tokenizers raise a bare Exception: a traceback, and status 1."""
+    saved_model(tmp_path)
+    tokenizer, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    os.truncate(tokenizer, tokenizer.stat().st_size // 2)
+    # As checkpoints that were not saved just now have it; without it Transformers reads the JSON.
+    told_by_it = {**json.loads(settings.read_text()), "added_tokens_decoder": {}}
+    settings.write_text(json.dumps(told_by_it))
+    with pytest.raises(BadInput, match=r"its tokenizer does not load; .* fetch it again"):
+        run(tmp_path, here / "text", "w1", tmp_path / "store")
+    with pytest.raises(BadInput, match=r"its tokenizer does not load; .* fetch it again"):
+        told(here, model=tmp_path)
+
+
+def test_a_checkpoint_whose_quantiser_is_not_installed_is_refused(here, tmp_path):
+    """An ImportError of Transformers: a traceback, and status 1."""
+    saved_model(tmp_path)
+    file = tmp_path / "config.json"
+    quantised = {**json.loads(file.read_text()), "quantization_config": {"quant_method": "vptq"}}
+    file.write_text(json.dumps(quantised))
+    with pytest.raises(Unsupported, match="pip install"):
+        run(tmp_path, here / "text", "w1", tmp_path / "store")
+    with pytest.raises(Unsupported, match="pip install"):
+        told(here, model=tmp_path, query="w1")
+    assert not (tmp_path / "store").exists()
+
+
 def _of(here):
     with (here / "store" / "impress.json").open() as file:
         return impress.Geometry(**json.load(file)["geometry"]), "someone else"

@@ -37,7 +37,7 @@ def engine_module() -> ModuleType:
 
 
 def load_tokenizer(model_dir: Path) -> Any:
-    """From this directory only. Raises BadInput, or Unsupported where Transformers is missing."""
+    """From this directory only. Raises BadInput, or Unsupported where a package is missing."""
     try:
         from transformers import AutoTokenizer
         from transformers.utils import logging
@@ -50,14 +50,21 @@ def load_tokenizer(model_dir: Path) -> Any:
     logging.disable_progress_bar()
     try:
         return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except ImportError as error:
+        raise Unsupported(f"--model {model_dir}: {str(error)[:300]}") from None
+    except (OSError, ValueError) as error:
         raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
+    except Exception as error:  # what the Rust tokenizers raise has no name of its own
+        raise BadInput(
+            f"--model {model_dir}: its tokenizer does not load; where its download was cut off, "
+            f"fetch it again ({str(error)[:200] or type(error).__name__})"
+        ) from None
 
 
 def load(model_dir: Path, dtype: str = "auto") -> tuple[Any, Any]:
     """The model and its tokenizer; from this directory only. `auto`: the dtype it was saved in.
 
-    Raises BadInput where they do not load.
+    Raises BadInput where they do not load, Unsupported where a package is missing for them.
     """
     with err.status("loading the model"):
         tokenizer = load_tokenizer(model_dir)
@@ -68,6 +75,8 @@ def load(model_dir: Path, dtype: str = "auto") -> tuple[Any, Any]:
             model = AutoModelForCausalLM.from_pretrained(
                 str(model_dir), local_files_only=True, dtype=dtype
             )
+        except ImportError as error:  # of a quantised checkpoint: it names the package
+            raise Unsupported(f"--model {model_dir}: {str(error)[:300]}") from None
         except (OSError, ValueError, KeyError) as error:
             raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
         except (SafetensorError, RuntimeError, EOFError, UnpicklingError) as error:
