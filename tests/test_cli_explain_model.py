@@ -212,10 +212,15 @@ def test_a_request_that_misses_says_so(here, capsys):
     assert "nothing of the prompt is stored" in capsys.readouterr().out
 
 
-def test_a_prompt_longer_than_the_model_takes_is_refused(here):
+def test_a_prompt_longer_than_the_model_takes_is_refused(here, tmp_path):
+    """It named --max-new-tokens where no number of them helps, and to explain, which has none."""
     (here / "long").write_text(TEXT * 4)
-    with pytest.raises(BadInput, match="more than the model's 512"):
+    with pytest.raises(BadInput, match=r"more than the model's 512; shorten the text$"):
         told(here, text="long", query="w1")
+    with pytest.raises(BadInput, match=r"more than the model's 512; shorten the text$"):
+        run(here / "model", here / "long", "w1", tmp_path / "store")
+    with pytest.raises(BadInput, match=r"shorten the text or lower --max-new-tokens$"):
+        run(here / "model", here / "text", "w1", tmp_path / "store", max_new_tokens=400)
 
 
 def test_run_answers_on_a_full_disk_as_its_help_says(here, tmp_path, monkeypatch, capsys):

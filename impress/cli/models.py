@@ -99,9 +99,10 @@ def check_length(config: Any, n_tokens: int, n_new: int) -> None:
     """Raises BadInput where a prompt and its answer are longer than the model takes."""
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and n_tokens + n_new > most:
+        fewer = " or lower --max-new-tokens" if n_tokens < most else ""
         raise BadInput(
             f"{n_tokens} tokens of text and question and {n_new} new ones are more than "
-            f"the model's {most}; shorten the text or set --max-new-tokens"
+            f"the model's {most}; shorten the text{fewer}"
         )
 
 
