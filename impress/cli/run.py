@@ -114,8 +114,8 @@ def _answer(
         "fallback_share": request.fallback_share,
         "bytes_share": request.bytes_share,
         "transferred_share": request.transferred_share,
-        "estimated_missing_mass": _known(request.estimated_missing_mass),
-        "missing_mass_worst_head": _known(request.missing_mass_worst_head),
+        "estimated_missing_mass": request.estimated_missing_mass,
+        "missing_mass_worst_head": request.missing_mass_worst_head,
         "ttft_ms": request.ttft_ms,
         "bytes_by_tier": request.bytes_by_tier,
         "stored_tokens": request.stored_tokens,
@@ -150,10 +150,5 @@ def _print(found: dict[str, Any]) -> None:
             out.print(f"{what}: {found[what]}", markup=False, soft_wrap=True)
 
 
-def _known(mass: float) -> float | None:
-    """JSON has no nan."""
-    return None if math.isnan(mass) else mass
-
-
-def _mass(share: float | None) -> str:
-    return "unknown" if share is None else f"{share:.3f}"
+def _mass(share: float) -> str:
+    return "unknown" if math.isnan(share) else f"{share:.3f}"

@@ -8,12 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from impress.cli.options import Store, store_dir
-from impress.config import MOST_BYTES
+from impress.config import MIB, MOST_BYTES
 from impress.engines.vllm import CONNECTOR, CONNECTOR_MODULE
 from impress.errors import BadInput
 from impress.policy import Paper, Quality
 
-MIB = 1 << 20
 _MOST_MIB = MOST_BYTES // MIB
 
 #: Policies by the name an operator types, as the connector's settings spell them: with what each
