@@ -36,6 +36,14 @@ def show(drawing: Table | Tree) -> None:
     out.print(Segments(out.render(drawing, wide)), crop=False)
 
 
+def table_of(title: str, *columns: str) -> Table:
+    """An empty table; columns called with a leading ">" hold numbers. No title: none is printed."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in columns:
+        made.add_column(name.lstrip(">"), justify="right" if name[0] == ">" else "left")
+    return made
+
+
 def line_of(error: Exception) -> str | None:
     """What went wrong, for people; None for what nobody expected. Pure."""
     if isinstance(error, ImpressError | MediumError):

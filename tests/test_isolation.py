@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 import impress
 from impress.cli.main import app
 from impress.write.index import Index
-from tiers.base import Read, Slot
+from tiers.base import Slot
 from tiers.engines import ENGINES, why_not
 from tiers.errors import MediumError
 from tiers.ssd import SsdTier

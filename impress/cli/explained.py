@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from impress.terminal import number, out, share, show, size
+from impress.terminal import number, out, share, show, size, table_of
 
 #: Namespaces beside the first that get a line each; --json has all.
 MOST_OTHERS = 5
@@ -39,14 +39,6 @@ def print_match(found: dict[str, Any]) -> None:
 def say(line: str) -> None:
     """A line of text, wrapped by the terminal and not by a guess at its width."""
     out.print(line, soft_wrap=True)
-
-
-def table(*columns: str) -> Table:
-    """Columns called with a leading ">" hold numbers."""
-    made = Table(box=None, pad_edge=False)
-    for name in columns:
-        made.add_column(name.lstrip(">"), justify="right" if name[0] == ">" else "left")
-    return made
 
 
 def _print_root(row: dict[str, Any], found: dict[str, Any]) -> None:
@@ -118,8 +110,9 @@ def _print_guard(ledgers: list[dict[str, Any]]) -> None:
 
 
 def _nodes(held: list[dict[str, Any]]) -> Table:
-    made = table(
-        "windows", ">span", ">leases", "last lease", ">score", ">important", ">K and V", "records",
+    made = table_of(
+        "", "windows", ">span", ">leases", "last lease", ">score", ">important", ">K and V",
+        "records",
     )  # fmt: skip
     for row in held[:MOST_NODES]:
         first, last = row["first_window"], row["first_window"] + row["n_windows"] - 1
@@ -189,9 +182,9 @@ def print_request(found: dict[str, Any]) -> None:
 
 
 def _layers(lines: list[dict[str, Any]], n_tokens: int) -> Table:
-    made = table(
-        ">layer", ">rows", f">of {n_tokens:,}", "reason", ">agreement", ">missing", ">worst head",
-        "rows by tier", "bytes by tier", ">wait ms",
+    made = table_of(
+        "", ">layer", ">rows", f">of {n_tokens:,}", "reason", ">agreement", ">missing",
+        ">worst head", "rows by tier", "bytes by tier", ">wait ms",
     )  # fmt: skip
     for line in lines:
         chosen = line.get("chosen", n_tokens)  # exact says nothing of choosing

@@ -19,7 +19,7 @@ from impress.cli.survey import (
     survey,
     tree_of,
 )
-from impress.terminal import number, out, share, show, size
+from impress.terminal import number, out, share, show, size, table_of
 
 #: Lines of a drawn tree; more than this nobody reads (--json gives all).
 MOST_LINES = 500
@@ -129,17 +129,9 @@ def _print(found: dict[str, Any]) -> None:
         _print_tree(found)
 
 
-def _table(title: str, *columns: str) -> Table:
-    """Columns called with a leading ">" hold numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name in columns:
-        table.add_column(name.lstrip(">"), justify="right" if name[0] == ">" else "left")
-    return table
-
-
 def _tiers(tiers: dict[str, Any], *, live: bool) -> Table:
     """Three rows, whatever is known: copies above the SSD belong to the process that serves."""
-    table = _table("Tiers", "tier", ">used", ">free", ">total", ">full", ">chunks", ">important")
+    table = table_of("Tiers", "tier", ">used", ">free", ">total", ">full", ">chunks", ">important")
     for name, usage in tiers.items():
         if usage is None:
             what = "none configured" if live else "see --metrics"
@@ -155,8 +147,8 @@ def _tiers(tiers: dict[str, Any], *, live: bool) -> Table:
 
 
 def _shards(rows: list[dict[str, Any]], window: int) -> Table:
-    table = _table("\nShards", "shard", ">spans", ">tokens", ">used", ">on SSD", "written by",
-                   ">readers")  # fmt: skip
+    table = table_of("\nShards", "shard", ">spans", ">tokens", ">used", ">on SSD", "written by",
+                     ">readers")  # fmt: skip
     for row in rows:
         writer = "nobody" if row["writer"] is None else f"process {row['writer']}"
         table.add_row(
@@ -167,7 +159,7 @@ def _shards(rows: list[dict[str, Any]], window: int) -> Table:
 
 
 def _namespaces(rows: list[dict[str, Any]]) -> Table:
-    table = _table("\nNamespaces", "root", "name", ">spans", ">tokens", ">on SSD")
+    table = table_of("\nNamespaces", "root", "name", ">spans", ">tokens", ">on SSD")
     for row in rows:
         table.add_row(
             row["root"][:12], escape(row["name"]), f"{row['spans']:,}", f"{row['tokens']:,}",
@@ -177,7 +169,7 @@ def _namespaces(rows: list[dict[str, Any]]) -> Table:
 
 
 def _hottest(rows: list[dict[str, Any]]) -> Table:
-    table = _table(
+    table = table_of(
         "\nHottest prefixes", "key", "root", ">tokens", ">leases", ">chunks on SSD", ">score",
         ">important",
     )  # fmt: skip
@@ -191,7 +183,7 @@ def _hottest(rows: list[dict[str, Any]]) -> Table:
 
 
 def _live(live: dict[str, Any]) -> Table:
-    table = _table("\nThe running process", "counter", "value")
+    table = table_of("\nThe running process", "counter", "value")
     for name, value in live.items():
         if name != "tiers":
             table.add_row(name.replace("_", " "), _cell(value))
