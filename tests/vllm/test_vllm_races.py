@@ -153,6 +153,49 @@ def test_an_abort_in_the_step_of_a_lost_load_stores_nothing_of_it(
     assert served.used_blocks() == 0
 
 
+_CUTS = [
+    ("a layer", RuntimeError("broken")),
+    ("a layer", KeyboardInterrupt()),
+    ("before the layers", RuntimeError("broken")),
+]
+
+
+@pytest.mark.parametrize(("where", "err"), _CUTS, ids=["error", "Ctrl-C", "before the layers"])
+def test_a_step_that_is_cut_short_is_the_last_of_which_anything_is_stored(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str, err: BaseException
+) -> None:
+    """vLLM ends a connector's step in a `finally`, and counts its tokens as computed: what the
+    layers behind the error never wrote, zeros or another request's rows, was stored under the
+    prompt's name, and answered from ever after."""
+    served = serve(max_num_batched_tokens=128)
+    engine, runner = served.llm.llm_engine, served.core.model_executor.driver_worker.model_runner
+    at: tuple[Any, str] = (runner, "_prepare_inputs")
+    if where == "a layer":
+        at = runner.get_model().model.decoder.layers[1], "forward"
+
+    def cut(*args: Any, **named: Any) -> Any:
+        raise err
+
+    engine.add_request("cut", {"prompt_token_ids": PROMPT}, params(100))
+    engine.step()
+    with monkeypatch.context() as once:
+        once.setattr(*at, cut)
+        with pytest.raises(type(err)):
+            engine.step()
+    while engine.has_unfinished_requests():  # it goes on behind the hole
+        engine.step()
+    served.settle()
+    other = words(300, seed=4)
+    served.ask([other])
+    served.settle()
+    assert [served.store.lookup(prompt) for prompt in (PROMPT, other)] == [0, 0]
+    served.close()
+    fresh = serve()
+    (answer,) = fresh.ask([PROMPT])
+    (alone,) = fresh.ask([PROMPT], salt="shares nothing")
+    assert (answer.tokens, answer.n_cached) == (alone.tokens, 0)
+
+
 def test_too_many_specs_while_blocks_are_read_store_nothing_of_them(tmp_path: Path) -> None:
     """A life that is dropped because too many specs wait has its blocks given away at once, also
     while the thread reads the last of them: what another request wrote there was committed."""

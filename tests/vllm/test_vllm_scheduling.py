@@ -106,7 +106,7 @@ def test_a_salt_that_is_no_text_is_served_without_the_store(n_tokens: int, salt:
     request.all_token_ids = list(range(384))
     assert side.finish(request, [1, 2, 3]) == (False, None)
     assert side.plan(SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})) == (
-        StepPlan(ended=["r"])
+        StepPlan(ended=["r"], number=2)
     )
 
 

@@ -122,7 +122,8 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: full blocks are read when the step is over, by a thread of their own."""
+        """Notes that it ran: blocks are read when the step is over, by a thread of their own."""
+        self._worker().note_layer(layer_name)
 
     def wait_for_save(self) -> None:
         self._worker().finish()

@@ -80,6 +80,7 @@ class SchedulerSide:
         self._dropped: list[str] = []
         self._evicting = False  # the store has let go of something, and will again
         self._reset = ""  # in every key since the cache was reset
+        self._n_plans = 0
         self.kv_cache_manager: Any = None
 
     # ---- a request comes -------------------------------------------------------------------
@@ -165,7 +166,8 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> StepPlan:
         """The worker's part in the step that vLLM has just scheduled."""
-        plan = StepPlan(n_tokens=output.total_num_scheduled_tokens)
+        self._n_plans += 1
+        plan = StepPlan(n_tokens=output.total_num_scheduled_tokens, number=self._n_plans)
         for tracked in self._tracked.values():
             if tracked.request.num_preemptions != tracked.n_preempted:
                 self._preempted(tracked, plan)

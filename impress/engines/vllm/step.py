@@ -71,6 +71,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]  # the base is untype
     held: list[str] = field(default_factory=list)  # finished requests whose blocks wait for saves
     ended: list[str] = field(default_factory=list)  # requests that are no more, or begin anew
     n_tokens: int = 0  # scheduled in this step
+    number: int = 0  # of this step, from 1
 
 
 @dataclass(slots=True)

@@ -114,6 +114,8 @@ class WorkerSide:
         self.saver = Saver(store, self.caches, self.layouts) if store_new else None
         self.counts: Counter[str] = Counter()
         self._plan = StepPlan()
+        self._ran = -1  # the last layer of this step that has run
+        self._n_whole = 0  # steps, all of which did what their plans say; -1 once one did not
         self._loads: list[ExactLoad] = []
         self._invalid: set[int] = set()
         self._held: set[str] = set()
@@ -126,6 +128,7 @@ class WorkerSide:
         """First thing in a step, before any block is written."""
         self._end_loads()  # of a step that an error cut short
         self.sparse.end(plan.ended)
+        self._ran = -1
         if self.saver is not None:
             self.saver.drop(plan.dropped)
 
@@ -152,6 +155,10 @@ class WorkerSide:
         for load in self._loads:
             load.write(layer, self.caches[layer], self.layouts[layer])
 
+    def note_layer(self, name: str) -> None:
+        """A layer's attention has run, or was launched: its new rows stand in their blocks."""
+        self._ran = self.layer_of[name]
+
     def finish(self) -> None:
         """The layers have run: release what was read, hand over what is to be saved."""
         self._end_loads()
@@ -159,14 +166,36 @@ class WorkerSide:
             self._streams.mark()
         if self.saver is None:
             return
-        for spec in self._plan.saves:
-            # Whoever shares a block that was not filled has computed nonsense on it.
-            if self._invalid.isdisjoint(spec.block_ids):
-                self.saver.offer(spec)
+        if self._is_whole(self._plan):
+            for spec in self._plan.saves:
+                # Whoever shares a block that was not filled has computed nonsense on it.
+                if self._invalid.isdisjoint(spec.block_ids):
+                    self.saver.offer(spec)
+        else:
+            self.saver.drop([spec.key for spec in self._plan.saves])
         for request_id in self._plan.ended:
             self.saver.end(request_id)
         if self._held and not self._plan.n_tokens:
             self.saver.pause(_IDLE_S)
+
+    def _is_whole(self, plan: StepPlan) -> bool:
+        """Whether this step and all before it have computed what their plans say.
+
+        An error or a signal ends a step anywhere. vLLM then comes to `finish` all the same (it is
+        in a `finally`), or not at all; it counts the step's tokens as computed, and finds their
+        blocks in its own cache. So what it computes from then on may stand on rows that are none.
+        """
+        if plan.number == self._n_whole + 1 and (
+            not plan.n_tokens or self._ran == len(self.caches) - 1
+        ):
+            self._n_whole = plan.number
+            return True
+        if self._n_whole >= 0:
+            self._n_whole = -1
+            log.warning(
+                "a step of vLLM was cut short: nothing more is stored until it is started again"
+            )
+        return False
 
     def _end_loads(self) -> None:
         loads, self._loads = self._loads, []
