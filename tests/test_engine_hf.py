@@ -303,7 +303,10 @@ def test_what_follows_the_end_token_is_not_stored(tmp_path):
     free = model.generate(ids, max_new_tokens=80)
     ends = int(free[0, 125])  # row 0 ends after six tokens at most; row 1 goes on longer
     with attach(model, tmp_path) as engine:
-        out = engine.generate(ids, max_new_tokens=80, eos_token_id=ends, pad_token_id=0)
+        out = engine.generate(
+            ids, max_new_tokens=80, eos_token_id=ends, pad_token_id=0,
+            attention_mask=torch.ones_like(ids),
+        )  # fmt: skip
         engine.flush()
         for row in out.numpy().astype(np.int32):
             stops = np.flatnonzero(row[120:] == ends)
@@ -644,6 +647,25 @@ def test_a_request_that_is_not_served_is_refused_by_name(tmp_path, options, name
         with pytest.raises(Unsupported, match=named):
             engine.generate(prompts(10), max_new_tokens=2, **options)
         assert engine.last_request is None
+
+
+def test_pad_tokens_without_a_mask_are_refused_as_padding(tmp_path):
+    """generate() itself hides them then; here they were computed on, and nothing was said."""
+    model, ids = tiny(), prompts(10).clone()
+    ids[0, :2] = 3
+    ones = torch.ones_like(ids)
+    with attach(model, tmp_path) as engine:
+        for pad in (3, torch.tensor(3)):
+            with pytest.raises(Unsupported, match="padded prompts: token 3 pads"):
+                engine.generate(ids, max_new_tokens=2, pad_token_id=pad)
+        model.generation_config.pad_token_id = 3
+        with pytest.raises(Unsupported, match="padded prompts: token 3 pads"):
+            engine.generate(ids, max_new_tokens=2)
+        assert engine.last_request is None
+        # Where a mask says that they are meant, and where they end answers too, as generate() does.
+        for options in ({"attention_mask": ones}, {"eos_token_id": [7, 3]}):
+            want = model.generate(ids, max_new_tokens=2, **options)
+            assert torch.equal(engine.generate(ids, max_new_tokens=2, **options), want)
 
 
 def test_what_the_readme_says_is_not_served_is_refused_by_name(tmp_path):

@@ -148,7 +148,10 @@ def check_request(
         input_ids = inputs
     _check_mode(model)
     ids, tokens = _check_ids(input_ids, model.config.vocab_size)
-    _check_mask(kwargs.pop("attention_mask", None), ids)
+    if (mask := kwargs.pop("attention_mask", None)) is not None:
+        _check_mask(mask, ids)
+    else:
+        _check_pads(model, kwargs, tokens)
     _check_options(model, kwargs)
     if setting(model, kwargs, "cache_implementation") is not None:
         kwargs["cache_implementation"] = None  # generate() wants none beside a cache
@@ -191,13 +194,27 @@ def _check_ids(input_ids: Any, vocab_size: int) -> tuple[torch.Tensor, npt.NDArr
 
 
 def _check_mask(mask: Any, ids: torch.Tensor) -> None:
-    if mask is None:
-        return
     shape = tuple(getattr(mask, "shape", ())) or type(mask).__name__
     if shape != tuple(ids.shape):
         raise BadInput(f"attention_mask must be a tensor {tuple(ids.shape)}, got {shape}")
     if not bool((mask == 1).all()):
         raise Unsupported("padded prompts: pass a batch of equal lengths, or one prompt at a time")
+
+
+def _check_pads(model: Any, kwargs: Mapping[str, Any], tokens: npt.NDArray[np.int32]) -> None:
+    """Without a mask generate() hides every pad token, unless that also ends an answer."""
+    pad, ends = (
+        value.cpu().numpy() if isinstance(value, torch.Tensor) else value
+        for value in (setting(model, kwargs, name) for name in ("pad_token_id", "eos_token_id"))
+    )
+    if pad is None or (ends is not None and np.isin(pad, ends).any()):
+        return
+    if np.isin(tokens, pad).any():
+        raise Unsupported(
+            f"padded prompts: token {pad} pads, and there is no attention_mask: pass a batch of "
+            "equal lengths, or one prompt at a time; where the token is meant, an attention_mask "
+            "of ones"
+        )
 
 
 def setting(model: Any, kwargs: Mapping[str, Any], name: str) -> Any:
