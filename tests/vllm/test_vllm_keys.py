@@ -40,8 +40,16 @@ def _image(name: str, offset: int, length: int) -> Any:
     return SimpleNamespace(identifier=name, mm_position=place)
 
 
-def test_a_plain_prompt_has_no_extras() -> None:
-    assert extras_of(_request(), 300, 128, vllm_keys_of(), Adapters()) == ({}, "")
+def test_a_plain_prompt_has_no_extras_and_is_asked_about_once() -> None:
+    """Each of its blocks was, two or three times a request, while vLLM scheduled."""
+    calls, vllms = [], vllm_keys_of()
+
+    def keys_of(request: Any, *at: int) -> Any:
+        calls.append(at)
+        return vllms(request, *at)
+
+    assert extras_of(_request(), 32_768, 16, keys_of, Adapters()) == ({}, "")
+    assert calls == [(0, 32_768, 0)]
 
 
 @pytest.mark.parametrize("name", ["0-image-0", "my-picture", "5f" * 32])

@@ -42,14 +42,19 @@ def extras_of(
     Raises Unsupported for keys of an unknown kind, images, a salt that is no text, or an adapter
     that Adapters refuses.
     """
+    # A plain prompt, without a look at each block; embeddings would be hashed once more.
+    if request.prompt_embeds is None and keys_of(request, 0, n_tokens, 0)[0] is None:
+        return {}, ""
     extra: dict[int, bytes] = {}
     tenant = ""
     at_item = 0
     for first in range(0, n_tokens, block_size):
         keys, at_item = keys_of(request, first, min(first + block_size, n_tokens), at_item)
+        if keys is None:
+            continue
         digest = blake2b(digest_size=32, person=b"impress-vllm")
         n_digested = 0
-        for key in keys or ():
+        for key in keys:
             kind = key[0] if isinstance(key, tuple) and key else None
             if kind == "cache_salt" and len(key) == 2:
                 tenant = f"salt:{_text(key[1])}"
