@@ -87,6 +87,7 @@ class Adapters:
     """What the files of each adapter held when a request first named it. For one thread.
 
     vLLM loads an adapter once, by its number, and computes with that whatever the files become.
+    (Not so `load_inplace`, of which no connector hears: docs/VLLM.md, Limits.)
     """
 
     def __init__(self, applied: str = "") -> None:
