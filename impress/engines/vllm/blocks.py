@@ -35,7 +35,7 @@ class Layout(Protocol):
     ) -> None:
         """Put rows [n_kv_heads, m, head_dim] in host memory in slots int64 [m].
 
-        The layer's attention, computed next, finds them there.
+        Of the cache's dtype, any strides. The layer's attention, computed next, finds them there.
         """
 
     def write(
@@ -91,10 +91,7 @@ class BlockLayout:
     def write(
         self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Put rows k, v [n_kv_heads, m, head_dim] of the cache's dtype in slots int64 [m].
-
-        A slot is block · block_size + row in the block. Any strides.
-        """
+        """See Layout."""
         _write(kv_cache, k.transpose(0, 1), v.transpose(0, 1), slots, self.isa)
 
     load = write  # it is host memory
@@ -102,10 +99,7 @@ class BlockLayout:
     def read(
         self, kv_cache: torch.Tensor, block_ids: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of whole blocks, in the order given: k, v [n_kv_heads, rows, head_dim].
-
-        Token-major in memory, as a store packs them.
-        """
+        """See Layout."""
         n, half = len(block_ids), self.block_size * self.head_dim
         picked = kv_cache[torch.as_tensor(block_ids, dtype=torch.int64)]
         heads = picked.view(n, self.n_kv_heads, 2 * half)

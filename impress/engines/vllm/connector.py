@@ -179,6 +179,7 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """Asked by vLLM's MultiConnector, where it holds a connector that knows no groups."""
         return self._scheduler().finish(request, block_ids)
 
     def request_finished_all_groups(

@@ -116,7 +116,7 @@ class StridedLayout:
     def load(
         self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Rows in host memory into slots: `write`, ahead of whatever is computed next."""
+        """See blocks.Layout, of `write` and `read` too."""
         if self.streams is None:
             self.write(kv_cache, k, v, slots)
         else:
@@ -125,10 +125,6 @@ class StridedLayout:
     def write(
         self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Put rows k, v [n_kv_heads, m, head_dim] in slots int64 [m], all on the cache's device.
-
-        Rows of the cache's dtype, any strides. A slot is block · block_size + row in the block.
-        """
         at = (slots // self.block_size, slots % self.block_size)
         rows = kv_cache.transpose(1, 2)  # [blocks, block_size, n_kv_heads, 2·head_dim]
         rows[..., : self.head_dim].index_put_(at, k.transpose(0, 1))
@@ -137,10 +133,6 @@ class StridedLayout:
     def read(
         self, kv_cache: torch.Tensor, block_ids: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of whole blocks in host memory, in the order given: [n_kv_heads, rows, head_dim].
-
-        Token-major in memory, as a store packs them.
-        """
         if self.streams is not None:
             k, v = self.streams.read(self, kv_cache, block_ids)
         else:
