@@ -116,15 +116,26 @@ def test_sizes_are_few_and_waste_little() -> None:
         assert size_class(size_class(n)) == size_class(n)
 
 
-def test_what_came_back_longest_ago_is_let_go_first() -> None:
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """The time by which a pool says what was lately."""
+    clock = [0.0]
+    monkeypatch.setattr("tiers.slots.monotonic", lambda: clock[0])
+    return clock
+
+
+def test_what_came_back_longest_ago_is_let_go_first(now) -> None:
     """Buffers of whole layers once filled what may be kept: all others were fresh memory."""
     pool = BufferPool(None, keep_bytes=6 * PAGE)
     large, small = pool.acquire(5 * PAGE), [pool.acquire(PAGE) for _ in range(3)]
     kept = {buffer.array.ctypes.data for buffer in small}
     large.release()
-    for buffer in small:
+    for buffer in small[:2]:
         buffer.release()
+    now[0] += 1000
+    small[2].release()
     assert {pool.acquire(PAGE).array.ctypes.data for _ in range(3)} == kept
+    assert pool.kept_bytes == 0
 
 
 def test_as_much_is_kept_as_was_out_at_once() -> None:
@@ -141,19 +152,49 @@ def test_as_much_is_kept_as_was_out_at_once() -> None:
     assert {buffer.array.ctypes.data for buffer in again} == used
 
 
-def test_what_a_burst_needed_is_forgotten() -> None:
+def test_a_seldom_large_request_finds_its_memory(now) -> None:
+    """Thousands of small buffers came back between two layers that were read whole, and a pool
+    that went by how many did had forgotten the large ones: one request in a hundred took a quarter
+    of a second longer, in which the system found it 270 MB."""
+    pool = BufferPool(None, keep_bytes=PAGE)
+    for _ in range(3):
+        large = [pool.acquire(16 * PAGE) for _ in range(4)]
+        where = {buffer.array.ctypes.data for buffer in large}
+        for buffer in large:
+            buffer.release()
+        for _ in range(5_000):
+            pool.acquire(PAGE).release()
+            now[0] += 0.01
+    again = [pool.acquire(16 * PAGE) for _ in range(4)]
+    assert {buffer.array.ctypes.data for buffer in again} == where
+
+
+def test_requests_of_another_size_leave_a_large_one_its_memory(now) -> None:
+    """What is kept counts all sizes: as much as was out at once is too little for two."""
+    pool = BufferPool(None, keep_bytes=PAGE)
+    places: dict[int, list[set[int]]] = {16: [], 4: []}
+    for n_pages in (16, 4, 16, 4):
+        held = [pool.acquire(n_pages * PAGE) for _ in range(64 // n_pages)]
+        places[n_pages].append({buffer.array.ctypes.data for buffer in held})
+        for buffer in held:
+            buffer.release()
+    assert all(first == again for first, again in places.values())
+
+
+def test_what_a_burst_needed_is_forgotten(now) -> None:
     """One rush must not be what the process holds for good."""
     pool = BufferPool(None, keep_bytes=PAGE)
     rush = [pool.acquire(16 * PAGE) for _ in range(8)]
     for buffer in rush:
         buffer.release()
-    assert pool.kept_bytes > 64 * PAGE
-    for _ in range(30_000):
+    assert pool.kept_bytes == 128 * PAGE
+    for _ in range(1_000):
         pool.acquire(PAGE).release()
+        now[0] += 1
     assert pool.kept_bytes <= 2 * PAGE
 
 
-def test_what_is_kept_and_what_is_out_are_no_more_than_was_out_before() -> None:
+def test_what_is_kept_and_what_is_out_are_at_most_twice_what_was_out_before(now) -> None:
     pool, rng = BufferPool(None, keep_bytes=PAGE), np.random.default_rng(0)
     held: list = []
     most = 0
@@ -163,7 +204,7 @@ def test_what_is_kept_and_what_is_out_are_no_more_than_was_out_before() -> None:
         else:
             held.append(pool.acquire(int(rng.integers(1, 40)) * PAGE))
         most = max(most, pool.used_bytes)
-        assert pool.used_bytes + pool.kept_bytes <= max(most, pool.used_bytes + PAGE)
+        assert pool.used_bytes + pool.kept_bytes <= 2 * most
 
 
 def test_urgent_lanes_go_first() -> None:

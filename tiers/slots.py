@@ -22,8 +22,10 @@ _HUGE = 2 << 20
 _MAY_BE_TAKEN = hasattr(mmap, "MADV_FREE") and [
     int(n) for n in re.findall(r"\d+", platform.release())[:2]
 ] >= [5, 18]
-#: Buffers that come back until a pool forgets the most that was out at once: so many to twice.
-_LATELY = 2048
+#: Seconds until a pool forgets the most that was out at once: so many to twice.
+_LATELY_S = 300.0
+#: So many times that a pool keeps: what was of one size is of no use for another.
+_TIMES = 2
 
 
 def aligned(n_bytes: int) -> Bytes:
@@ -135,7 +137,7 @@ class Allowance:
 
 class BufferPool:
     """Buffers under a budget. Freed ones are kept for reuse: `keep_bytes` of them, or with those
-    that are out as much as was out at once lately, if that is more.
+    that are out twice as much as was out at once in the last minutes, if that is more.
 
     For no read should wait for fresh memory: a virtual machine was seen to give it at .4 GB/s,
     where used memory takes 20. What is kept beyond `keep_bytes` the system may take when it runs
@@ -150,7 +152,8 @@ class BufferPool:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0  # rented
         self._out_bytes = 0  # rented or lent, and not back yet
-        self._most_out = [0, 0]  # at once: of the last _LATELY that came back, of those before
+        self._most_out = [0, 0]  # at once: since `_since_s`, and in the _LATELY_S before
+        self._since_s = monotonic()
         self._keep_bytes = keep_bytes if budget_bytes is None else budget_bytes
         self._kept: list[tuple[int, int, Bytes]] = []  # size, when it came back; sorted
         self._n_back = 0
@@ -178,13 +181,17 @@ class BufferPool:
                 self.lock.wait(left)
 
     def _take(self, need: int) -> Bytes | None:
-        """A kept buffer of need..2·need bytes, else a new one if the budget allows."""
+        """A kept buffer of need..2·need bytes, else a new one if the budget allows.
+
+        Of the least size that does, the one that came back last: the others are the first to be
+        let go of.
+        """
         budget = self.budget_bytes
         at = bisect.bisect_left(self._kept, (need, 0))
         if at < len(self._kept):
             size = self._kept[at][0]
             if size <= 2 * need and (budget is None or self.used_bytes + size <= budget):
-                return self._pop(at)
+                return self._pop(bisect.bisect_left(self._kept, (size + 1, 0)) - 1)
         if budget is not None and self.used_bytes + need > budget:
             return None
         while (
@@ -221,17 +228,25 @@ class BufferPool:
         """
         self._out_bytes -= len(memory)
         self._n_back += 1
-        if self._n_back % _LATELY == 0:
-            self._most_out = [self._out_bytes, self._most_out[0]]
+        self._forget()
         bisect.insort(self._kept, (len(memory), self._n_back, memory))
         self.kept_bytes += len(memory)
         self._trim()
         if self.kept_bytes > self._keep_bytes:
             _may_be_taken(memory)
 
+    def _forget(self) -> None:
+        """What was out before lately. By time: a layer that is read whole now and then had been
+        forgotten after some thousand small buffers, and its memory was fresh each time."""
+        since_s = monotonic() - self._since_s
+        if since_s >= _LATELY_S:
+            before = self._most_out[0] if since_s < 2 * _LATELY_S else 0
+            self._most_out = [self._out_bytes, before]
+            self._since_s += since_s
+
     def _trim(self) -> None:
         """Let go of what is too much."""
-        most = max(self._keep_bytes, max(self._most_out) - self._out_bytes)
+        most = max(self._keep_bytes, _TIMES * max(self._most_out) - self._out_bytes)
         while self.kept_bytes > most:
             self._pop(min(range(len(self._kept)), key=lambda at: self._kept[at][1]))
 
