@@ -280,6 +280,15 @@ def test_a_checkpoint_whose_quantiser_is_not_installed_is_refused(here, tmp_path
     assert not (tmp_path / "store").exists()
 
 
+def test_a_pad_token_in_a_text_is_meant(here, tmp_path):
+    """Texts are not padded: one that holds the token was refused as if it were."""
+    saved_model(tmp_path)
+    settings = tmp_path / "generation_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "pad_token_id": 8}))
+    run(tmp_path, here / "text", "w1", tmp_path / "store", max_new_tokens=1)
+    assert told(here, model=tmp_path, query="w1", store=tmp_path / "store")["request"]["hit_tokens"]
+
+
 def _of(here):
     with (here / "store" / "impress.json").open() as file:
         return impress.Geometry(**json.load(file)["geometry"]), "someone else"

@@ -46,7 +46,10 @@ def ask(
     ):
         prompt_ids = torch.tensor([ids], dtype=torch.int64)
         # The policy is named, so not guarded: its choice is what is asked for.
-        engine.generate(prompt_ids, max_new_tokens=1, do_sample=False, policy=policy)
+        engine.generate(
+            prompt_ids, max_new_tokens=1, do_sample=False, policy=policy,
+            attention_mask=torch.ones_like(prompt_ids),  # a pad token in a text is meant
+        )  # fmt: skip
         request = engine.last_request
     assert request is not None, "a request has just returned"
     found = asdict(request)

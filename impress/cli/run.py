@@ -95,8 +95,10 @@ def _answer(
     ids = [*tokenizer(text)["input_ids"], *query_ids(tokenizer, query)]
     check_length(model.config, len(ids), n_new)
     with hf.attach(model, where, policy) as engine, err.status("answering"):
+        prompt_ids = torch.tensor([ids], dtype=torch.int64)
         sequences = engine.generate(
-            torch.tensor([ids], dtype=torch.int64), max_new_tokens=n_new, do_sample=False,
+            prompt_ids, max_new_tokens=n_new, do_sample=False,
+            attention_mask=torch.ones_like(prompt_ids),  # a pad token in a text is meant
             policy=policy,  # named, so not guarded
         )  # fmt: skip
         engine.flush()
