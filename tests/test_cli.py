@@ -153,20 +153,6 @@ def test_inspect_counts_leases_of_the_hottest_prefix(path):
     assert [(p["tokens"], p["leases"]) for p in found["hottest"]] == [(64, 3), (320, 0), (320, 0)]
 
 
-def test_inspect_promises_of_a_repack_what_it_frees(tmp_path):
-    """All that was evicted, it said; of a span that lost two of its five windows nothing is."""
-    fork = PROMPT[:192] + list(range(5000, 5128))
-    with opened(tmp_path / "store") as store:
-        for tokens in (PROMPT, fork, list(range(64))):
-            put(store, tokens)
-        store.lease(fork).release()
-        store.evict(1)
-        assert [(dead.n_dead, dead.n_windows) for dead in store.catalog.dead()] == [(2, 5)]
-        assert store.repack().moved == 0
-    said = " ".join(run("inspect", "--store", tmp_path / "store").stdout.split())
-    assert "were evicted; impress repack frees those of spans that lost more than half" in said
-
-
 def test_inspect_says_how_much_of_a_prompt_is_stored_from_any_kind_of_file(path, tmp_path):
     tokens = FORK[:200] + [7] * 50
     files = [tmp_path / name for name in ("ids.json", "ids.txt", "ids.npy")]

@@ -805,7 +805,7 @@ def test_a_span_that_does_not_read_back_is_named_and_a_dry_run_leaves_it(
         put_prompt(store, prompt(256)).wait(60)
         look(store, prompt(256))
         (record,) = store.catalog.records()
-        flip_a_bit(store, record.meta, 200)
+        flip_a_bit(folder, record.meta, 200)
     for options in (["--dry-run"], []):
         done = run_repack("--store", folder, "--json", "-", *options)
         (span,) = json.loads(done.stdout)["spans"]

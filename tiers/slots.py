@@ -236,8 +236,8 @@ class BufferPool:
             _may_be_taken(memory)
 
     def _forget(self) -> None:
-        """What was out before lately. By time: a layer that is read whole now and then had been
-        forgotten after some thousand small buffers, and its memory was fresh each time."""
+        """What was out before lately. By time: large ones that are asked for now and then had been
+        forgotten after some thousand small ones, and their memory was fresh each time."""
         since_s = monotonic() - self._since_s
         if since_s >= _LATELY_S:
             before = self._most_out[0] if since_s < 2 * _LATELY_S else 0

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 from experiments.lookup_model.llama import NORM_EPS, ROPE_BASE, LookupLlama
 from experiments.lookup_model.model import LookupOPT, Shape, Visible
-from impress.demo.lookup.tokenizer import N_TOKENS, PAD_ID, START_ID
+from impress.demo.lookup.tokenizer import N_TOKENS, START_ID
 
 MAX_BYTES = 10_000_000
 
@@ -23,7 +23,7 @@ def common(shape: Shape) -> dict[str, Any]:
         "num_attention_heads": shape.n_heads,
         "max_position_embeddings": shape.max_positions,
         "attention_dropout": 0.0,
-        "pad_token_id": PAD_ID,
+        "pad_token_id": None,
         "bos_token_id": START_ID,
         "eos_token_id": START_ID,
         "tie_word_embeddings": True,

@@ -60,7 +60,7 @@ def make_model() -> Any:
         initializer_range=_WEIGHT_STD,
         bos_token_id=None,
         eos_token_id=None,
-        pad_token_id=0,
+        pad_token_id=None,
         dtype="float32",
     )
     return LlamaForCausalLM(config).eval()
