@@ -347,6 +347,16 @@ def test_a_device_that_is_not_there_is_refused_with_the_setting_to_change(
         open_store(geometry, hbm_bytes=4096, hbm_device="cpu")
 
 
+def test_a_dram_budget_that_cannot_hold_one_chunk_is_refused(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It was taken, and nothing was ever kept: every request read the disk."""
+    chunk = 64 * geometry.n_kv_heads * geometry.head_dim * 2 * 4
+    with pytest.raises(impress.ConfigError, match=rf"dram_bytes {chunk} cannot hold one chunk"):
+        open_store(geometry, dram_bytes=chunk)
+    assert open_store(geometry, dram_bytes=2 * chunk).stats()["tiers"]["dram"]["total"] >= chunk
+
+
 def test_a_dram_budget_holds_and_the_answers_stay_right(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

@@ -30,10 +30,9 @@ class Copies:
     ) -> None:
         layout = SpanLayout.of(geometry, window, 1)
         planes = {plane: layout.planes[plane].chunk_bytes for plane in (K, V)}
-        apart = config.dram_bytes // TABLES_SHARE
-        self.tables_bytes = apart - config.dram_bytes // HISTORY_SHARE
+        self.tables_bytes = config.dram_bytes // TABLES_SHARE - config.dram_bytes // HISTORY_SHARE
         probe_bytes = config.dram_bytes // PROBES_SHARE if codecs else 0
-        budgets = {"dram": config.dram_bytes - apart - probe_bytes}
+        budgets = {"dram": _dram_for_chunks(config, codecs)}
         if config.hbm_bytes:
             budgets = {"hbm": config.hbm_bytes, **budgets}
         on_device = config.hbm_device == "cuda"
@@ -105,7 +104,7 @@ def _with_fallback(codec: ProbeCodec) -> list[ProbeCodec]:
 
 
 def check_budgets(config: Config, geometry: Geometry, window: int) -> None:
-    """Raises ConfigError where HBM, or what is written with, cannot hold one chunk.
+    """Raises ConfigError where HBM, DRAM, or what is written with, cannot hold one chunk.
 
     Unsupported where there is no such device, MediumError where the system grants no such memory.
     """
@@ -117,9 +116,21 @@ def check_budgets(config: Config, geometry: Geometry, window: int) -> None:
         )
     if config.hbm_bytes:
         _check_hbm(config, chunk_bytes)
+    room = _dram_for_chunks(config, config.probes)
+    if config.dram_bytes and room < chunk_bytes:
+        raise ConfigError(
+            f"config: dram_bytes {config.dram_bytes} cannot hold one chunk of {chunk_bytes} bytes "
+            f"beside tables and probe records, which leave {room}; 0 is no copies"
+        )
     emulated = config.hbm_bytes if config.hbm_device == "cpu" else 0
     for name, n_bytes in (("dram", config.dram_bytes), ("hbm", emulated)):
         DramTier(n_bytes, name)  # asked for and given back, untouched
+
+
+def _dram_for_chunks(config: Config, codecs: Sequence[object]) -> int:
+    """Bytes of the DRAM budget for copies of rows."""
+    probes = config.dram_bytes // PROBES_SHARE if codecs else 0
+    return config.dram_bytes - config.dram_bytes // TABLES_SHARE - probes
 
 
 def _check_hbm(config: Config, chunk_bytes: int) -> None:
