@@ -199,8 +199,8 @@ def _run(
     }  # fmt: skip
     if experiment.uses_disk and disk.by == "given":  # another rate stretches otherwise
         common["disk_gb_s"] = disk.gb_s
-    done = Cells(args.json, resume=args.resume)
     chosen = _chosen(experiment.cells(options), args.cells)
+    done = Cells(args.json, resume=args.resume)  # a refused command leaves what there is
     cells = [(common | dict(cell.params), cell) for cell in chosen]
     missing = any(params not in done for params, cell in cells if not cell.again)
     todo = [

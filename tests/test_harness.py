@@ -175,6 +175,15 @@ def test_a_cell_that_is_not_there_is_named(
     assert "--cells 7: no cell has that; there are: 1, 2" in capsys.readouterr().err
 
 
+def test_a_refused_command_leaves_what_was_measured(tmp_path: Path, report: Path) -> None:
+    """A cell's name mistyped, and hours of finished cells were gone."""
+    assert Doubling([1]).run(tmp_path, "--json", str(report)) == 0
+    assert Doubling([1]).run(tmp_path, "--json", str(report), "--cells", "7") == 2
+    again = Doubling([1])
+    assert again.run(tmp_path, "--json", str(report), "--resume") == 0
+    assert again.measured == []
+
+
 def test_without_resume_everything_is_measured_again(tmp_path: Path, report: Path) -> None:
     assert Doubling([1]).run(tmp_path, "--json", str(report)) == 0
     again = Doubling([1])
