@@ -23,6 +23,7 @@ from experiments.arms import Arm, probes
 from experiments.common import Row, Unable
 from experiments.harness import Cell, Options
 from experiments.tasks import FORMATS, Drawn, Item, draw, load
+from impress.cli.models import loading
 from impress.engines import hf
 from impress.engines.hf_models import geometry_of
 from impress.policy import Exact, Quality
@@ -47,7 +48,9 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
     if n_items is None and options.quick:
         n_items = N_QUICK
     drawn = draw(load(more.task, more.data), more.shots, options.seed, n_items)
-    tokenizer, config = _found(AutoTokenizer, more.model), _found(AutoConfig, more.model)
+    with loading(more.model, "tokenizer does"):
+        tokenizer = AutoTokenizer.from_pretrained(more.model)
+        config = AutoConfig.from_pretrained(more.model)
     queries = [query_of(tokenizer, drawn, item, more.task) for item in drawn.items]
     shared = shared_tokens(queries)
     _check_lengths(queries, shared, config)
@@ -110,23 +113,12 @@ def _check_lengths(queries: list[Query], shared: tuple[int, ...], config: Any) -
         )
 
 
-def _found(kind: Any, model: str) -> Any:
-    """A model's part by name or directory. Raises Unable in one line."""
-    try:
-        return kind.from_pretrained(model)
-    except (OSError, ValueError) as err:
-        lines = str(err).strip().splitlines() or [type(err).__name__]
-        raise Unable(f"--model {model}: {lines[0]}") from None
-
-
 def _opened(
     options: Options, arms: dict[str, Arm], queries: list[Query], shared: tuple[int, ...]
 ) -> Asking:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    with loading(options.more.model, "weights do"):
         model = AutoModelForCausalLM.from_pretrained(options.more.model, dtype="auto")
-    except (OSError, ValueError) as err:
-        raise Unable(f"--model {options.more.model}: {str(err).splitlines()[0]}") from None
     model = model.to(device).eval()
     config = impress.Config(probes=probes(arms), dram_bytes=0, mode="sparse", durable=False)
     need = 3 * len(shared) * geometry_of(model.config, model.dtype).token_bytes

@@ -248,7 +248,7 @@ def test_weights_whose_download_was_cut_off_are_refused(here, tmp_path, kind):
         weights = tmp_path / "pytorch_model.bin"
         torch.save(model.state_dict(), weights)
     os.truncate(weights, 0 if kind == "empty" else weights.stat().st_size // 2)
-    with pytest.raises(BadInput, match="fetch them again"):
+    with pytest.raises(BadInput, match="fetch it again"):
         run(tmp_path, here / "text", "w1", tmp_path / "store")
     assert not (tmp_path / "store").exists()
 

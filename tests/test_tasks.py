@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import types
@@ -133,6 +134,22 @@ def test_a_data_set_of_the_hub_is_read_by_name(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(BadInput, match="super_glue validation row 1: field 'label'"):
         load("rte", "super_glue")
     assert asked == [("super_glue", "rte")]
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, ConnectionError])
+def test_a_data_set_that_does_not_load_is_named_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """One that is a script, or of other configurations, was a traceback."""
+
+    def load_dataset(*name: str) -> None:
+        raise kind("Dataset scripts are no longer supported, but found piqa.py\nmore of it")
+
+    fake = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setattr("experiments.tasks.rows.find_spec", lambda name: fake)
+    with pytest.raises(BadInput, match=r"^piqa: Dataset scripts .*piqa.py; or give a folder"):
+        load("piqa", "piqa")
 
 
 # ---- the shared prefix -------------------------------------------------------------------------
@@ -277,6 +294,20 @@ def test_a_real_run_that_cannot_be_says_why_in_a_line(
     assert main(accuracy.EXPERIMENT, [part for pair in given.items() for part in pair]) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_model_whose_download_was_cut_off_is_named_in_a_line(
+    tmp_path: Path, model_dir: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
+    cut = tmp_path / "model"
+    shutil.copytree(model_dir, cut)
+    os.truncate(cut / name, (cut / name).stat().st_size // 2)
+    argv = ["--model", str(cut), "--task", "rte", "--data", str(DATA / "rte"), "--shots", "2",
+            "--dir", str(tmp_path)]  # fmt: skip
+    assert main(accuracy.EXPERIMENT, argv) == 2
+    err = capsys.readouterr().err
+    assert f"--model {cut}: " in err and err.count("\n") == 1
 
 
 def test_a_prompt_longer_than_the_model_takes_is_refused(

@@ -1,4 +1,4 @@
-"""Prefixes whose keys and queries are made from seeds, with knobs that are measured, not believed.
+"""Prefixes whose keys and queries are made from seeds, with knobs.
 
 Keys are independent normal numbers, smooth over a few neighbouring tokens in the dimensions that
 queries look at; half of the dimensions are equal in all heads. Everything else is in the query: of
@@ -9,8 +9,8 @@ head h in request r
 
 e is one fixed direction, the popularity of the prefix's rows, whose ranks follow Zipf's law; u are
 directions drawn for each request. a is how much heads agree, o how far a request's choices follow
-the average order, sharpness the exponent of the law. What that makes of Jaccard indices, fallbacks
-and overlaps is measured on the rows that are chosen (`Measured`).
+the average order, sharpness the exponent of the law. What that makes of the gate is measured: rows
+of a report have `fell_back`. That overlaps follow o is tested (`overlap_with_average`).
 """
 
 from __future__ import annotations

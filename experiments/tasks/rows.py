@@ -76,7 +76,11 @@ def _of_hub(task: str, name: str, form: Format) -> Rows:
         raise BadInput(f"{name}: no such path; for a data set of that name, pip install datasets")
     from datasets import load_dataset
 
-    found: Any = load_dataset(name, form.config) if form.config else load_dataset(name)
+    try:
+        found: Any = load_dataset(name, form.config) if form.config else load_dataset(name)
+    except (OSError, ValueError, RuntimeError) as err:  # not reached, not so arranged, a script
+        said = (str(err).strip().splitlines() or [type(err).__name__])[0]
+        raise BadInput(f"{name}: {said}; or give a folder of train.jsonl and val.jsonl") from None
     splits = []
     for split in _SPLITS:
         rows = found.get(split, ())

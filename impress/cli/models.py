@@ -5,9 +5,9 @@ Imports torch and Transformers only when called.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any
 
@@ -48,16 +48,26 @@ def load_tokenizer(model_dir: Path) -> Any:
         ) from None
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
+    with loading(model_dir, "tokenizer does"):
         return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
-    except ImportError as error:
-        raise Unsupported(f"--model {model_dir}: {str(error)[:300]}") from None
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
-    except Exception as error:  # what the Rust tokenizers raise has no name of its own
+
+
+@contextmanager
+def loading(model: object, part: str) -> Iterator[None]:
+    """What Transformers raises while it loads `part` ("weights do") of a model, in one line.
+
+    Raises BadInput, or Unsupported where a package is missing.
+    """
+    try:
+        yield
+    except ImportError as error:  # of a quantised checkpoint: it names the package
+        raise Unsupported(f"--model {model}: {str(error)[:300]}") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"--model {model}: {str(error)[:300]}") from None
+    except Exception as error:  # of safetensors, of pickle; what the Rust tokenizers raise is bare
         raise BadInput(
-            f"--model {model_dir}: its tokenizer does not load; where its download was cut off, "
-            f"fetch it again ({str(error)[:200] or type(error).__name__})"
+            f"--model {model}: its {part} not load; where the download was cut off, fetch it again "
+            f"({str(error)[:200] or type(error).__name__})"
         ) from None
 
 
@@ -68,22 +78,12 @@ def load(model_dir: Path, dtype: str = "auto") -> tuple[Any, Any]:
     """
     with err.status("loading the model"):
         tokenizer = load_tokenizer(model_dir)
-        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
-        try:
+        with loading(model_dir, "weights do"):
             model = AutoModelForCausalLM.from_pretrained(
                 str(model_dir), local_files_only=True, dtype=dtype
             )
-        except ImportError as error:  # of a quantised checkpoint: it names the package
-            raise Unsupported(f"--model {model_dir}: {str(error)[:300]}") from None
-        except (OSError, ValueError, KeyError) as error:
-            raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
-        except (SafetensorError, RuntimeError, EOFError, UnpicklingError) as error:
-            raise BadInput(
-                f"--model {model_dir}: its weights do not load; where their download was cut off, "
-                f"fetch them again ({str(error)[:200] or type(error).__name__})"
-            ) from None
     return model.eval(), tokenizer
 
 
