@@ -113,32 +113,37 @@ def rebuild_store(
     if not shards:
         read_identity(path)  # says what is wrong with a path that is no store
         raise FormatError(f"{path}: no segments to rebuild from")
-    found, locked = Rebuilt(), []
-    for shard in shards:
-        try:
-            with writing(shard):
-                shard.lock()
-        except StoreLocked as err:
-            locked.append(err)
-            found.busy_shards.append(shard.name)
-            found.notes.append(f"left alone: {err}")
-            continue
-        try:
-            _rebuild(path, shard, found, say, dry_run=dry_run)
-        except MediumError as err:
-            raise StoreFailed(str(err)) from None
-        finally:
+    found, locked, mine = Rebuilt(), [], []
+    try:
+        for shard in shards:
+            try:
+                with writing(shard):
+                    shard.lock()
+                mine.append(shard)
+            except StoreLocked as err:
+                locked.append(err)
+                found.busy_shards.append(shard.name)
+                found.notes.append(f"left alone: {err}")
+        if not mine:
+            raise locked[0]
+        identity = _identity(path, mine, found, say, dry_run=dry_run)
+        for shard in mine:
+            _rebuild(shard, identity, found, say, dry_run=dry_run)
+            shard.unlock()  # its server need not wait for the others
+    except MediumError as err:
+        raise StoreFailed(str(err)) from None
+    finally:
+        for shard in mine:
             shard.unlock()
-    if len(locked) == len(shards):
-        raise locked[0]
     return found
 
 
-def _rebuild(path: Path, shard: Shard, found: Rebuilt, say: Progress, *, dry_run: bool) -> None:
+def _rebuild(
+    shard: Shard, identity: Identity, found: Rebuilt, say: Progress, *, dry_run: bool
+) -> None:
     """One shard, locked; adds what it holds to `found`. Raises MediumError, StoreFailed."""
     headers = list(_scan(shard.segments, found, say))
     notes, wear = _asked(shard, found)
-    identity = _identity(path, headers, found, dry_run=dry_run)
     ours = _ours(headers, identity, shard, found)
     sound = _resolved(_spared(ours, notes, found), shard, found, say)
     found.spans += len(sound)
@@ -193,12 +198,16 @@ def _header_at(fd: int, segment: int, off: int) -> SpanHeader | None:
 
 
 def _identity(
-    path: Path, headers: Sequence[SpanHeader], found: Rebuilt, *, dry_run: bool
+    path: Path, shards: Sequence[Shard], found: Rebuilt, say: Progress, *, dry_run: bool
 ) -> Identity:
-    """The store's, or what its headers say where that file is lost."""
-    if (path / IDENTITY).exists() or not headers:
+    """The store's, or what headers in any of these shards say where that file is lost."""
+    if (path / IDENTITY).exists():
         return read_identity(path)
-    first = max(headers, key=lambda header: header.record.span_id)
+    # Counted and noted by the scan of each shard that comes after.
+    headers = (h for shard in shards for h in _scan(shard.segments, Rebuilt(), say))
+    first = max(headers, key=lambda header: header.record.span_id, default=None)
+    if first is None:
+        return read_identity(path)  # says that there is no store
     identity = Identity(1, first.store_uuid, first.geometry, first.record.window)
     found.notes.append(f"{IDENTITY} was missing: made again from a span's header")
     if not dry_run:

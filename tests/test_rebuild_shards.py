@@ -1,0 +1,52 @@
+"""What several shards have together, made again where it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import assert_serves, prompt, put_prompt
+
+import impress
+from impress.upkeep.rebuild import rebuild_store
+
+Open = Callable[..., impress.PrefixStore]
+
+
+def two_shards(open_store: Open, geometry: impress.Geometry, full: int | None) -> Path:
+    """A store with two shards and one prompt, in shard `full` (None: in neither); closed."""
+    shards = [open_store(geometry, shard=n, follow_every_s=0) for n in (0, 1)]
+    if full is not None:
+        assert put_prompt(shards[full], prompt(256)).wait(60)
+    for shard in shards:
+        shard.close()
+    return shards[0].path
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_lost_identity_is_found_whatever_shard_has_a_span(
+    open_store: Open, geometry: impress.Geometry, full: int, dry_run: bool
+) -> None:
+    """A shard without any ended the rebuild: "no store here"."""
+    path = two_shards(open_store, geometry, full)
+    file = path / "impress.json"
+    said = file.read_text()
+    file.unlink()
+    found = rebuild_store(path, dry_run=dry_run)
+    assert (found.spans, len(found.notes), found.busy_shards) == (1, 1, [])
+    assert file.exists() != dry_run
+    if not dry_run:
+        assert file.read_text() == said
+        assert_serves(open_store(geometry), prompt(256), 256)
+
+
+def test_without_an_identity_and_any_span_there_is_nothing_to_rebuild(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    path = two_shards(open_store, geometry, None)
+    (path / "impress.json").unlink()
+    with pytest.raises(impress.FormatError, match="no store here"):
+        rebuild_store(path)
+    assert not (path / "shards/main/index.old").exists()  # its index was not replaced
