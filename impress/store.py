@@ -253,10 +253,8 @@ class PrefixStore:
         Space is reserved here; when there is none, the day's writes are spent or the disk takes
         none, `writer.stored.refused` says so.
         """
-        if self._admission is None:
-            raise ImpressError('store: opened with mode="r"')
-        if self._closed:
-            raise ImpressError("store: closed")
+        if self._admission is None or self._closed:
+            raise ImpressError("store: closed" if self._closed else 'store: opened with mode="r"')
         root, labels, tokens = self._names_of(token_ids, extra, tenant)
         return self._admission.writer(root, labels, tokens, start, wait_s)
 
@@ -295,6 +293,8 @@ class PrefixStore:
         `impress.write.env.compact`, as `impress purge` does. Raises StoreFailed where the disk does
         not take that: purge again, or all comes back with the next open.
         """
+        if self._closed or os.getpid() != self._pid:  # before anything is erased
+            raise ImpressError(f"purge: {'the store is closed' if self._closed else FORKED}")
         digests = {self.namespace} if namespaces is None else set(namespaces)
         if tenant is None:
             try:

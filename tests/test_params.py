@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import prompt
+from conftest import prompt, said_by_a_child
 from test_probes import low_rank_keys
 from test_sparse import asked
 from typer.testing import CliRunner
@@ -209,6 +209,27 @@ def test_purging_a_namespace_takes_what_was_fitted_to_it(open_store: Open) -> No
     assert [path.name for path in folder.iterdir()] == ["current.json"]
     put(store, 2)
     assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("where", ["in a fork's child", "after close"])
+def test_a_purge_that_is_refused_leaves_what_was_fitted(open_store: Open, where: str) -> None:
+    """It said that the store is closed, or another process's, and erased the parameters."""
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    put(store, 1)
+    folder = store.path / "shards/main/params"
+
+    def kept() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    before = kept()
+    assert len(before) == 2
+    if where == "after close":
+        store.close()
+        with pytest.raises(impress.ImpressError, match="the store is closed"):
+            store.purge()
+    else:
+        assert "opened before a fork" in said_by_a_child(store.purge)
+    assert kept() == before
 
 
 def test_a_fit_that_ends_after_its_namespace_was_purged_is_not_kept(
