@@ -582,3 +582,20 @@ def test_a_lease_in_time_is_left_alone(open_store: Open, small: impress.Geometry
             assert_right(session, prompt(256), small)
     assert_serves(store, prompt(256), 256)
     assert_nothing_is_left(store)
+
+
+@pytest.mark.parametrize("n_layers", [1, 2], ids=["rows missing", "whole"])
+def test_who_waits_for_a_store_that_ends_after_its_store_was_closed_is_told(
+    open_store: Open, small: impress.Geometry, n_layers: int
+) -> None:
+    """Its writer raised, and what another thread waited for never came to an end."""
+    store, tokens = open_store(small), prompt(128)
+    keys, values = kv_of(tokens, small)
+    with pytest.raises(impress.StoreFailed, match="the store is closed"):
+        with store.writer(tokens, wait_s=60) as writer:
+            for layer in range(n_layers):
+                writer.put(layer, 0, keys[layer], values[layer])
+            store.close()
+    with pytest.raises(impress.StoreFailed, match="the store is closed"):
+        writer.stored.wait(0)
+    assert not writer.stored.ready

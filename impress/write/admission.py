@@ -189,14 +189,18 @@ class Admission:
     def _finish(self, held: Sequence[Held], writer: Writer) -> None:
         """A writer's with-block has ended: commit what is whole, give back what is not."""
         stored, draft = writer.stored, writer.draft
-        if draft is not None and not stored.refused:
-            done = partial(self._done, draft, held)
-            self._committer.store(StoreJob(draft, stored, self._name, done))
-            return
-        if draft is not None:
-            self._committer.give_up(draft, partial(self._done, draft, held))
-        else:
-            self._home.release(held)
+        try:
+            if draft is not None and not stored.refused:
+                done = partial(self._done, draft, held)
+                self._committer.store(StoreJob(draft, stored, self._name, done))
+                return
+            if draft is not None:
+                self._committer.give_up(draft, partial(self._done, draft, held))
+            else:
+                self._home.release(held)
+        except StoreFailed as err:  # closed meanwhile: else who waits for it would wait for ever
+            stored.settle(stored.refused, err)
+            raise
         if stored.refused:
             reason = stored.refused.split(":")[0].replace(" ", "_")
             self._counters.add(f"refused/{reason}")
