@@ -217,7 +217,11 @@ class Shard:
             raise StoreFailed(f"{self.path}: {err.strerror}") from None
 
     def check_index(self) -> None:
-        """Raises FormatError where segments lie here without an index."""
+        """Raises FormatError where segments lie here without an index, or a purge was cut off."""
+        if not self.index.is_dir() and (self.path / GONE).is_dir():
+            raise FormatError(
+                f"{self.path.parent.parent}: a purge of shard {self.name} was cut off: repeat it"
+            )
         if not self.index.is_dir() and any(self.segments.glob("*.seg")):
             raise FormatError(
                 f"{self.path.parent.parent}: the index of shard {self.name} is missing; "
@@ -250,14 +254,21 @@ def writing(shard: Shard) -> Iterator[None]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """Every shard of a directory in which something was ever stored, by number."""
+    """Every shard of a directory in which something was ever stored, by number.
+
+    Also where a purge was cut off that had left nothing but the index it was to replace.
+    """
     try:
         names = [entry.name for entry in (path / "shards").iterdir()]
     except OSError:
         return []
     numbers = [0 if n == "main" else int(n) for n in names if n == "main" or _NUMBER.fullmatch(n)]
     shards = [Shard(path, n) for n in sorted(numbers) if n < MOST_SHARDS]
-    return [shard for shard in shards if shard.index.is_dir() or any(shard.segments.glob("*.seg"))]
+    return [
+        shard
+        for shard in shards
+        if shard.index.is_dir() or (shard.path / GONE).is_dir() or any(shard.segments.glob("*.seg"))
+    ]
 
 
 def locked_shard(path: Path, number: int | None) -> Shard:
