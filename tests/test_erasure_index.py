@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from conftest import everything_in, prompt, put_prompt
@@ -30,3 +32,51 @@ def test_a_purge_that_was_killed_between_two_renames_is_finished_by_the_same_aga
     done = CliRunner().invoke(app, ["purge", "--store", str(path), "--namespace", "test"])
     assert done.exit_code == 2 and "is not stored here" in done.stderr
     assert mark not in everything_in(path)
+
+
+def names_shown(path: Path) -> list[str]:
+    done = CliRunner().invoke(app, ["inspect", "--store", str(path), "--json"])
+    assert done.exit_code == 0, done.output
+    return [row["name"] for row in json.loads(done.stdout)["namespaces"]]
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_what_a_purged_namespace_was_called_goes_with_it(
+    open_store: Open, geometry: impress.Geometry, evicted: bool
+) -> None:
+    """A customer's name stood in the index for good. Of one whose spans were evicted before, purge
+    said that it is not stored here."""
+    with open_store(geometry, namespace="somebody-else") as store:
+        put_prompt(store, prompt(128, 2)).wait(60)
+    with open_store(geometry, namespace="customer-x") as store:
+        put_prompt(store, prompt(128, 1)).wait(60)
+        if evicted:
+            store.evict(1 << 30)
+        path = store.path
+    assert b"customer-x" in everything_in(path)
+    purge = ["purge", "--store", str(path), "--namespace", "customer-x"]
+    done = CliRunner().invoke(app, purge)
+    assert done.exit_code == 0, done.output
+    left = everything_in(path)
+    assert b"customer-x" not in left and b"somebody-else" in left
+    assert CliRunner().invoke(app, purge).exit_code == 2
+    with open_store(geometry, namespace="customer-x") as store:
+        put_prompt(store, prompt(128, 1)).wait(60)
+    assert "customer-x" in names_shown(path)
+
+
+def test_a_name_goes_with_the_tenant_purged_and_comes_back_with_its_next_store(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """One that stays open thought that the index has it still."""
+    store = open_store(geometry, namespace="customer-x")
+    for seed, tenant in enumerate(("hers", "his")):
+        put_prompt(store, prompt(128, seed), tenant=tenant).wait(60)
+    assert list(store.names().values()) == ["customer-x"] * 2
+    store.purge("hers")
+    assert list(store.names().values()) == ["customer-x"]
+    store.purge()
+    assert not store.names()
+    put_prompt(store, prompt(128, 0), tenant="hers").wait(60)
+    assert list(store.names().values()) == ["customer-x"]
+    store.check()

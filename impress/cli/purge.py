@@ -129,7 +129,9 @@ def _nothing(tenant: str, secret: str | None) -> str:
 def _digests(store: PrefixStore, shards: list[Shard], namespace: str | None) -> set[bytes]:
     """Digests of the namespaces meant, if any. Raises BadInput where the name is several's."""
     there = {record.namespace for record in store.catalog.records()}
-    for shard in shards:  # also where all its spans are gone
+    names = store.names()  # these and parameters: also where all its spans are gone
+    there |= {namespace_digest(name) for name in names.values() if name}
+    for shard in shards:
         there |= Params(shard.params, write=False).namespaces()
     if namespace is None:
         return there
@@ -146,7 +148,6 @@ def _digests(store: PrefixStore, shards: list[Shard], namespace: str | None) -> 
         raise BadInput(
             f"purge: --namespace {namespace} names several namespaces (impress inspect lists them)"
         )
-    names = store.names()
     for record in store.catalog.records() if not found else ():
         if record.root.hex().startswith(digits):  # one tenant's part: not said by whose name
             name = called(record.namespace, names.get(record.root, ""))

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from impress.errors import FORKED, ImpressError, StoreFailed
 from impress.quality.ledgers import Ledgers
@@ -53,7 +53,8 @@ class Committer:
         self._reclaim, self._scrap = duties.reclaim, duties.scrap
         self._history = history
         self._ledgers = ledgers
-        self._names: dict[bytes, str] = index.names()
+        self.names: dict[bytes, str] = index.names()
+        """Root key -> what its namespace is called, in the index."""
         self._jobs: deque[Job] = deque()
         self._pid = os.getpid()
         self._wake = threading.Condition()
@@ -85,9 +86,11 @@ class Committer:
             raise StoreFailed(f"index: no commit within {timeout_s:g} s")
         return self.undone
 
-    def erase(self, spans: list[int]) -> None:
-        """As `delete`, and the log of changes forgets all it says."""
-        self._put(Erase(spans))
+    def erase(self, spans: list[int], roots: Collection[bytes]) -> None:
+        """As `delete`; the log of changes forgets all it says, and these roots have no name."""
+        for root in roots:  # until a store brings it again
+            self.names.pop(root, None)
+        self._put(Erase(spans, roots))
 
     @property
     def undeleted(self) -> list[int]:
@@ -255,7 +258,7 @@ class Committer:
         names = {
             job.draft.record.root: job.name
             for job in written
-            if job.name and self._names.get(job.draft.record.root) != job.name
+            if job.name and self.names.get(job.draft.record.root) != job.name
         }
         try:
             self._headers.sync((job.draft.record, job.draft.sync_failures) for job in written)
@@ -269,6 +272,7 @@ class Committer:
                 self._index.commit(
                     puts, batch.deletes, born, names, wear, changes, forget=batch.forget,
                     erase=self._duties.spoilt,
+                    unname=[root for root in batch.roots if root not in self.names],
                 )  # fmt: skip
         except (StoreFailed, MediumError) as err:
             self._duties.trouble(str(err))
@@ -281,7 +285,7 @@ class Committer:
             return
         if batch is self._undone:
             self._undone, self.undone = Batch(), ""
-        self._names.update(names)
+        self.names.update(names)
         added = {job.draft.record.span_id: self._publish(job) for job in written}
         superfluous = [span for span, n in added.items() if n <= 0]
         if superfluous:
@@ -296,8 +300,10 @@ class Committer:
         """These deletes are to be tried again: their spans would come back with the next open."""
         if batch is not self._undone:
             self.fail(StoreFailed(why))
-            deletes = [*dict.fromkeys(self._undone.deletes + batch.deletes)]
-            self._undone = Batch(deletes=deletes, forget=self._undone.forget or batch.forget)
+            undone = self._undone
+            deletes = [*dict.fromkeys(undone.deletes + batch.deletes)]
+            forget, roots = undone.forget or batch.forget, undone.roots | batch.roots
+            self._undone = Batch(deletes=deletes, forget=forget, roots=roots)
         self.undone = why
 
     def _write_header(self, job: StoreJob) -> bool:

@@ -166,6 +166,7 @@ class Index:
         tick: int = 0,
         forget: bool = False,
         erase: Container[int] = (),
+        unname: Iterable[bytes] = (),
         last: bool = False,
     ) -> None:
         """One durable transaction: on return it survives a power cut. Only the committer calls.
@@ -173,6 +174,7 @@ class Index:
         `history`: what requests have shown of spans of `put`, as of `tick`.
         `changes`: what of it followers are told; `forget`: and nothing any more of those before.
         `erase`: where those of `delete` lie that are in it is noted, until they are `erased`.
+        `unname`: roots whose names go, but for those of `names`.
         `last`: no header is written after it; ids go on where they ended.
         """
         before, log, erased = self.generation, self._log.copy(), self._erased.copy()
@@ -183,6 +185,8 @@ class Index:
                 txn.put(_id(span), value, db=self._dbs["spans"])
             if history:
                 self._put_history(txn, history, tick)
+            for root in unname:
+                txn.delete(root, db=self._dbs["names"])
             for root, name in (names or {}).items():
                 txn.put(root, name.encode(), db=self._dbs["names"])
             for span, counts in (heat or {}).items():

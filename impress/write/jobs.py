@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,9 +32,13 @@ class GiveUp:
 
 @dataclass(slots=True)
 class Erase:
-    """Retired spans of which nothing may be left: out of the index, and out of its log."""
+    """Retired spans of which nothing may be left: out of the index, and out of its log.
+
+    `roots`: whose namespaces' names go too.
+    """
 
     spans: list[int]
+    roots: Collection[bytes]
 
 
 @dataclass(slots=True)
@@ -105,6 +109,7 @@ class Batch:
     stores: list[StoreJob] = field(default_factory=list)
     deletes: list[int] = field(default_factory=list)
     forget: bool = False  # nothing of what was before may be left in the log
+    roots: set[bytes] = field(default_factory=set)  # whose names go
     given_up: list[GiveUp] = field(default_factory=list)
     swaps: list[SwapJob] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
@@ -119,6 +124,7 @@ class Batch:
             case Erase():
                 self.deletes += job.spans
                 self.forget = True
+                self.roots.update(job.roots)
             case GiveUp():
                 self.given_up.append(job)
             case SwapJob():

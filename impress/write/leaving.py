@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from impress.blockhash import namespace_digest
 from impress.config import Config
 from impress.errors import ImpressError, StoreFailed
 from impress.spans.format import SpanRecord
@@ -131,7 +132,9 @@ class Leaving:
         gone = [span for root in roots for span in self._catalog.purge(root)]
         spans = late + gone
         self.spoil(gone)
-        self.committer.erase(gone)
+        names = self.committer.names.copy()  # also of what was evicted before
+        named = {r for r, name in names.items() if name and wanted(namespace_digest(name), r)}
+        self.committer.erase(gone, roots | named)
         if undone := self.committer.delete_now([], COMMIT_TIMEOUT_S):
             raise StoreFailed(f"{self._path}: not purged: {undone}; purge again, or it comes back")
         self._counters.add("purged_spans", len(spans))
