@@ -76,7 +76,7 @@ class Quality:
     `max_bytes` caps a layer's chosen rows and the sketch read to choose them (or the keys that one
     is made from); where it prevents the bound, the estimate in the answer says so. Where it has no
     room for a window of rows beside the sketch, nothing is chosen: the layer is loaded whole, over
-    the cap. Raises BadInput.
+    the cap. `probe`: a codec of every token of every KV head (int or pca). Raises BadInput.
     """
 
     max_missing_mass: float = 0.05

@@ -41,6 +41,7 @@ from impress.engines.hf_chosen import ATTENTION_NAME
 from impress.errors import BadInput, Unsupported
 from impress.policy import (
     AllHeads,
+    Contiguous,
     Exact,
     KeepAll,
     Paper,
@@ -354,6 +355,9 @@ def test_a_hit_without_the_importance_its_policy_goes_by_is_exact_and_says_so(
         (object(), Unsupported, "policy object"),
         (Quality(probe="int9-v1"), impress.ImpressError, "int9-v1"),
         (Quality(max_bytes=100), BadInput, "under one window"),
+        (Quality(probe="heads3-v1"), BadInput, "does not look at every token of every KV head"),
+        (Quality(probe="pages16-v1"), BadInput, "does not look at every token of every KV head"),
+        (Contiguous(unit=24), BadInput, "does not divide"),
     ],
 )
 def test_a_policy_that_is_not_served_is_refused_before_anything_is_opened(

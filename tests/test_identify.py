@@ -456,6 +456,16 @@ def test_diffuse_attention_loads_everything() -> None:
     assert got.estimated_missing_mass == 0
 
 
+@pytest.mark.parametrize("probe", ["heads3-v1", "pages16-v1"])
+def test_quality_goes_by_no_columns_but_those_of_every_head_and_token(probe: str) -> None:
+    """Numbers of pages were taken for positions, and three heads for all: the estimate was within
+    the bound, and the rows were the wrong ones."""
+    geometry = Geometry(1, 8, 8, 32, "float32")
+    layer = a_layer(geometry, n=512)
+    with pytest.raises(ImpressError, match=f"'{probe}' scored"):
+        select(Quality(0.05, probe=probe), asked(geometry, layer, probe))
+
+
 def test_the_byte_cap_holds_and_the_estimate_owns_up() -> None:
     geometry = Geometry(1, 4, 4, 32, "float32")
     layer = a_layer(geometry, n=512, sharp=0.05)

@@ -268,6 +268,18 @@ def test_a_policy_without_an_identifier_gets_no_session(open_store: Open) -> Non
             lease.session(Quality(probe="int9-v1"))
 
 
+def test_a_policy_that_can_never_be_kept_to_gets_no_session(open_store: Open) -> None:
+    """Pages went for tokens and three heads for all; a unit failed in the first layer of a hit."""
+    store = open_store(SHAPES["mha"], probes=("heads3-v1", "pages16-v1"))
+    fill(store)
+    with store.lease(prompt(N_TOKENS)) as lease:
+        for probe in ("heads3-v1", "pages16-v1"):
+            with pytest.raises(impress.BadInput, match=f"'{probe}' does not look at every token"):
+                lease.session(Quality(probe=probe))
+        with pytest.raises(impress.BadInput, match="unit 24 does not divide the window of 64"):
+            lease.session(Contiguous(unit=24))
+
+
 def test_records_of_a_codec_nobody_knows_any_more_are_passed_over(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from impress.engines.hf_cache import RowsLayer, untraced
 from impress.engines.hf_models import Prompt
 from impress.errors import ImpressError, Unsupported
 from impress.policy import Exact, KeepAll, Policy, SnapWindow, StaticH2O
-from impress.selection.identify import check_cap, select
+from impress.selection.identify import check_fits, select
 from impress.selection.probes import codec_of
 from impress.types import Geometry
 from tiers.slots import BufferPool
@@ -69,14 +69,14 @@ def check_policy(policy: Any, geometry: Geometry, window: int) -> None:
     """Raises, in one line, for a policy this engine cannot serve on such rows.
 
     Unsupported where nothing says what it means, ImpressError on a probe codec that is not known,
-    BadInput on a byte cap under one window's rows.
+    BadInput where it can never be kept to on them (check_fits).
     """
     kind = type(policy)
     if not isinstance(policy, Exact | KeepAll) and (kind is object or kind not in select.registry):
         raise Unsupported(f"policy {kind.__name__} is not supported by this engine")
     if policy.probe is not None:
         codec_of(policy.probe)
-    check_cap(policy, geometry, window)
+    check_fits(policy, geometry, window)
 
 
 def check_choosing(model: Any, prompt: Prompt, policy: Policy) -> None:

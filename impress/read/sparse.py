@@ -24,7 +24,7 @@ from impress.read.promote import Looked
 from impress.read.reading import Reading
 from impress.read.session import Lease, Session
 from impress.selection.choices import Selection, whole
-from impress.selection.identify import Asked, check_cap, leaves_room, reads_keys, select
+from impress.selection.identify import Asked, check_fits, leaves_room, reads_keys, select
 from impress.selection.probes import ProbeCodec, codec_of, fitted
 from impress.spans.format import SpanHeader
 from impress.spans.layout import K, V
@@ -334,7 +334,8 @@ class SparseSession(Session):
 def session_of(reading: Reading, lease: Lease, policy: Policy, first: int = 0) -> Session:
     """A session under any policy; `first`: see Lease.session.
 
-    Raises ImpressError where none has an identifier for it, BadInput on a cap it can never keep.
+    Raises ImpressError where none has an identifier for it, BadInput where it can never be
+    kept to on such rows (check_fits).
     """
     if isinstance(policy, Exact | KeepAll):
         return Session(lease, policy, reading, first)
@@ -342,5 +343,5 @@ def session_of(reading: Reading, lease: Lease, policy: Policy, first: int = 0) -
         raise BadInput(f"session: {policy.name} chooses among all rows, it cannot skip {first}")
     if select.dispatch(type(policy)) is select.dispatch(object):  # which serves nothing
         raise ImpressError(f"session: policy {policy!r} is not one this version can serve")
-    check_cap(policy, reading.geometry, lease.sources[0].held.record.window)
+    check_fits(policy, reading.geometry, lease.sources[0].held.record.window)
     return SparseSession(lease, policy, reading)

@@ -39,7 +39,7 @@ from impress.selection.choices import (
     whole,
 )
 from impress.selection.choices_units import pooled, unit_choice
-from impress.selection.probes import PROBE_HEADS, ProbeCodec
+from impress.selection.probes import PROBE_HEADS, ProbeCodec, codec_of
 from impress.selection.quant import Floats
 from impress.selection.scores import Scorer, column_sums, key_scores
 from impress.types import Geometry
@@ -139,6 +139,12 @@ def _(policy: Paper, asked: Asked) -> Selection:
 def _(policy: Quality, asked: Asked) -> Selection:
     query, suffix_lse = _seen(asked)
     columns = column_sums(_scorer(asked), query, suffix_lse)
+    seen = (asked.geometry.n_heads, asked.n_tokens)
+    if columns.shape != seen:  # a column is a token's, and the bound is of every head
+        raise ImpressError(
+            f"quality: probe codec {policy.probe!r} scored {columns.shape} heads and tokens of "
+            f"{seen}: use one that scores all"
+        )
     return quality_choice(
         columns, query.shape[1], policy, asked.row_bytes, asked.probe_bytes, asked.window,
         asked.room(policy.max_bytes),
@@ -189,20 +195,35 @@ def _(policy: Contiguous, asked: Asked) -> Selection:
                 "which was not retrieved before it"
             )
         return asked.earlier[first]
-    if asked.window % policy.unit:
-        raise ImpressError(
-            f"contiguous: unit {policy.unit} does not divide the window of {asked.window} tokens"
-        )
+    _check_unit(policy, asked.window)
     columns = _all_columns(asked, policy.name).mean(axis=0)
     return unit_choice(columns.reshape(-1, policy.unit).sum(axis=1), asked.n_tokens, policy.keep)
 
 
-def check_cap(policy: Any, geometry: Geometry, window: int) -> None:
-    """Raises BadInput on a byte cap under one window's rows of a layer."""
+def check_fits(policy: Any, geometry: Geometry, window: int) -> None:
+    """Raises BadInput on a policy that can never be kept to on such rows, in such windows."""
+    if isinstance(policy, Contiguous):
+        _check_unit(policy, window)
+    if not isinstance(policy, Quality):
+        return
+    assert policy.probe, "Quality has one"
+    codec = codec_of(policy.probe)
+    if codec.group != 1 or not codec.all_heads:
+        raise BadInput(
+            f"quality: probe codec {codec.name!r} does not look at every token of every KV head: "
+            "use one that does, as int4-v1"
+        )
     least = window * (geometry.k_row_bytes + geometry.v_row_bytes)
-    if isinstance(policy, Quality) and policy.max_bytes is not None and policy.max_bytes < least:
+    if policy.max_bytes is not None and policy.max_bytes < least:
         raise BadInput(
             f"quality: max_bytes {policy.max_bytes} is under one window of a layer: {least} bytes"
+        )
+
+
+def _check_unit(policy: Contiguous, window: int) -> None:
+    if window % policy.unit:
+        raise BadInput(
+            f"contiguous: unit {policy.unit} does not divide the window of {window} tokens"
         )
 
 

@@ -52,6 +52,10 @@ class ProbeCodec(Protocol):
     def group(self) -> int:
         """Tokens of a record; divides the window."""
 
+    @property
+    def all_heads(self) -> bool:
+        """Whether it scores every query head, by the keys of every KV head."""
+
     def probe_bytes(self, geometry: Geometry) -> int:
         """Bytes of one group's record."""
 
@@ -90,6 +94,7 @@ class Heads3:
 
     name: str = "heads3-v1"
     group: int = 1
+    all_heads: bool = False
 
     def n_kv_heads(self, geometry: Geometry) -> int:
         """KV heads in a record: query heads 0–2 share them under grouped-query attention."""
@@ -130,6 +135,7 @@ class LowBit:
     name: str
     bits: int
     group: int = 1
+    all_heads: bool = True
 
     def probe_bytes(self, geometry: Geometry) -> int:
         size = geometry.n_kv_heads * (2 + packed_bytes(geometry.head_dim, self.bits))

@@ -36,6 +36,7 @@ class MinMax:
 
     name: str
     group: int
+    all_heads: bool = True
 
     def probe_bytes(self, geometry: Geometry) -> int:
         return 2 * geometry.n_kv_heads * geometry.head_dim * 2

@@ -76,6 +76,7 @@ class Pca:
     den: int
     group: int = 1
     fallback: str = "int4-v1"
+    all_heads: bool = True
 
     def probe_bytes(self, geometry: Geometry) -> int:
         return sum(self._block_bytes(rank) for _, rank in self._shape(geometry))
