@@ -132,6 +132,28 @@ def test_a_selector_earns_trust_by_exact_answers_and_goes_sparse(tmp_path, looku
         assert engine.store.buffers.used_bytes == 0
 
 
+def test_hits_that_take_every_row_earn_no_trust(tmp_path, lookup):
+    """They left nothing out and so were clean: after N of one window, too short to choose from, one
+    of eight was answered by a selector that had never been weighed."""
+    doc = document("test", 0, 512)
+    (question,) = questions(doc, TASKS[0], 1)
+    short = torch.tensor([[*doc.tokens[:64], *question.tokens[:20]]])
+    with guarded(lookup, tmp_path, Quality(0.1)) as engine:
+        engine.generate(torch.tensor([doc.tokens]), max_new_tokens=1)
+        engine.flush()
+        for _ in range(N):
+            engine.generate(short, max_new_tokens=1)
+            engine.flush()
+            assert (engine.last_request.mode, engine.last_request.hit_tokens) == ("exact", 64)
+        engine.generate(torch.tensor([[*doc.tokens, *question.tokens]]), max_new_tokens=1)
+        request = engine.last_request
+        assert (request.mode, request.hit_tokens) == ("exact", 512)
+        assert request.guard == f"earning: 0 of {N} clean shadows"
+        engine.flush()
+        ledger = ledger_of(engine)
+        assert (ledger["shadows"], ledger["dropped"]) == (1, N)
+
+
 def left_out(model, ids, chosen):
     """The softmax weight of the request's rows on prefix rows not chosen, by layer: [heads]."""
     model.set_attn_implementation("eager")

@@ -301,7 +301,8 @@ class Auditor:
 
 @torch.no_grad()
 def weigh(watch: Watch, n_layers: int, pause: Callable[[], None]) -> Weighed | None:
-    """The worst layer's true mass and the largest estimate; None where a layer was not seen.
+    """The worst layer's true mass and the largest estimate; None where a layer was not seen, and
+    where all are taken whole: nothing was chosen, which is no evidence.
 
     Raises PrefixLost, and what the policy's identifier raises.
     """
@@ -313,7 +314,10 @@ def weigh(watch: Watch, n_layers: int, pause: Callable[[], None]) -> Weighed | N
             seen, keys = watch.layer(layer)
             if seen is None:
                 return None
-            masses.append(session.weigh(layer, seen, keys))
+            if (weighed := session.weigh(layer, seen, keys)) is not None:
+                masses.append(weighed)
+    if not masses:
+        return None
     true, estimates = torch.tensor(masses, dtype=torch.float64).unbind(1)
     return Weighed(float(true.amax()), float(estimates.amax()))  # nan where one is
 

@@ -49,8 +49,9 @@ class ShadowSession(SparseSession):
         super().__init__(lease, policy, lease.reading)
         self._keys: torch.Tensor | None = None
 
-    def weigh(self, layer: int, seen: Seen, keys: torch.Tensor | None = None) -> Weighed:
+    def weigh(self, layer: int, seen: Seen, keys: torch.Tensor | None = None) -> Weighed | None:
         """A layer's missing mass, true and estimated; as the policy bounds it, mean or worst head.
+        None where the layer is taken whole: that says nothing of how the policy chooses.
 
         keys [n_kv_heads, n_tokens, head_dim] of the prefix where they are at hand, else they are
         read. Layers in order, for policies that look at earlier ones. Raises PrefixLost.
@@ -64,7 +65,7 @@ class ShadowSession(SparseSession):
                 chosen, found = self._choose(layer, seen.query, seen.scaling, seen.suffix_lse, used)
                 self._keys = found if found is not None else keys
             if chosen.positions is None:
-                return Weighed(0.0, 0.0)
+                return None
             all_keys = self._all_keys(layer, used)
             masses = true_missing_mass(
                 seen.query.to(all_keys.device), all_keys, seen.scaling, seen.suffix_lse,
