@@ -176,11 +176,13 @@ class Rates:
 
     def _doubted(self, seconds: Mapping[str, float | None], chosen: str) -> bool:
         """Whether few forwards say what recomputing costs, and it may be the cheapest after all:
-        prompts that hit do not measure it, and a process's first forward is a slow one."""
+        prompts that hit do not measure it, and a process's first forward is a slow one. Where none
+        does, its cost is by the few tokens that hits compute: many times too much a token."""
         cost, best = seconds.get("recompute"), seconds.get(chosen)
-        if self._forwards["recompute"].n_samples >= _KNOWN or not cost or not best:
+        n_samples = self._forwards["recompute"].n_samples
+        if n_samples >= _KNOWN or not cost or not best:
             return False
-        return cost < _FIRST_IS_SLOWER * best
+        return n_samples == 0 or cost < _FIRST_IS_SLOWER * best
 
 
 def decide(own: str, allowed: Collection[str], seconds: Mapping[str, float | None]) -> Choice:
