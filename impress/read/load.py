@@ -111,7 +111,8 @@ class Load:
         self._n_pieces = [g.n_pieces for g in gathers]
         self._dests = [self._dest(i) for i in range(len(self.planes))]
         plan = self._plan([g.read for g in gathers])
-        self._followed = self._follow()
+        self._key = self._shared_key()
+        self._followed = None if self._key is None else self.reading.flights.under_way(self._key)
         if plan.home:  # first: it takes longest
             self.tickets["ssd"] = self._submit_home(plan.home)
         for cache in self.caches:
@@ -207,9 +208,9 @@ class Load:
             return self.reading.pool.submit(self._lane, tasks, after=self._followed.ended)
         ticket = self.reading.pool.submit(self._lane, tasks)
         alone = self._lane is not Lane.DEMAND or self._ahead is not None  # not for others
-        if self.positions is None and not alone:
+        if self._key is not None and not alone:
             self.flight = Flight(self._dests, ticket)
-            self.reading.flights.begin(self._key(), self.flight)
+            self.reading.flights.begin(self._key, self.flight)
         return ticket
 
     def _submit(self, cache: ChunkCache, by_part: list[tuple[Part, Pieces]]) -> Ticket:
@@ -226,11 +227,10 @@ class Load:
         least = BUSY_SLICE if self.reading.pool.depth()[self._lane] else LEAST_SLICE
         return max(least, min(MOST_SLICE, n_bytes // self.reading.pool.n_threads))
 
-    def _follow(self) -> Flight | None:
-        """The same planes of the same windows on their way for somebody else, or None."""
-        return self.reading.flights.under_way(self._key()) if self.positions is None else None
-
-    def _key(self) -> Hashable:
+    def _shared_key(self) -> Hashable | None:
+        """What the same planes of the same windows go by; None where rows were chosen."""
+        if self.positions is not None:
+            return None
         direct = self._direct is not None
         return key_of(self.layer, self.planes, self.parts, self.entries, direct=direct)
 
