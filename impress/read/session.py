@@ -290,7 +290,8 @@ class Session:
         self._given.clear()
         self._hand_over()
         copied = [flight.over() for flight in self._flights]
-        self._r.pool.run_here(Lane.PROMOTE, self._leaving)
+        if self._leaving:
+            self._r.pool.run_here(Lane.PROMOTE, self._leaving)
         limit_s = self._r.config.read_timeout_s
         until_s = max(self._touching_s, self._came_s) + limit_s  # no layer was given longer
         if not ended(self._touching, max(until_s - monotonic(), 0.0)):
