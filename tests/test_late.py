@@ -161,6 +161,33 @@ def test_a_read_that_came_too_late_still_keeps_the_callers_memory(
     going_on.set()
 
 
+def test_a_read_that_was_given_up_is_followed_by_nobody(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one read hung, every later request for its rows waited for it beside idle threads, and
+    was late too."""
+    store = open_store(geometry, io_threads=2, dram_bytes=0)
+    put_prompt(store, prompt(128)).wait(60)
+    first, read = threading.Lock(), SsdTier.read
+    begun, going_on = threading.Event(), threading.Event()
+
+    def hangs_once(ssd: SsdTier, reads: Sequence[Read]) -> None:
+        if first.acquire(blocking=False):
+            begun.set()
+            going_on.wait(60)
+        read(ssd, reads)
+
+    with store.lease(prompt(128)) as lease, read_limit(store, 0.05), lease.session() as session:
+        monkeypatch.setattr(SsdTier, "read", hangs_once)
+        session.prefetch()
+        assert begun.wait(60)
+        with pytest.raises(impress.PrefixLost, match="took more than"):
+            for layer in range(geometry.n_layers):  # which one hangs the threads settle
+                session.retrieve(layer, None)
+    assert_serves(store, prompt(128), 128)
+    going_on.set()
+
+
 def test_while_every_thread_is_stuck_requests_are_told_to_compute(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

@@ -71,12 +71,14 @@ class Flights:
             return self._going.get(key)
 
     def begin(self, key: Hashable, flight: Flight) -> None:
-        """Others may follow it until it has ended."""
+        """Others may follow it until it has ended, or `end`."""
         with self._lock:
             self._going[key] = flight
-        flight.ended.then(lambda: self._land(key, flight))
+        flight.ended.then(lambda: self.end(key, flight))
 
-    def _land(self, key: Hashable, flight: Flight) -> None:
+    def end(self, key: Hashable, flight: Flight) -> None:
+        """Nobody begins to follow it any more: it has ended, or its owner gave it up, perhaps as
+        its reads hang. Who follows it waits on."""
         with self._lock:
             if self._going.get(key) is flight:
                 del self._going[key]

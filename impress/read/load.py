@@ -368,6 +368,8 @@ class Load:
 
     def abandon(self) -> None:
         """Nobody will take it: its buffers and pins go when its last read has ended."""
+        if self.flight is not None:
+            self.reading.flights.end(self._key, self.flight)
         for ticket in self.tickets.values():
             ticket.cancel()
 
