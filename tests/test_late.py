@@ -15,7 +15,9 @@ import impress.read.load
 import impress.read.session
 import impress.read.tickets
 from impress.engines.hf_prefix import find_prefix
-from impress.policy import Exact
+from impress.policy import Exact, Random
+from impress.read.shadow import Seen, ShadowSession
+from impress.selection.choices import Selection
 from tiers.base import Read
 from tiers.iopool import Lane, Ticket
 from tiers.slots import aligned
@@ -186,6 +188,26 @@ def test_a_read_that_was_given_up_is_followed_by_nobody(
                 session.retrieve(layer, None)
     assert_serves(store, prompt(128), 128)
     going_on.set()
+
+
+def test_a_shadow_that_is_late_is_no_lost_request(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It reads behind everything: beside a bulk store its losses were counted as requests'."""
+    store = open_store(geometry, io_threads=1, dram_bytes=0)
+    put_prompt(store, prompt(128)).wait(60)
+    chosen = Selection(np.arange(32), 0.1, 0.1, fell_back=False, reason="ungated")
+    seen = Seen(torch.zeros(4, 1, 128), 1.0, torch.zeros(4, 1), chosen)
+    busy, begun = threading.Event(), threading.Event()
+    with store.lease(prompt(128)) as lease:
+        hog = store._pool.submit(Lane.STORE, [lambda: begun.set() or (busy.wait(60) and None)])
+        assert begun.wait(60)  # the only thread
+        with read_limit(store, 0.05), ShadowSession(lease, Random()) as session:
+            with pytest.raises(impress.PrefixLost, match="took more than"):
+                session.weigh(0, seen)
+    busy.set()
+    hog.wait(60)
+    assert store.stats()["lost"] == {}
 
 
 def test_while_every_thread_is_stuck_requests_are_told_to_compute(

@@ -276,7 +276,9 @@ class Load:
             raise
         if lost is not None:
             self.abandon()
-            self.reading.counters.add(f"lost/{lost.reason}")
+            # What is read behind requests has no right to be in time, and costs none of them.
+            if self._lane is Lane.DEMAND or lost.reason not in ("late", "shortage"):
+                self.reading.counters.add(f"lost/{lost.reason}")
             raise lost
         self._unpin()
         if self._takes is not None:
