@@ -227,6 +227,64 @@ class SsdContract(TierContract):
         tier.write(keep, 0, noise(MIB))
         tier.check()
 
+    def test_while_a_segment_is_made_files_are_read_and_accounts_told(
+        self, tier: SsdTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One lock was held while the file system made a file: reads of another waited for it. Who
+        wants room meanwhile waits, and shares what comes."""
+        slot, fallocate = tier.reserve(MIB), os.posix_fallocate
+        begun, go, in_time = threading.Event(), threading.Event(), []
+        slots: list[Slot | None] = []
+
+        def slow(fd: int, off: int, n_bytes: int) -> None:
+            begun.set()
+            in_time.append(go.wait(60))
+            fallocate(fd, off, n_bytes)
+
+        monkeypatch.setattr(os, "posix_fallocate", slow)
+        threads = [
+            threading.Thread(target=lambda: slots.append(tier.reserve(MIB // 2))) for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        assert begun.wait(60)
+        assert tier.usage().used == MIB == tier.usage().total
+        tier.read([Read(slot, 0, aligned(MIB)[:MIB], None, PAGE)])  # its file is not open yet
+        go.set()
+        for thread in threads:
+            thread.join(60)
+        assert in_time == [True], "made once, and read before it was there"
+        assert None not in slots and tier.usage() == (2 * MIB, 2 * MIB, 0)
+        tier.check()
+
+    def test_while_a_segment_is_deleted_files_are_read_and_accounts_told(
+        self, tier: SsdTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nor was the lock let go of for that. A new segment waits until the old one is gone."""
+        keep, go_away, unlink = tier.reserve(MIB), tier.reserve(MIB), Path.unlink
+        tier.free(go_away)
+        begun, go, in_time = threading.Event(), threading.Event(), []
+
+        def slow(path: Path, missing_ok: bool = False) -> None:
+            begun.set()
+            in_time.append(go.wait(60))
+            unlink(path, missing_ok=missing_ok)
+
+        monkeypatch.setattr(Path, "unlink", slow)
+        slots: list[Slot | None] = []
+        trimming = threading.Thread(target=tier.trim)
+        wanting = threading.Thread(target=lambda: slots.append(tier.reserve(MIB)))
+        trimming.start()
+        assert begun.wait(60)
+        wanting.start()
+        assert tier.usage() == (MIB, MIB, 0)
+        tier.read([Read(keep, 0, aligned(MIB)[:MIB], None, PAGE)])
+        go.set()
+        for thread in (trimming, wanting):
+            thread.join(60)
+        assert in_time == [True] and slots == [go_away]
+        tier.check()
+
     def test_files_of_another_folders_numbers_are_left_alone(
         self, tier: SsdTier, caplog: pytest.LogCaptureFixture
     ) -> None:

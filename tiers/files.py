@@ -1,5 +1,6 @@
-"""Small files written whole, what makes a new name survive a power cut, whose a new file is, files
-named by numbers, holes, locks, and what can be read of a file that cannot be read whole."""
+"""Small files written whole, large ones made full size, what makes a new name survive a power cut,
+whose a new file is, files named by numbers, holes, locks, and what can be read of a file that
+cannot be read whole."""
 
 from __future__ import annotations
 
@@ -86,6 +87,24 @@ def write_whole(path: Path, raw: bytes, *, replace: bool = True) -> None:
     finally:
         draft.unlink(missing_ok=True)
     sync_path(path.parent)
+
+
+def make_full(path: Path, n_bytes: int) -> None:
+    """A new file for its owner alone, all its blocks taken, on stable storage on return.
+
+    Raises OSError; whatever it ends in, no half of it stays.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        give_to_owner(path)
+        os.posix_fallocate(fd, 0, n_bytes)
+        os.fsync(fd)
+        sync_path(path.parent)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
 
 
 def lock_file(path: Path, *, wait: bool) -> int | None:

@@ -117,11 +117,13 @@ class Space:
                     found.append(Extent(segment, first, end - first))
         return found
 
-    def drop(self, segment: int) -> None:
-        """Forget a segment that is wholly free."""
+    def drop(self, segment: int) -> int:
+        """Forget a segment that is wholly free; the bytes it had."""
         assert self._free[segment] == [(0, self.sizes[segment])], "segment in use"
-        self.free_bytes -= self.sizes.pop(segment)
+        n_bytes = self.sizes.pop(segment)
+        self.free_bytes -= n_bytes
         del self._free[segment]
+        return n_bytes
 
     def empty_segments(self) -> list[int]:
         """Segments with nothing in them."""

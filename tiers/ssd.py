@@ -22,7 +22,7 @@ from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import Run, coalesce, locate
 from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError, ReadFailed
-from tiers.files import give_to_owner, make_folder, numbered, punch, sync_path
+from tiers.files import make_folder, make_full, numbered, punch
 from tiers.queues import DEPTH, ReadQueue, SegmentFile, close_all
 from tiers.slots import aligned, copied
 from tiers.space import LEAST_PART, Space
@@ -62,7 +62,9 @@ class SsdTier:
         self._limit_bytes = limit_bytes
         self._read_only = read_only
         self._space = Space()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the space; nothing waits for a file under it
+        self._growing = threading.Lock()  # held while segments are made or deleted, before others
+        self._opening = threading.Lock()  # of the open files
         self._numbers = range(number * SEGMENTS, (number + 1) * SEGMENTS)
         self._folders = {number: folder}
         self._fds: dict[int, int] = {}
@@ -99,7 +101,7 @@ class SsdTier:
         Until then the file system keeps their blocks, and a new file of that name is another one.
         """
         now = monotonic()
-        with self._lock:
+        with self._opening:
             for segment, fd in list(self._fds.items()):
                 theirs = self._read_only or segment not in self._numbers
                 if theirs and os.fstat(fd).st_nlink == 0:
@@ -120,13 +122,17 @@ class SsdTier:
     def reserve(self, n_bytes: int, least: int = LEAST_PART) -> Slot | None:
         """`least`: bytes of a part; below LEAST_PART only where there is no room for a segment."""
         n_bytes, large = round_up(n_bytes), max(least, LEAST_PART)
-        one = min(n_bytes, large)  # where no segment holds that none is any use
-        with self._lock:
-            parts = self._space.take(n_bytes, large)
-            while parts is None and one <= self._segment_bytes and self._grow():
-                parts = self._space.take(n_bytes, large)
-            parts = parts or self._space.take(n_bytes, least)
+        parts = self._take(n_bytes, large)
+        if parts is None and min(n_bytes, large) <= self._segment_bytes:  # else none holds it
+            with self._growing:  # who waited for another's segment may find room in it
+                while (parts := self._take(n_bytes, large)) is None and self._grow():
+                    pass
+        parts = parts or self._take(n_bytes, least)
         return None if parts is None else Slot(parts)
+
+    def _take(self, n_bytes: int, least: int) -> tuple[Extent, ...] | None:
+        with self._lock:
+            return self._space.take(n_bytes, least)
 
     def missing(self, n_bytes: int, least: int) -> int:
         """Bytes that have to go before so many find room in such parts."""
@@ -244,22 +250,27 @@ class SsdTier:
     def trim(self) -> int:
         """Delete segments that hold nothing; the bytes given back to the file system."""
         freed = 0
-        with self._lock:
-            for segment in self._space.empty_segments():
+        with self._growing:  # a new file must not meet an old one of its number
+            with self._lock:
+                empty = {n: self._space.drop(n) for n in self._space.empty_segments()}
+            for segment, n_bytes in empty.items():
                 try:
                     self._path(segment).unlink(missing_ok=True)
                 except OSError as err:  # it stays, to be filled or tried again
                     log.warning("ssd: %s is not deleted: %s", self._path(segment), err.strerror)
+                    with self._lock:
+                        self._space.add(segment, n_bytes)
                     continue
-                freed += self._space.sizes[segment]
-                self._space.drop(segment)
-                if segment in self._fds:
-                    os.close(self._fds.pop(segment))
+                freed += n_bytes
+                with self._opening:  # who opened it just before has noted it by now
+                    fd = self._fds.pop(segment, None)
+                if fd is not None:
+                    os.close(fd)
         return freed
 
     def close(self) -> None:
         """Give back what the system lent. No read or write may be under way."""
-        with self._lock:
+        with self._growing, self._opening:
             made, self._made = self._made, []
             close_all(made)
             self._local = threading.local()
@@ -272,33 +283,22 @@ class SsdTier:
         return self._folders.get(segment // SEGMENTS, self.folder) / f"{segment:08d}.seg"
 
     def _grow(self) -> bool:
-        """One more segment; False when the limit or the file system says no. Under the lock."""
-        total = self._space.total_bytes
+        """One more segment; False when the limit or the file system says no. Under `_growing`."""
+        sizes, total = self._space.sizes, self._space.total_bytes
         if self._limit_bytes is not None and total + self._segment_bytes > self._limit_bytes:
             return False
-        segment = max(self._space.sizes, default=self._numbers.start - 1) + 1
+        segment = max(sizes, default=self._numbers.start - 1) + 1
         if segment not in self._numbers:
             return self._outgrown(OSError(errno.ENOSPC, "no number is left for it"))
         path = self._path(segment)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            make_full(path, self._segment_bytes)
         except OSError as err:
-            if err.errno in (errno.ENOSPC, errno.EDQUOT):
-                return self._outgrown(err)
-            raise MediumError(f"ssd: {path}: {err.strerror}") from err
-        give_to_owner(path)
-        try:
-            os.posix_fallocate(fd, 0, self._segment_bytes)
-            os.fsync(fd)
-            sync_path(self.folder)
-        except OSError as err:
-            path.unlink(missing_ok=True)
             if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 return self._outgrown(err)
             raise MediumError(f"ssd: {path}: {err.strerror}") from err
-        finally:
-            os.close(fd)
-        self._space.add(segment, self._segment_bytes)
+        with self._lock:
+            self._space.add(segment, self._segment_bytes)
         self.no_room = ""
         return True
 
@@ -313,7 +313,7 @@ class SsdTier:
         fd = self._fds.get(segment)
         if fd is not None:
             return fd
-        with self._lock:
+        with self._opening:
             if segment not in self._fds:
                 self._fds[segment] = self._open(self._path(segment))
             return self._fds[segment]
