@@ -223,35 +223,28 @@ def test_a_slow_first_forward_is_not_believed_for_good():
     assert modes[17] == "recompute" and modes[200:].count("exact") <= 1
 
 
+def modes_asked(rates, n, recompute_s):
+    """Of n requests for one stored prefix: .625 s to read, recompute_s to compute."""
+    prefix, modes = stored(4000), []
+    for _ in range(n):
+        modes.append(rates.choose("exact", 4020, prefix).mode)
+        if modes[-1] == "exact":
+            rates.note_forward("exact", 20, 0.025)
+            rates.note_read("exact", prefix, 0.6)
+        else:
+            rates.note_forward("recompute", 4020, recompute_s)
+    return modes
+
+
 def test_recomputing_is_tried_once_where_every_prompt_so_far_has_hit():
     """After a restart over a warm store its cost was by the 20 tokens that each hit computes: eight
     times a hit's on paper, half of one in truth, and it was never tried."""
-    rates, prefix = Rates(), stored(4000)
-    for _ in range(100):
-        rates.note_forward("exact", 20, 0.025)
-        rates.note_read("exact", prefix, 0.6)
-    modes = []
-    for _ in range(300):
-        modes.append(rates.choose("exact", 4020, prefix).mode)
-        if modes[-1] == "exact":
-            rates.note_forward("exact", 20, 0.025)
-            rates.note_read("exact", prefix, 0.6)
-        else:
-            rates.note_forward("recompute", 4020, 0.3)
-    assert modes[:17] == ["exact"] * 16 + ["recompute"] and modes[200:].count("exact") <= 1
+    modes = modes_asked(Rates(), 300, recompute_s=0.3)
+    assert modes[:18] == ["exact"] * 17 + ["recompute"] and modes[200:].count("exact") <= 1
 
 
 def test_recomputing_that_is_slow_indeed_is_tried_once():
-    rates, prefix = Rates(), stored(4000)
-    modes = []
-    for _ in range(300):
-        modes.append(rates.choose("exact", 4020, prefix).mode)
-        if modes[-1] == "exact":
-            rates.note_forward("exact", 20, 0.025)
-            rates.note_read("exact", prefix, 0.6)
-        else:
-            rates.note_forward("recompute", 4020, 9.0)
-    assert modes.count("recompute") == 1
+    assert modes_asked(Rates(), 300, recompute_s=9.0).count("recompute") == 1
 
 
 def test_recomputing_far_slower_than_reading_is_not_tried_again():
