@@ -42,12 +42,12 @@ class Slot:
         return sum(part.length for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """One contiguous read: slot bytes [off, off + len(dest)) into dest.
 
     `dest` is contiguous uint8; `sums` holds one xxh3_64 per piece of `piece_bytes` (the last may
-    be shorter), or None for bytes that carry their own check.
+    be shorter), or None for bytes that carry their own check. A tuple, since a scattered choice
+    makes thousands: made in a third of the time.
     """
 
     slot: Slot

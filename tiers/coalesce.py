@@ -98,8 +98,12 @@ def slices(reads: Sequence[Read], slice_bytes: int) -> list[list[Read]]:
     cut: list[list[Read]] = [[]]
     room = slice_bytes
     for read in reads:
-        at = 0
-        while at < len(read.dest):
+        n_bytes, at = len(read.dest), 0
+        if n_bytes <= room:  # most, where rows were chosen
+            cut[-1].append(read)
+            room -= n_bytes
+            continue
+        while at < n_bytes:
             if room < read.piece_bytes and cut[-1]:
                 cut.append([])
                 room = slice_bytes

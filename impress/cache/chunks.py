@@ -7,7 +7,7 @@ windows is looked up and pinned without a Python loop.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -20,6 +20,7 @@ from tiers.dram import DramTier
 Ids = npt.NDArray[np.int64]
 Ranks = npt.NDArray[np.float64]
 Shares = npt.NDArray[np.float32]
+Levels = npt.NDArray[np.uint8]
 _ABSENT = -1
 
 #: A newcomer's rank (log2 of its score or its uses) must beat what it drives out by this, 9 % of
@@ -294,3 +295,14 @@ class ChunkCache:
         self._ready[entries] = False
         for entry in entries.tolist():
             self.tier.free(self.slot(entry))
+
+
+def levels_of(entries: Sequence[Ids]) -> Levels:
+    """For each chunk the first cache that has it; as many as there are caches: none has. Pure.
+
+    `entries`: for each cache, of these chunks, -1 where it has no copy.
+    """
+    found = np.full(len(entries[0]), len(entries), dtype=np.uint8)
+    for level in reversed(range(len(entries))):
+        found[entries[level] >= 0] = level
+    return found

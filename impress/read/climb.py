@@ -14,10 +14,10 @@ from typing import Final
 
 import numpy as np
 
-from impress.cache.chunks import ChunkCache, Ids, Ranks
+from impress.cache.chunks import ChunkCache, Ids, Ranks, levels_of
 from impress.read.load import Load
 from impress.read.parts import Mask, Part
-from impress.read.placement import Brought, levels_of, used_chunks, whole_at
+from impress.read.placement import Brought, used_chunks, whole_at
 from impress.read.plan import runs_of
 from impress.read.reading import Reading
 from impress.read.worth import ranks_if_used

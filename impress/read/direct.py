@@ -10,13 +10,12 @@ home are read with their neighbours, and so through a buffer; memory has no use 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from impress.cache.chunks import ChunkCache, Ids
+from impress.cache.chunks import ChunkCache, Ids, levels_of
 from impress.read.parts import Part, Positions
-from impress.read.placement import levels_of
 from impress.read.plan import pieces_of
 from impress.spans.layout import PlaneLayout
 from impress.spans.rows import scatter_rows
@@ -69,16 +68,17 @@ def divided(parts: Sequence[Part], entries: Sequence[Sequence[Ids]]) -> Direct:
         assert part.ordinals is not None, "all rows are not chosen rows"
         levels = levels_of([by_part[i] for by_part in entries])
         window = part.source.held.record.window
-        of_row = levels[part.ordinals // window] if part.count else np.empty(0, dtype=np.int64)
+        of_row = levels.repeat(window).take(part.ordinals)  # by bytes: cheaper than to divide
         for level in range(len(entries)):
-            at = np.flatnonzero(of_row == level)
+            at = (of_row == level).nonzero()[0]
             if len(at):
-                mine.append(Mine(i, level, part.ordinals[at], begin + at))
-        at = np.flatnonzero(of_row == len(entries))
-        left.append(replace(part, ordinals=part.ordinals[at]))
-        home.append(begin + at)
+                mine.append(Mine(i, level, part.ordinals.take(at), begin + at if begin else at))
+        at = (of_row == len(entries)).nonzero()[0]
+        ordinals = part.ordinals.take(at)
+        left.append(Part(part.source, part.first, part.count, part.to, ordinals))
+        home.append(begin + at if begin else at)
         begin += len(part.ordinals)
-    return Direct(mine, left, np.concatenate(home), begin)
+    return Direct(mine, left, home[0] if len(home) == 1 else np.concatenate(home), begin)
 
 
 def copies_of(

@@ -100,8 +100,10 @@ def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None)
         begin, end = held.first * window, (held.first + held.count) * window
         if positions is not None:
             at = source.at * window
-            cuts = np.searchsorted(positions, (at, at + end - begin))
-            rows = positions[cuts[0] : cuts[1]] - at + begin
+            cuts = positions.searchsorted((at, at + end - begin)).tolist()
+            rows = positions[cuts[0] : cuts[1]]
+            if begin != at:
+                rows = rows + (begin - at)
         elif source.order is not None:
             rows = np.arange(begin, end)
         else:
@@ -111,9 +113,11 @@ def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None)
         ordinals = source.ordinals(layer, rows)
         first, count = held.first, 0
         if len(rows):
-            first = int(ordinals.min()) // window
-            count = int(ordinals.max()) // window + 1 - first
-        parts.append(Part(source, first, count, to, ordinals - first * window))
+            first = int(np.minimum.reduce(ordinals)) // window
+            count = int(np.maximum.reduce(ordinals)) // window + 1 - first
+        parts.append(
+            Part(source, first, count, to, ordinals - first * window if first else ordinals)
+        )
         to += count
     return parts
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from impress.cache.chunks import ChunkCache, Ids
+from impress.cache.chunks import ChunkCache, Ids, levels_of
 from impress.read.parts import Part
 from impress.read.plan import Runs
 from impress.spans.format import SpanRecord
@@ -70,17 +70,6 @@ def used_chunks(part: Part) -> Mask:
     used = np.zeros(part.count, dtype=bool)
     used[part.ordinals // part.source.held.record.window] = True
     return used
-
-
-def levels_of(entries: Sequence[Ids]) -> Ids:
-    """[part.count]: the first cache that has each chunk; as many as there are caches: none has.
-
-    `entries`: for each cache, of the part's chunks, -1 where it has no copy.
-    """
-    found = np.full(len(entries[0]), len(entries), dtype=np.int64)
-    for level in reversed(range(len(entries))):
-        found[entries[level] >= 0] = level
-    return found
 
 
 def whole_at(runs: Runs, shape: PlaneLayout, n_chunks: int) -> Ids:

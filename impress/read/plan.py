@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from impress.cache.chunks import ChunkCache, Ids
+from impress.cache.chunks import ChunkCache, Ids, levels_of
 from impress.read.parts import Mask, Part, Positions
 from tiers.base import Bytes, Pieces, Read
 
@@ -65,7 +66,13 @@ class ReadPlan:
 def whole(parts: Sequence[Part], plane: int) -> list[Runs]:
     """Runs of all chunks, in lease order: for each part, one."""
     n = parts[0].source.layout.planes[plane].pieces
-    return [Runs(*np.array([[0], [p.count * n], [p.to * n]])) for p in parts]
+    return [_all(p.count * n, p.to * n) for p in parts]
+
+
+@lru_cache(256)  # every layer of a prefix asks for the same
+def _all(count: int, to: int) -> Runs:
+    """One run of so many pieces; nobody writes to it."""
+    return Runs(*np.array([[0], [count], [to]]))
 
 
 def rows_of_whole(parts: Sequence[Part]) -> Positions | None:
@@ -114,29 +121,35 @@ def gather(
     n_pieces = 0
     for i, part in enumerate(parts):
         assert part.ordinals is not None, "gather wants chosen rows"
-        pieces = part.ordinals >> bits
+        pieces = part.ordinals >> bits if bits else part.ordinals
         wanted = np.zeros(part.count * shape.pieces, dtype=bool)
         wanted[pieces] = True
         if ahead is None:
-            found = _merged(np.flatnonzero(wanted), gap, n_pieces)
+            found = _merged(wanted.nonzero()[0], gap, n_pieces)
         else:
             reads, takes = _divided(wanted, ahead[i], gap)
-            found = _merged(np.flatnonzero(reads | takes), 0, n_pieces)
+            found = _merged((reads | takes).nonzero()[0], 0, n_pieces)
         runs.append(found)
-        moves = np.zeros(len(wanted), dtype=np.int64)  # how far a piece moves, by differences
-        by = found.tos - found.firsts
-        by[1:] -= by[:-1].copy()
-        moves[found.firsts] = by
-        moves = np.cumsum(moves)
-        places.append(part.ordinals + (moves[pieces] << bits))
-        n_pieces += int(found.counts.sum())
+        moves = _moves(found, len(wanted))
+        by = moves.take(pieces)
+        places.append(part.ordinals + (by << bits if bits else by))
+        n_pieces = int(found.tos[-1] + found.counts[-1]) if len(found.tos) else n_pieces
         if ahead is not None:
             read.append(Runs.of(reads, moves))
             taken.append(Runs.of(takes, moves))
-    rows = np.concatenate(places)
+    rows = places[0] if len(places) == 1 else np.concatenate(places)
     if ahead is None:
         return Gather(runs, n_pieces, rows, runs, [_NONE] * len(runs))
     return Gather(runs, n_pieces, rows, read, taken)
+
+
+def _moves(runs: Runs, n: int) -> Positions:
+    """[n]: how far on each piece goes, of those in `runs`; of others anything."""
+    if not len(runs.firsts):
+        return np.zeros(n, dtype=np.int64)
+    ends = np.append(runs.firsts[1:], n)
+    ends[1:] -= runs.firsts[1:]  # each piece up to the next run goes with the run before it
+    return np.repeat(runs.tos - runs.firsts, ends)
 
 
 def gather_whole(
@@ -146,7 +159,7 @@ def gather_whole(
     shape = parts[0].source.layout.planes[plane]
     gap = gap_bytes // shape.piece_bytes
     runs, rows = whole(parts, plane), rows_of_whole(parts)
-    n_pieces = sum(int(by_part.counts.sum()) for by_part in runs)
+    n_pieces = sum(part.count for part in parts) * shape.pieces
     if ahead is None:
         return Gather(runs, n_pieces, rows, runs, [_NONE] * len(runs))
     read, taken = [], []
@@ -172,11 +185,17 @@ def _merged(pieces: Positions, gap: int, to: int) -> Runs:
     """Ascending pieces as runs that go one behind the other, from `to` on."""
     if not len(pieces):
         return _NONE
-    begins = np.ones(len(pieces) + 1, dtype=bool)  # and, one behind, ends
+    begins = np.empty(len(pieces) + 1, dtype=bool)  # and, one behind, ends
+    begins[0] = begins[-1] = True
     np.greater(pieces[1:] - pieces[:-1], gap + 1, out=begins[1:-1])
     firsts = pieces[begins[:-1]]
-    counts = pieces[begins[1:]] - firsts + 1
-    return Runs(firsts, counts, to + np.cumsum(counts) - counts)
+    counts = pieces[begins[1:]] - firsts
+    counts += 1
+    tos = counts.cumsum()
+    tos -= counts
+    if to:
+        tos += to
+    return Runs(firsts, counts, tos)
 
 
 def plan_reads(
@@ -202,17 +221,38 @@ def plan_reads(
             if not is_cached:
                 home += home_reads(part, layer, plane, plane_runs[i], dest)
                 continue
-            cut, levels = _cut(plane_runs[i], part.source.layout.planes[plane].pieces, entries)
-            at_home = Runs(*(column[levels < 0] for column in cut))
+            n = part.source.layout.planes[plane].pieces
+            at_home, copied = _apart(plane_runs[i], part.count, n, entries)
             home += home_reads(part, layer, plane, at_home, dest)
-            for level, cache in enumerate(caches):
-                mine = Runs(*(column[levels == level] for column in cut))
-                if len(mine.firsts):
-                    pieces = _copies(part, layer, plane, mine, cache, entries[level], dest)
-                    plan.copies[cache.tier.name].append((part, pieces))
+            for (pieces, to), cache, ids in zip(copied, caches, entries, strict=True):
+                if len(pieces):
+                    found = pieces_of(part, layer, plane, pieces, to, cache, ids, dest)
+                    plan.copies[cache.tier.name].append((part, found))
         if home:
             plan.home.append((part, home))
     return plan
+
+
+def _apart(
+    runs: Runs, n_chunks: int, n: int, cached: Sequence[Ids]
+) -> tuple[Runs, list[tuple[Positions, Positions]]]:
+    """Runs of chunks of n pieces by who has them: home's, and for each cache which pieces it has
+    and where they go."""
+    if len(runs.firsts) == 1 and runs.counts[0] == n_chunks * n:  # all, as they lie: by chunks
+        of_chunk, to = levels_of(cached), runs.tos[0]
+        firsts, counts, _ = Runs.of(of_chunk == len(cached), 0)
+        copied = []
+        for level in range(len(cached)):
+            pieces = (of_chunk == level).nonzero()[0]
+            if n > 1:
+                pieces = (pieces[:, None] * n + np.arange(n)).ravel()
+            copied.append((pieces, pieces + to))
+        return Runs(firsts * n, counts * n, firsts * n + to), copied
+    cut, levels = _cut(runs, n, cached)
+    copied = [
+        _each(Runs(*(column[levels == level] for column in cut))) for level in range(len(cached))
+    ]
+    return Runs(*(column[levels < 0] for column in cut)), copied
 
 
 def _cut(runs: Runs, pieces: int, cached: Sequence[Ids]) -> tuple[Runs, Positions]:
@@ -244,20 +284,15 @@ def home_reads(part: Part, layer: int, plane: int, runs: Runs, dest: Bytes) -> l
     columns = (offs, runs.tos * size, (runs.tos + runs.counts) * size, at, at + runs.counts)
     return [
         Read(slot, off, dest[to:to_end], sums[first:end], size)
-        for off, to, to_end, first, end in zip(
-            *(column.tolist() for column in columns), strict=True
-        )
+        for off, to, to_end, first, end in np.stack(columns, axis=1).tolist()
     ]
 
 
-def _copies(
-    part: Part, layer: int, plane: int, runs: Runs, cache: ChunkCache, entries: Ids, dest: Bytes
-) -> Pieces:
-    """Runs of pieces, each in one chunk, from a cache's copies."""
+def _each(runs: Runs) -> tuple[Positions, Positions]:
+    """The pieces of runs one by one, and where they go."""
     before = np.repeat(np.cumsum(runs.counts) - runs.counts, runs.counts)
     along = np.arange(runs.counts.sum()) - before
-    pieces, to = (np.repeat(column, runs.counts) + along for column in (runs.firsts, runs.tos))
-    return pieces_of(part, layer, plane, pieces, to, cache, entries, dest)
+    return np.repeat(runs.firsts, runs.counts) + along, np.repeat(runs.tos, runs.counts) + along
 
 
 def pieces_of(
@@ -267,7 +302,7 @@ def pieces_of(
     """Pieces of a part's chunks, all of which the cache has, to these pieces of dest."""
     layout = part.source.layout
     shape = layout.planes[plane]
-    windows, within = np.divmod(pieces, shape.pieces)
+    windows, within = np.divmod(pieces, shape.pieces) if shape.pieces > 1 else (pieces, 0)
     starts = cache.plane_at(plane, entries[windows]) + within * shape.piece_bytes
     sums = part.source.sums[layout.sums_at(layer, plane, part.first) + pieces]
     return Pieces(starts, dest, to, sums, shape.piece_bytes)

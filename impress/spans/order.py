@@ -49,7 +49,7 @@ class RowOrder:
 
     def at(self, layer: int, rows: Rows) -> Rows:
         """Where these rows lie."""
-        found: Rows = self.ordinals[layer][rows].astype(np.int64)
+        found: Rows = self.ordinals[layer].take(rows).astype(np.int64)
         return found
 
     def slots(self, layer: int) -> Rows:
