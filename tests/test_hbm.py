@@ -91,6 +91,16 @@ class TestHbm(CacheContract):
         with pytest.raises(ReadFailed, match=rf"hbm.* first at byte {5 * PAGE}\b"):
             fetch(tier, slot, 0, aligned(MIB), sums_of(data, PAGE), PAGE)
 
+    def test_a_failed_read_leaves_no_copy_under_way(self, tier: Tier) -> None:
+        """The second stage's went on into memory that this thread's next write is staged in."""
+        n = 2 * STAGE_BYTES
+        slot, data = tier.reserve(n), noise(n)
+        tier.write(slot, 0, data)
+        tier._memory.bytes[slot.parts[0].off] ^= 1  # type: ignore[attr-defined]
+        with pytest.raises(ReadFailed, match=r"hbm.* 1 bad pieces"):
+            fetch(tier, slot, 0, aligned(n)[:n], sums_of(data, PAGE), PAGE)
+        assert not tier._memory.queue  # type: ignore[attr-defined]
+
     def test_neighbours_come_in_one_copy(self, tier: Tier) -> None:
         """A whole prefix is thousands of pieces side by side."""
         slot, data = tier.reserve(MIB), noise(MIB)

@@ -20,7 +20,8 @@ import importlib.util
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -90,6 +91,8 @@ class HbmTier(Arena):
                 stage.event.synchronize()
         except RuntimeError as err:  # what torch raises for whatever CUDA reports
             raise MediumError(f"{self.name}: a copy to the device failed: {err}") from None
+        finally:
+            _settle(stage.event for stage in under_way)
 
     def read_pieces(self, pieces: Pieces) -> None:
         """A stage at a time: its pieces are queued one behind the other and awaited together."""
@@ -100,10 +103,12 @@ class HbmTier(Arena):
                     self._put(*under_way.popleft())
                 pinned = self._pinned(i)[: some.n_bytes]
                 under_way.append((self._down(some, pinned), pinned, some))
-            for stage in under_way:
-                self._put(*stage)
+            while under_way:
+                self._put(*under_way.popleft())
         except RuntimeError as err:
             raise ReadFailed("io", f"{self.name}: a copy from the device failed: {err}") from None
+        finally:
+            _settle(event for event, _, _ in under_way)
 
     def _down(self, pieces: Pieces, pinned: Bytes) -> Event:
         """Queue a copy of each run of neighbours; the last one's event, which is all of theirs."""
@@ -132,6 +137,13 @@ class HbmTier(Arena):
             stages = [self._memory.pinned(STAGE_BYTES) for _ in range(_N_STAGES)]
             self._stages.of_thread = stages
         return stages[i % _N_STAGES]
+
+
+def _settle(events: Iterable[Event]) -> None:
+    """Wait for copies nobody takes any more: their stages are this thread's next ones."""
+    for event in events:
+        with suppress(RuntimeError):
+            event.synchronize()
 
 
 def _stages(slot: Slot, off: int, host: Bytes) -> Iterator[tuple[int, Bytes]]:

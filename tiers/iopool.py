@@ -127,12 +127,17 @@ class IoPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, lane: Lane, tasks: Sequence[Task], after: Ticket | None = None) -> Ticket:
+    def submit(
+        self, lane: Lane, tasks: Sequence[Task], after: Ticket | None = None,
+        ticket: Ticket | None = None,
+    ) -> Ticket:  # fmt: skip
         """Queue tasks, first in first out within their lane. After close they are cancelled.
 
         `after`: not before that one is done, however it ends; they hold no thread until then.
+        `ticket`: theirs, which the caller has noted already: between queueing and noting what is
+        returned a signal's exception would leave reads under way that nobody waits for.
         """
-        ticket = Ticket(len(tasks))
+        ticket = Ticket(len(tasks)) if ticket is None else ticket
         if after is None:
             self._queue(lane, tasks, ticket)
         else:

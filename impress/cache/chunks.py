@@ -306,3 +306,18 @@ def levels_of(entries: Sequence[Ids]) -> Levels:
     for level in reversed(range(len(entries))):
         found[entries[level] >= 0] = level
     return found
+
+
+def only_fastest(caches: Sequence[ChunkCache], entries: Sequence[Sequence[Ids]]) -> None:
+    """A chunk being copied up may be in two caches for a moment: give the slower one's pin back.
+
+    `entries[cache][part]`: pinned, fastest cache first; those given back become -1.
+    """
+    for of_part in zip(*entries, strict=True):
+        found = of_part[0] >= 0
+        for cache, ids in zip(caches[1:], of_part[1:], strict=True):
+            twice = found & (ids >= 0)
+            if twice.any():
+                cache.unpin(ids[twice])
+                ids[twice] = _ABSENT
+            found |= ids >= 0

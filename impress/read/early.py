@@ -85,7 +85,8 @@ class Early:
             for i in range(len(self._planes))
             for first, some in self._slices(i)
         ]
-        self._ticket = self._reading.pool.submit(Lane.AHEAD, tasks)
+        self._ticket = Ticket(len(tasks))
+        self._reading.pool.submit(Lane.AHEAD, tasks, ticket=self._ticket)
 
     def _slices(self, i: int) -> list[tuple[int, list[Read]]]:
         """One plane's reads by thread, and the piece of dest each slice begins at: in its order."""

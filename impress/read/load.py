@@ -8,9 +8,7 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from impress.cache.chunks import ChunkCache, Ids
+from impress.cache.chunks import ChunkCache, Ids, only_fastest
 from impress.errors import PrefixLost
 from impress.read.direct import Direct, copies_of, divided
 from impress.read.flights import Flight, key_of, take
@@ -34,7 +32,7 @@ from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
 from tiers.coalesce import RUN_BYTES, slices
 from tiers.errors import MediumError
-from tiers.iopool import Lane, Ticket
+from tiers.iopool import Lane, Task, Ticket
 from tiers.slots import Buffer
 
 if TYPE_CHECKING:
@@ -68,8 +66,12 @@ class Load:
         outs: Sequence[torch.Tensor] | None = None,
         ahead: Ahead | None = None,
         lane: Lane = Lane.DEMAND,
+        tickets: dict[str, Ticket] | None = None,
     ) -> None:
-        """Under another lane than DEMAND it is no request's read, and not counted as one."""
+        """Under another lane than DEMAND it is no request's read, and not counted as one.
+
+        `tickets`: filled with those of its reads, by medium.
+        """
         self.layer = layer
         self._lane = lane
         self.planes = tuple(planes)
@@ -91,7 +93,7 @@ class Load:
             [cache.pin(p.span, layer, p.first, p.count) for p in self.parts] for cache in caches
         ]
         self.flight: Flight | None = None  # others may copy what it brings
-        self.tickets: dict[str, Ticket] = {}
+        self.tickets = {} if tickets is None else tickets
         try:
             self._begin()
         except BaseException:  # no memory to read into, say
@@ -101,8 +103,8 @@ class Load:
     def _begin(self) -> None:
         """Find where everything lies, and ask for it."""
         ahead = self._ahead
-        for i in range(len(self.parts) if len(self.caches) > 1 else 0):
-            self._only_fastest(i)
+        if len(self.caches) > 1:
+            only_fastest(self.caches, self.entries)
         with self.map_spent:
             self._direct = self._divided()
             gathers = self._map(self.parts if self._direct is None else self._direct.left)
@@ -114,10 +116,10 @@ class Load:
         self._key = self._shared_key()
         self._followed = None if self._key is None else self.reading.flights.under_way(self._key)
         if plan.home:  # first: it takes longest
-            self.tickets["ssd"] = self._submit_home(plan.home)
+            self._submit_home(plan.home)
         for cache in self.caches:
             if plan.copies[cache.tier.name]:
-                self.tickets[cache.tier.name] = self._submit(cache, plan.copies[cache.tier.name])
+                self._submit(cache, plan.copies[cache.tier.name])
         self._takes = None
         if ahead is not None:
             self._takes = Takes(ahead, self.planes, self.shapes, self._dests)
@@ -177,16 +179,6 @@ class Load:
         there = [mask for mask in found if mask is not None]
         return there if len(there) == len(found) else None
 
-    def _only_fastest(self, part: int) -> None:
-        """A chunk being copied up may be in two tiers for a moment: take the faster one's."""
-        found = np.zeros(self.parts[part].count, dtype=bool)
-        for cache, entries in zip(self.caches, self.entries, strict=True):
-            ids = entries[part]
-            twice = found & (ids >= 0)
-            cache.unpin(ids[twice])
-            ids[twice] = -1
-            found |= ids >= 0
-
     def _dest(self, i: int) -> Bytes:
         """Straight into a dense page-aligned out; else a rented buffer, in pieces."""
         shape = self.shapes[i]
@@ -197,7 +189,14 @@ class Load:
         self.buffers.append(self.reading.rent(self._n_pieces[i] * shape.piece_bytes))
         return self.buffers[-1].array
 
-    def _submit_home(self, by_part: list[tuple[Part, list[Read]]]) -> Ticket:
+    def _queue(
+        self, name: str, lane: Lane, tasks: Sequence[Task], after: Ticket | None = None
+    ) -> None:
+        """Noted before it is queued: `abandon` must know of it whatever comes between."""
+        ticket = self.tickets[name] = Ticket(len(tasks))
+        self.reading.pool.submit(lane, tasks, after, ticket)
+
+    def _submit_home(self, by_part: list[tuple[Part, list[Read]]]) -> None:
         size = self._slice_bytes(sum(len(read.dest) for _, reads in by_part for read in reads))
         tasks = [
             partial(self._read, some, part.span)
@@ -205,22 +204,22 @@ class Load:
             for some in slices(reads, size)
         ]
         if self._followed is not None:
-            return self.reading.pool.submit(self._lane, tasks, after=self._followed.ended)
-        ticket = self.reading.pool.submit(self._lane, tasks)
+            self._queue("ssd", self._lane, tasks, self._followed.ended)
+            return
+        self._queue("ssd", self._lane, tasks)
         alone = self._lane is not Lane.DEMAND or self._ahead is not None  # not for others
         if self._key is not None and not alone:
-            self.flight = Flight(self._dests, ticket)
+            self.flight = Flight(self._dests, self.tickets["ssd"])
             self.reading.flights.begin(self._key, self.flight)
-        return ticket
 
-    def _submit(self, cache: ChunkCache, by_part: list[tuple[Part, Pieces]]) -> Ticket:
+    def _submit(self, cache: ChunkCache, by_part: list[tuple[Part, Pieces]]) -> None:
         size = self._slice_bytes(sum(pieces.n_bytes for _, pieces in by_part))
         tasks = [
             partial(self._read_copies, cache, some, part.span)
             for part, pieces in by_part
             for some in pieces.cut(size)
         ]
-        return self.reading.pool.submit(self._lane, tasks)
+        self._queue(cache.tier.name, self._lane, tasks)
 
     def _slice_bytes(self, n_bytes: int) -> int:
         """What one thread takes of n_bytes at once."""
@@ -259,7 +258,7 @@ class Load:
             buffer.retain()
             self.buffers.append(buffer)
         tasks = takes.tasks(self.layer, self.parts, runs, self._read)
-        self.tickets[_AHEAD] = self.reading.pool.submit(Lane.DEMAND, tasks)
+        self._queue(_AHEAD, Lane.DEMAND, tasks)
 
     # ---- taking it -------------------------------------------------------------------------
 
@@ -361,9 +360,11 @@ class Load:
             unpack(data, dense, shape)
             data = dense
         n_rows = len(data) // shape.row_bytes
-        if out is not None and data.__array_interface__["data"][0] == out.data_ptr():
-            return out
         rows = as_tensor(data, self.reading.geometry, n_rows, dim)
+        if out is not None and data.__array_interface__["data"][0] == out.data_ptr():
+            if dense_bytes(out) is not None:
+                return out
+            rows = rows.clone()  # read there by another view of it, of another order
         return rows if out is None else out.copy_(rows)
 
     # ---- ending it -------------------------------------------------------------------------

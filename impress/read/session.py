@@ -18,6 +18,7 @@ from impress.read.access import AccessReport, Line, line_of, report_of
 from impress.read.climb import climb
 from impress.read.flights import Flight
 from impress.read.load import Load
+from impress.read.outs import check_apart, check_fits
 from impress.read.parts import Source, behind
 from impress.read.promote import Looked, after
 from impress.read.reading import Reading
@@ -161,10 +162,12 @@ class Session:
         self._untaken = [self._loads]  # who takes a load from there ends it
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
         self._came_s = 0.0  # when the last layer came in: the turn of the next
-        self._touching: list[Ticket] = []  # what may read into `outs`
+        self._touching: list[dict[str, Ticket]] = []  # by load: what may read into `outs`
+        self._hanging: list[Ticket] = []  # of these, whose layers were lost
         self._touching_s = 0.0  # when the last of these began
         self._leaving: list[Ticket] = []  # what climbs from there
         self._flights: list[Flight] = []  # others may copy from `outs`
+        self._copied: list[Ticket] = []  # until these are done
         self._climbs: list[Ticket] = []
         self._gate = Ticket(1)  # they begin when it is done
         self._gate_lock = threading.Lock()
@@ -189,11 +192,14 @@ class Session:
         if outs is not None and len(outs) != self._r.geometry.n_layers:
             raise BadInput(f"prefetch: want {self._r.geometry.n_layers} pairs, got {len(outs)}")
         for out in outs or ():
-            self._check_outs(out)
+            check_fits(out, self._r.geometry, self.n_tokens)
+        check_apart(outs or ())
         with self._r.lost_for():
             for layer in range(self._r.geometry.n_layers):
                 if layer not in self._loads:
                     self._loads[layer] = self._start(layer, outs[layer] if outs else None)
+                elif outs is not None:
+                    self._loads[layer].outs = outs[layer]  # under way to elsewhere: copied
         self._check_ended()
 
     def retrieve(
@@ -247,8 +253,8 @@ class Session:
         out: Tensors | None,
     ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64] | None]:
         """The layer's K and V on the host, and which rows they are (None: all)."""
-        if out is not None:
-            self._check_outs(out)  # before the load is taken: who takes it ends it
+        if out is not None:  # before the load is taken: who takes it ends it
+            check_fits(out, self._r.geometry, self.n_tokens)
         load = self._loads.pop(layer, None)
         if load is None:
             self._lease.check_active()
@@ -256,7 +262,12 @@ class Session:
         elif out is not None:
             load.outs = out  # read ahead into a buffer: copied out below
         begin_s = monotonic()
-        load.wait(self._came_s)  # all may have been begun at once, and come one after the other
+        try:
+            load.wait(self._came_s)  # all may have been begun at once, and come one after the other
+        except PrefixLost:
+            if load.outs is not None:
+                self._hanging += load.tickets.values()
+            raise
         self._came_s = monotonic()
         self._account(load, begin_s)
         self._keep(layer, [load])
@@ -280,7 +291,7 @@ class Session:
         What has yet to climb from `outs` is copied here: its turn in the pool may be far off.
         """
         if self._closed:
-            return True
+            return all(ticket.done for ticket in (*self._reads(), *self._leaving, *self._copied))
         self._closed = True
         self._lease.forget(self)
         self.give_up()
@@ -289,14 +300,18 @@ class Session:
                 load.give_back()
         self._given.clear()
         self._hand_over()
-        copied = [flight.over() for flight in self._flights]
+        self._copied = [flight.over() for flight in self._flights]
         if self._leaving:
             self._r.pool.run_here(Lane.PROMOTE, self._leaving)
         limit_s = self._r.config.read_timeout_s
         until_s = max(self._touching_s, self._came_s) + limit_s  # no layer was given longer
-        if not ended(self._touching, max(until_s - monotonic(), 0.0)):
+        if not ended(self._reads(), max(until_s - monotonic(), 0.0)):
             return False
-        return ended([*self._leaving, *copied], limit_s)
+        return ended([*self._leaving, *self._copied], limit_s)
+
+    def _reads(self) -> list[Ticket]:
+        """What may still read into `outs`."""
+        return [ticket for tickets in self._touching for ticket in tickets.values()]
 
     def give_up(self) -> None:
         """Nothing is retrieved any more that is not there. From any thread, also beside others."""
@@ -322,12 +337,19 @@ class Session:
             self.give_up()
 
     def _start(self, layer: int, outs: Tensors | None) -> Load:
-        load = Load(self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs)
+        tickets: dict[str, Ticket] = {}
         if outs is not None:
-            self._touching += load.tickets.values()  # past the time limit, too
-            self._touching_s = load.started_s
-            if load.flight is not None:
-                self._flights.append(load.flight)
+            if not all(ticket.done for ticket in self._hanging):  # it may write to this memory
+                self._r.counters.add("lost/late")
+                raise PrefixLost("late", "a lost layer is still being read into memory given here")
+            self._touching.append(tickets)  # past the time limit, too
+            self._touching_s = monotonic()
+        load = Load(
+            self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs,
+            tickets=tickets,
+        )  # fmt: skip
+        if outs is not None and load.flight is not None:
+            self._flights.append(load.flight)
         return load
 
     def _climb(self, load: Load) -> Ticket | None:
@@ -354,15 +376,6 @@ class Session:
             task = partial(after, self._r, self._sources, self._looked)
             submit = self._r.pool.submit
             when_all(self._climbs, lambda: submit(Lane.PROMOTE, [task]))
-
-    def _check_outs(self, outs: Tensors) -> None:
-        g = self._r.geometry
-        for out, dim in zip(outs, (g.head_dim, g.v_dim), strict=True):
-            want = (g.n_kv_heads, self.n_tokens, dim)
-            if tuple(out.shape) != want or str(out.dtype) != f"torch.{g.dtype}":
-                raise BadInput(
-                    f"retrieve: out wants {list(want)} {g.dtype}, got {list(out.shape)} {out.dtype}"
-                )
 
     def _account(self, load: Load, begin_s: float) -> None:
         """Note what a layer took, and promote it."""

@@ -1,0 +1,168 @@
+"""Memory that a caller gives to be read into: what is in it once `retrieve` has returned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from conftest import kv_of, prompt, put_prompt, read_limit
+
+import impress
+from tiers.iopool import Lane
+from tiers.slots import aligned
+
+Open = Callable[..., impress.PrefixStore]
+Pair = tuple[torch.Tensor, torch.Tensor]
+N = 256
+
+
+def rows(geometry: impress.Geometry) -> torch.Tensor:
+    """A plane's memory, token-major: it is read straight into."""
+    heads, dim = geometry.n_kv_heads, geometry.head_dim
+    memory = torch.frombuffer(aligned(N * heads * dim * 4), dtype=torch.float32)
+    return memory[: N * heads * dim].view(N, heads, dim).transpose(0, 1)
+
+
+def pairs(geometry: impress.Geometry) -> list[Pair]:
+    return [(rows(geometry), rows(geometry)) for _ in range(geometry.n_layers)]
+
+
+def assert_in(out: Pair, layer: int, geometry: impress.Geometry) -> None:
+    for found, want in zip(out, kv_of(prompt(N), geometry), strict=True):
+        assert np.array_equal(found.numpy(), want[layer])
+
+
+@pytest.fixture
+def store(open_store: Open, geometry: impress.Geometry) -> impress.PrefixStore:
+    made = open_store(geometry, dram_bytes=0)
+    put_prompt(made, prompt(N)).wait(60)
+    return made
+
+
+class Gate:
+    """Once it is shut, reads of the SSD stand still until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: impress.PrefixStore) -> None:
+        self.opened, self.begun, self.shut = threading.Event(), threading.Event(), False
+        read = store.ssd.read
+
+        def held(reads: list) -> None:
+            if self.shut:
+                self.begun.set()
+                self.opened.wait(60)
+            read(reads)
+
+        monkeypatch.setattr(store.ssd, "read", held)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch, store: impress.PrefixStore) -> Iterator[Gate]:
+    made = Gate(monkeypatch, store)
+    yield made
+    made.opened.set()
+
+
+def test_memory_given_when_reads_are_under_way_has_the_rows(
+    store: impress.PrefixStore, geometry: impress.Geometry
+) -> None:
+    """It was left as it was, without a word: who looked there computed on whatever it held."""
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        session.prefetch()
+        for outs in (pairs(geometry), pairs(geometry)):  # the last one's is where they go
+            session.prefetch(outs)
+        for layer in range(geometry.n_layers):
+            session.retrieve(layer, None)
+            assert_in(outs[layer], layer, geometry)
+
+
+def test_layers_that_share_memory_are_refused(
+    store: impress.PrefixStore, geometry: impress.Geometry
+) -> None:
+    """Each was read into it and verified; the layer retrieved first could be the one read last."""
+    one, other = rows(geometry), rows(geometry)
+    apart = torch.empty(geometry.n_kv_heads, N, geometry.head_dim)  # copied to when it is retrieved
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        for outs in ([(one, other)] * geometry.n_layers, [(one, one)] * geometry.n_layers):
+            with pytest.raises(impress.BadInput, match="two tensors of outs share memory"):
+                session.prefetch(outs)
+        session.prefetch([(apart, apart)] * geometry.n_layers)
+
+
+def test_another_view_of_memory_that_was_read_into_has_its_own_order(
+    store: impress.PrefixStore, geometry: impress.Geometry
+) -> None:
+    """It begins at the same byte, and so was taken for the one that was read into."""
+    heads, dim = geometry.n_kv_heads, geometry.head_dim
+    outs = pairs(geometry)
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        session.prefetch(outs)
+        flat = [out.transpose(0, 1).view(-1) for out in outs[1]]
+        turned = (flat[0].view(heads, N, dim), flat[1].view(heads, N, dim))
+        session.retrieve(1, None, out=turned)
+        assert_in(turned, 1, geometry)
+
+
+def test_memory_that_a_lost_layer_may_still_be_read_into_is_not_read_into_again(
+    store: impress.PrefixStore, geometry: impress.Geometry, gate: Gate
+) -> None:
+    """The late bytes came when another layer's were there, verified, and looked at."""
+    out = pairs(geometry)[0]
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        gate.shut = True
+        with read_limit(store, 0.05), pytest.raises(impress.PrefixLost, match="took more than"):
+            session.retrieve(0, None, out=out)
+        gate.shut = False  # only the reads that are under way hang
+        with pytest.raises(impress.PrefixLost, match="still being read into"):
+            session.retrieve(1, None, out=out)
+        gate.opened.set()
+        assert store._pool.idle(60)
+        session.retrieve(1, None, out=out)
+        assert_in(out, 1, geometry)
+
+
+def test_closed_again_a_session_still_says_that_a_read_is_stuck(
+    store: impress.PrefixStore, geometry: impress.Geometry, gate: Gate
+) -> None:
+    """The with-block's own close took the answer; the caller's next one said all was over."""
+    with store.lease(prompt(N)) as lease:
+        gate.shut = True
+        with read_limit(store, 0.05):
+            session = lease.session()
+            session.prefetch(pairs(geometry))
+            assert gate.begun.wait(60)
+            assert not session.close()
+            assert not session.close()
+        gate.opened.set()
+        assert store._pool.idle(60)
+        assert session.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_signal_while_reads_are_queued_leaves_their_memory_to_them(
+    store: impress.PrefixStore, geometry: impress.Geometry, gate: Gate, direct: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Ctrl-C, caught by a notebook, came between queueing and noting: the reads went on in memory
+    that the next request was given."""
+    submit = store._pool.submit
+
+    def interrupted(lane: Lane, *args: object, **more: object) -> None:
+        submit(lane, *args, **more)
+        assert gate.begun.wait(60)
+        raise KeyboardInterrupt
+
+    with store.lease(prompt(N)) as lease, read_limit(store, 0.05):
+        gate.shut = True
+        session = lease.session()
+        with monkeypatch.context() as during:
+            during.setattr(store._pool, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.prefetch(pairs(geometry) if direct else None)
+        over = session.close()
+        assert not over if direct else store.buffers.used_bytes > 0
+    gate.opened.set()
+    assert store._pool.idle(60)
+    assert session.close() and store.buffers.used_bytes == 0
