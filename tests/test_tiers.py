@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tier_contract import MIB, CacheContract, fetch, noise
 
 from tiers.base import PAGE, Pieces, Read, Slot, Tier, sums_of
@@ -77,6 +80,27 @@ def test_slices_cut_at_piece_borders_and_keep_every_byte() -> None:
             fetch(tier, slot, some.off, some.dest, some.sums, piece)
     assert np.array_equal(out[:n_bytes], data[:n_bytes])
     assert slices([], 4096) == []
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=40), st.integers(1, 9))
+def test_slices_of_many_small_reads_are_full_and_no_fuller(sizes: list[int], room: int) -> None:
+    """Chosen rows come so: all in one slice would be one thread's."""
+    ends = np.cumsum(sizes)
+    sums, dest = np.arange(ends[-1], dtype=np.uint64), aligned(int(ends[-1]) * PAGE)
+    reads = [
+        Read(Slot(()), at * PAGE, dest[at * PAGE : end * PAGE], sums[at:end], PAGE)
+        for at, end in pairwise([0, *ends.tolist()])
+    ]
+    cut = slices(reads, room * PAGE)
+    filled = [sum(len(read.dest) // PAGE for read in some) for some in cut]
+    assert all(n == room for n in filled[:-1]) and 0 < filled[-1] <= room
+    at = 0
+    for read in (read for some in cut for read in some):
+        n = len(read.dest) // PAGE
+        assert read.off == at * PAGE and read.sums.tolist() == list(range(at, at + n))
+        assert read.dest.ctypes.data == dest[at * PAGE :].ctypes.data
+        at += n
+    assert at == ends[-1]
 
 
 def test_a_range_outside_its_slot_is_a_bug() -> None:
