@@ -25,7 +25,7 @@ from experiments.harness import Cell, Options
 from experiments.tasks import FORMATS, Drawn, Item, draw, load
 from impress.cli.models import loading
 from impress.engines import hf
-from impress.engines.hf_models import geometry_of
+from impress.engines.hf_models import check_family, geometry_of
 from impress.policy import Exact, Quality
 
 N_QUICK: Final = 20
@@ -51,6 +51,7 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
     with loading(more.model, "tokenizer does"):
         tokenizer = AutoTokenizer.from_pretrained(more.model)
         config = AutoConfig.from_pretrained(more.model)
+    check_family(config)
     queries = [query_of(tokenizer, drawn, item, more.task) for item in drawn.items]
     shared = shared_tokens(queries)
     _check_lengths(queries, shared, config)

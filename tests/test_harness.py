@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,11 @@ import pytest
 from experiments import figures as plotting
 from experiments import fio
 from experiments.cells import state_file
-from experiments.common import Row
+from experiments.common import Row, Unable
 from experiments.harness import Cell, Experiment, Figures, Options, main
+from experiments.systems.data import Data
+from experiments.systems.generate import Knobs
+from experiments.systems.shapes import SHAPES
 from impress.report import host
 
 
@@ -306,3 +311,14 @@ def test_plots_without_matplotlib_are_refused_at_once(
     assert made.run(tmp_path, "--plot", str(tmp_path)) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
     assert not made.measured
+
+
+def test_a_disk_without_room_for_the_data_is_refused_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store on a full disk evicts: the run ended hours later in an assertion of the harness."""
+    data = Data.of(SHAPES["opt-6.7b"], 1, 4, tmp_path / "data", Knobs(), 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1 << 29))
+    with pytest.raises(Unable, match=r"takes some 0\.\d GB, and .* 0\.5 free: name another --dir"):
+        data.prepare(["plain", "int4"], [], [], Knobs())
+    assert not data.folder.exists()

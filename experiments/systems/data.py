@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from experiments.common import Unable
 from experiments.systems.generate import Knobs, Prefix
 from experiments.systems.planned import Choices, choose
 from experiments.systems.quantised import QuantisedStore
@@ -41,6 +42,8 @@ _PROBES: Final = {
     "plain": "heads3-v1", "packed": "heads3-v1", "sketched": "int4-v1", "paged": "pages16-v1",
 }  # fmt: skip
 _BITS: Final = {"int8": 8, "int4": 4}
+#: Bytes on disk to one of full keys and values; of all others at most 1.3, with their records.
+_SHARE: Final = {"int8": 0.6, "int4": 0.35}
 
 
 def _ordered_by(kind: str, keep: float) -> Policy | None:
@@ -95,6 +98,7 @@ class Data:
         Prefix by prefix, so that each layer's keys are made once.
         """
         todo = [kind for kind in sorted(set(kinds)) if kind and kind not in self.kinds]
+        self._check_room(todo)
         requests: dict[int, set[int]] = {}
         for number, request in asked:
             requests.setdefault(number, set()).add(request)
@@ -119,6 +123,16 @@ class Data:
                     store.flush()
         self.kinds |= set(todo)
         return self.choices
+
+    def _check_room(self, kinds: Sequence[str]) -> None:
+        """Raises Unable where the disk has no room for these kinds."""
+        need = sum(int(self.n_bytes * _SHARE.get(kind, 1.3)) + _SEGMENT for kind in kinds)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(self.folder.parent).free) < need:
+            raise Unable(
+                f"the data of this cell takes some {need / 1e9:.1f} GB, and {self.folder.parent} "
+                f"has {free / 1e9:.1f} free: name another --dir"
+            )
 
     def _writable(self, kind: str) -> PrefixStore | QuantisedStore:
         if kind in _BITS:
