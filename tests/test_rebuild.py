@@ -116,10 +116,13 @@ here = Path(sys.argv[1])
 def by_page(data, look):
     # A child for each page of this index of the store `sound`, on a copy in which it is damaged:
     # `look` ends it, with 3 where it raises. Prints how many ended with 0 to 3.
-    seen = collections.Counter()
+    seen, under_way = collections.Counter(), 0
     for page in range(2, (here / "sound" / data).stat().st_size // 4096):
-        child = os.fork()
-        if not child:
+        if under_way == (os.cpu_count() or 1):
+            seen[os.waitstatus_to_exitcode(os.wait()[1])] += 1
+            under_way -= 1
+        under_way += 1
+        if not os.fork():
             try:
                 copy = shutil.copytree(here / "sound", here / str(page))
                 with (copy / data).open("r+b") as file:
@@ -129,7 +132,8 @@ def by_page(data, look):
             except BaseException as err:
                 print(page, repr(err), flush=True)
                 os._exit(3)
-        seen[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])] += 1
+    for _ in range(under_way):
+        seen[os.waitstatus_to_exitcode(os.wait()[1])] += 1
     print(seen[0], seen[1], seen[2], seen[3])
 """
 _ALONE = """

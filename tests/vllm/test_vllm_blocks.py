@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
 
 import torch
-import vllm._C  # noqa: F401  # the kernels
+import vllm._custom_ops  # noqa: F401  # the kernels that this processor has
 
 from impress.engines.vllm.blocks import BlockLayout, slots_of
 from impress.errors import Unsupported
