@@ -42,7 +42,7 @@ _PROBES: Final = {
     "plain": "heads3-v1", "packed": "heads3-v1", "sketched": "int4-v1", "paged": "pages16-v1",
 }  # fmt: skip
 _BITS: Final = {"int8": 8, "int4": 4}
-#: Bytes on disk to one of full keys and values; of all others at most 1.3, with their records.
+#: Bytes on disk to one of full keys and values; of all others at most 1.15, with their records.
 _SHARE: Final = {"int8": 0.6, "int4": 0.35}
 
 
@@ -126,7 +126,7 @@ class Data:
 
     def _check_room(self, kinds: Sequence[str]) -> None:
         """Raises Unable where the disk has no room for these kinds."""
-        need = sum(int(self.n_bytes * _SHARE.get(kind, 1.3)) + _SEGMENT for kind in kinds)
+        need = sum(int(self.n_bytes * _SHARE.get(kind, 1.15)) + _SEGMENT for kind in kinds)
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(self.folder.parent).free) < need:
             raise Unable(
