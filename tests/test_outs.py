@@ -11,7 +11,7 @@ import torch
 from conftest import kv_of, prompt, put_prompt, read_limit
 
 import impress
-from tiers.iopool import Lane
+from tiers.iopool import Lane, Ticket
 from tiers.slots import aligned
 
 Open = Callable[..., impress.PrefixStore]
@@ -115,6 +115,32 @@ def test_memory_that_a_lost_layer_may_still_be_read_into_is_not_read_into_again(
         with read_limit(store, 0.05), pytest.raises(impress.PrefixLost, match="took more than"):
             session.retrieve(0, None, out=out)
         gate.shut = False  # only the reads that are under way hang
+        with pytest.raises(impress.PrefixLost, match="still being read into"):
+            session.retrieve(1, None, out=out)
+        gate.opened.set()
+        assert store._pool.idle(60)
+        session.retrieve(1, None, out=out)
+        assert_in(out, 1, geometry)
+
+
+def test_memory_that_an_interrupted_layer_may_still_be_read_into_is_not_read_into_again(
+    store: impress.PrefixStore, geometry: impress.Geometry, gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As after a late read: Ctrl-C does not stop a read that is under way."""
+    out = pairs(geometry)[0]
+
+    def interrupted(_ticket: Ticket, _limit_s: float) -> bool:
+        assert gate.begun.wait(60)
+        raise KeyboardInterrupt
+
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        gate.shut = True
+        with monkeypatch.context() as during:
+            during.setattr(Ticket, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.retrieve(0, None, out=out)
+        gate.shut = False
         with pytest.raises(impress.PrefixLost, match="still being read into"):
             session.retrieve(1, None, out=out)
         gate.opened.set()

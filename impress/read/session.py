@@ -264,7 +264,7 @@ class Session:
         begin_s = monotonic()
         try:
             load.wait(self._came_s)  # all may have been begun at once, and come one after the other
-        except PrefixLost:
+        except BaseException:  # a signal's too
             if load.outs is not None:
                 self._hanging += load.tickets.values()
             raise
@@ -344,10 +344,15 @@ class Session:
                 raise PrefixLost("late", "a lost layer is still being read into memory given here")
             self._touching.append(tickets)  # past the time limit, too
             self._touching_s = monotonic()
-        load = Load(
-            self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs,
-            tickets=tickets,
-        )  # fmt: skip
+        try:
+            load = Load(
+                self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs,
+                tickets=tickets,
+            )  # fmt: skip
+        except BaseException:
+            if outs is not None:
+                self._hanging += tickets.values()
+            raise
         if outs is not None and load.flight is not None:
             self._flights.append(load.flight)
         return load
