@@ -77,10 +77,10 @@ def check_given(report: Path | None, seed: int) -> None:
         raise Unable(f"--json {report}: no such directory")
     if report is not None and report.is_dir():
         raise Unable(f"--json {report} is a directory: name a file in it")
-    if report is not None and not os.access(
-        report if report.exists() else report.absolute().parent, os.W_OK
-    ):
-        raise Unable(f"--json {report}: cannot be written")
+    if report is not None and str(report) != "-":
+        into = report.exists() and not report.is_file()  # as `write_report`: a file is replaced
+        if not os.access(report if into else report.absolute().parent, os.W_OK):
+            raise Unable(f"--json {report}: cannot be written")
 
 
 @contextmanager

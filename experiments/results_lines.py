@@ -67,15 +67,21 @@ def _worst() -> tuple[Ours, ...]:
     )
 
 
+def _in_base_cell(report: Mapping[str, Any], system: str) -> Mapping[str, Any]:
+    """A system's row of `ttft`'s base cell; empty where there is none."""
+    rows = report["rows"]
+    return next((r for r in rows if (r.get("cell"), r.get("system")) == ("base", system)), {})
+
+
 def _map_share(share: str, *, at_papers_disk: bool = False) -> Derived:
     """Of IMPRESS in the base cell: a real time's share of an emulated one. Were nothing stretched
     and the disk the paper's, it would be larger by the dilation."""
 
     def of(report: Mapping[str, Any]) -> float | None:
-        for row in report["rows"]:
-            if (row.get("cell"), row.get("system")) == ("base", "impress") and share in row:
-                return float(row[share] * (row["dilation"] if at_papers_disk else 1.0))
-        return None
+        row = _in_base_cell(report, "impress")
+        if share not in row:
+            return None
+        return float(row[share] * (row["dilation"] if at_papers_disk else 1.0))
 
     return of
 
@@ -90,10 +96,8 @@ def _p99_vs_recompute(report: Mapping[str, Any]) -> float | None:
 
 def _io_share(report: Mapping[str, Any]) -> float | None:
     """I/O time ÷ time to the first token of AS in the base cell, both medians."""
-    for row in report["rows"]:
-        if (row.get("cell"), row.get("system")) == ("base", "as"):
-            return float(row["io_ms"] / row["p50_ms"])
-    return None
+    row = _in_base_cell(report, "as")
+    return float(row["io_ms"] / row["p50_ms"]) if row else None
 
 
 def _took_s(report: Mapping[str, Any]) -> float | None:

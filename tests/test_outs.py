@@ -105,42 +105,28 @@ def test_another_view_of_memory_that_was_read_into_has_its_own_order(
         assert_in(turned, 1, geometry)
 
 
+@pytest.mark.parametrize("lost_by", [impress.PrefixLost, KeyboardInterrupt])
 def test_memory_that_a_lost_layer_may_still_be_read_into_is_not_read_into_again(
-    store: impress.PrefixStore, geometry: impress.Geometry, gate: Gate
-) -> None:
-    """The late bytes came when another layer's were there, verified, and looked at."""
-    out = pairs(geometry)[0]
-    with store.lease(prompt(N)) as lease, lease.session() as session:
-        gate.shut = True
-        with read_limit(store, 0.05), pytest.raises(impress.PrefixLost, match="took more than"):
-            session.retrieve(0, None, out=out)
-        gate.shut = False  # only the reads that are under way hang
-        with pytest.raises(impress.PrefixLost, match="still being read into"):
-            session.retrieve(1, None, out=out)
-        gate.opened.set()
-        assert store._pool.idle(60)
-        session.retrieve(1, None, out=out)
-        assert_in(out, 1, geometry)
-
-
-def test_memory_that_an_interrupted_layer_may_still_be_read_into_is_not_read_into_again(
     store: impress.PrefixStore, geometry: impress.Geometry, gate: Gate,
-    monkeypatch: pytest.MonkeyPatch,
+    lost_by: type[BaseException], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """As after a late read: Ctrl-C does not stop a read that is under way."""
+    """The late bytes came when another layer's were there, verified, and looked at: after a time
+    limit, and after a signal, which does not stop a read that is under way either."""
     out = pairs(geometry)[0]
 
-    def interrupted(_ticket: Ticket, _limit_s: float) -> bool:
+    def wait(_ticket: Ticket, _limit_s: float) -> bool:
         assert gate.begun.wait(60)
-        raise KeyboardInterrupt
+        if lost_by is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return False
 
     with store.lease(prompt(N)) as lease, lease.session() as session:
         gate.shut = True
         with monkeypatch.context() as during:
-            during.setattr(Ticket, "wait", interrupted)
-            with pytest.raises(KeyboardInterrupt):
+            during.setattr(Ticket, "wait", wait)
+            with pytest.raises(lost_by):
                 session.retrieve(0, None, out=out)
-        gate.shut = False
+        gate.shut = False  # only the reads that are under way hang
         with pytest.raises(impress.PrefixLost, match="still being read into"):
             session.retrieve(1, None, out=out)
         gate.opened.set()

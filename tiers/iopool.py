@@ -50,6 +50,11 @@ class Ticket:
     def done(self) -> bool:
         return self._done.is_set()
 
+    @property
+    def given_up(self) -> bool:
+        """Cancelled, and a task that was under way then goes on."""
+        return self._cancelled and not self.done
+
     def wait(self, timeout_s: float) -> bool:
         """True when all tasks ran, False when timeout_s passed first.
 

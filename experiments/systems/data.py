@@ -127,7 +127,6 @@ class Data:
     def _check_room(self, kinds: Sequence[str]) -> None:
         """Raises Unable where the disk has no room for these kinds."""
         need = sum(int(self.n_bytes * _SHARE.get(kind, 1.15)) + _SEGMENT for kind in kinds)
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(self.folder.parent).free) < need:
             raise Unable(
                 f"the data of this cell takes some {need / 1e9:.1f} GB, and {self.folder.parent} "

@@ -11,9 +11,7 @@ from impress.spans.rows import dense_bytes
 from impress.types import Geometry
 
 if TYPE_CHECKING:
-    import torch
-
-    Tensors = tuple[torch.Tensor, torch.Tensor]
+    from impress.read.load import Tensors
 
 
 def check_fits(outs: Tensors, geometry: Geometry, n_tokens: int) -> None:

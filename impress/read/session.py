@@ -163,7 +163,6 @@ class Session:
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
         self._came_s = 0.0  # when the last layer came in: the turn of the next
         self._touching: list[dict[str, Ticket]] = []  # by load: what may read into `outs`
-        self._hanging: list[Ticket] = []  # of these, whose layers were lost
         self._touching_s = 0.0  # when the last of these began
         self._leaving: list[Ticket] = []  # what climbs from there
         self._flights: list[Flight] = []  # others may copy from `outs`
@@ -262,12 +261,7 @@ class Session:
         elif out is not None:
             load.outs = out  # read ahead into a buffer: copied out below
         begin_s = monotonic()
-        try:
-            load.wait(self._came_s)  # all may have been begun at once, and come one after the other
-        except BaseException:  # a signal's too
-            if load.outs is not None:
-                self._hanging += load.tickets.values()
-            raise
+        load.wait(self._came_s)  # all may have been begun at once, and come one after the other
         self._came_s = monotonic()
         self._account(load, begin_s)
         self._keep(layer, [load])
@@ -290,9 +284,17 @@ class Session:
         False when a read is stuck past the time limit: then drop the tensors, never reuse them.
         What has yet to climb from `outs` is copied here: its turn in the pool may be far off.
         """
-        if self._closed:
-            return all(ticket.done for ticket in (*self._reads(), *self._leaving, *self._copied))
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            self._end()
+        limit_s = self._r.config.read_timeout_s
+        until_s = max(self._touching_s, self._came_s) + limit_s  # no layer was given longer
+        if not ended(self._reads(), max(until_s - monotonic(), 0.0)):
+            return False
+        return ended([*self._leaving, *self._copied], limit_s)
+
+    def _end(self) -> None:
+        """What closing takes but for waiting."""
         self._lease.forget(self)
         self.give_up()
         for loads in self._given.values():
@@ -303,11 +305,6 @@ class Session:
         self._copied = [flight.over() for flight in self._flights]
         if self._leaving:
             self._r.pool.run_here(Lane.PROMOTE, self._leaving)
-        limit_s = self._r.config.read_timeout_s
-        until_s = max(self._touching_s, self._came_s) + limit_s  # no layer was given longer
-        if not ended(self._reads(), max(until_s - monotonic(), 0.0)):
-            return False
-        return ended([*self._leaving, *self._copied], limit_s)
 
     def _reads(self) -> list[Ticket]:
         """What may still read into `outs`."""
@@ -339,20 +336,15 @@ class Session:
     def _start(self, layer: int, outs: Tensors | None) -> Load:
         tickets: dict[str, Ticket] = {}
         if outs is not None:
-            if not all(ticket.done for ticket in self._hanging):  # it may write to this memory
+            if any(ticket.given_up for ticket in self._reads()):  # it may write to this memory
                 self._r.counters.add("lost/late")
                 raise PrefixLost("late", "a lost layer is still being read into memory given here")
             self._touching.append(tickets)  # past the time limit, too
             self._touching_s = monotonic()
-        try:
-            load = Load(
-                self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs,
-                tickets=tickets,
-            )  # fmt: skip
-        except BaseException:
-            if outs is not None:
-                self._hanging += tickets.values()
-            raise
+        load = Load(
+            self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs,
+            tickets=tickets,
+        )  # fmt: skip
         if outs is not None and load.flight is not None:
             self._flights.append(load.flight)
         return load
