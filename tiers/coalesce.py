@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Final
 
 from tiers.base import Bytes, Extent, Read, Slot
 
@@ -12,6 +13,11 @@ from tiers.base import Bytes, Extent, Read, Slot
 RUN_BYTES = 1 << 20
 #: Linux allows 1,024; fewer keep the call's set-up small.
 RUN_VIEWS = 256
+#: A slice of reads for one thread: at least this, so that small reads do not drown in hand-offs.
+LEAST_SLICE: Final = 256 << 10
+#: The same where every thread has work already: then more slices bring nothing any sooner.
+BUSY_SLICE: Final = RUN_BYTES
+MOST_SLICE: Final = 2 << 20
 
 
 @dataclass(slots=True)
@@ -91,6 +97,11 @@ def _places(read: Read) -> Iterator[tuple[int, int, Bytes, Read]]:
             size = min(RUN_BYTES, length - start)
             yield segment, off + start, read.dest[at + start : at + start + size], read
         at += length
+
+
+def slice_bytes(n_bytes: int, n_threads: int, *, busy: bool = False) -> int:
+    """What one thread takes of n_bytes at once; `busy`: others wait already. Pure."""
+    return max(BUSY_SLICE if busy else LEAST_SLICE, min(MOST_SLICE, n_bytes // n_threads))
 
 
 def slices(reads: Sequence[Read], slice_bytes: int) -> list[list[Read]]:

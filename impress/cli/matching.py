@@ -15,7 +15,6 @@ from impress.blockhash import Tokens, key_after, labels_of, namespace_digest, ro
 from impress.cli.survey import called, known_of
 from impress.config import Config
 from impress.quality.ledgers import decoded
-from impress.read.load import LEAST_SLICE, MOST_SLICE
 from impress.read.parts import Source, parts_of
 from impress.read.plan import plan_reads, whole
 from impress.spans.format import SpanHeader
@@ -25,7 +24,7 @@ from impress.store import PrefixStore
 from impress.tree.catalog import Held
 from impress.tree.trace import Near, Trace
 from tiers.base import Slot
-from tiers.coalesce import coalesce, slices
+from tiers.coalesce import coalesce, slice_bytes, slices
 from tiers.errors import ReadFailed
 
 #: Of the estimate of milliseconds, which is modelled: a disk that gives this. docs/BENCHMARKS.md
@@ -225,7 +224,7 @@ def _cost(store: PrefixStore, sources: Sequence[Source]) -> dict[str, Any]:
         dests = [np.broadcast_to(np.uint8(0), n) for n in sizes]  # no memory behind them
         plan = plan_reads(parts, layer, (K, V), runs, (), (), dests)
         layer_bytes = plan.n_bytes["ssd"]
-        size = max(LEAST_SLICE, min(MOST_SLICE, layer_bytes // defaults.io_threads))
+        size = slice_bytes(layer_bytes, defaults.io_threads)
         n_bytes += layer_bytes
         for _, reads in plan.home:
             requests += sum(len(coalesce(part)) for part in slices(reads, size))

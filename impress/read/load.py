@@ -30,7 +30,7 @@ from impress.spans.layout import K, PlaneLayout, V
 from impress.spans.rows import as_tensor, dense_bytes, take_rows, unpack
 from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
-from tiers.coalesce import RUN_BYTES, slices
+from tiers.coalesce import slice_bytes, slices
 from tiers.errors import MediumError
 from tiers.iopool import Lane, Task, Ticket
 from tiers.slots import Buffer
@@ -40,11 +40,6 @@ if TYPE_CHECKING:
 
     Tensors = tuple[torch.Tensor, torch.Tensor]
 
-#: A slice of reads for one thread: at least this, so that small layers do not drown in hand-offs.
-LEAST_SLICE = 256 << 10
-#: The same where every thread has work already: then more slices bring nothing any sooner.
-BUSY_SLICE = RUN_BYTES
-MOST_SLICE = 2 << 20
 #: Among a load's tickets: copies of what was read ahead.
 _AHEAD: Final = "ahead"
 
@@ -222,9 +217,8 @@ class Load:
         self._queue(cache.tier.name, self._lane, tasks)
 
     def _slice_bytes(self, n_bytes: int) -> int:
-        """What one thread takes of n_bytes at once."""
-        least = BUSY_SLICE if self.reading.pool.depth()[self._lane] else LEAST_SLICE
-        return max(least, min(MOST_SLICE, n_bytes // self.reading.pool.n_threads))
+        pool, lane = self.reading.pool, self._lane
+        return slice_bytes(n_bytes, pool.n_threads, busy=pool.depth()[lane] > 0)
 
     def _shared_key(self) -> Hashable | None:
         """What the same planes of the same windows go by; None where rows were chosen."""
