@@ -182,7 +182,7 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
                "moved ÷ chosen before": "amplification_before", "after": "amplification_after",
                "requests before": "requests_before", "requests after": "requests_after",
                "I/O ÷ floor before": "io_vs_floor_before",
-               "I/O ÷ floor after": "io_vs_floor_after"},
+               "I/O ÷ floor after": "io_vs_floor_after", "disk alone": "io_vs_floor_alone"},
     "hits": {"ratio": "ratio", "Zipf": "zipf", "eviction": "eviction", "HBM rows": "hbm_rows",
              "DRAM rows": "dram_rows", "HBM chunks": "hbm_chunks", "DRAM chunks": "dram_chunks"},
     "threshold": {"model": "model", "threshold": "threshold", "rows": "rows", "right": "right",

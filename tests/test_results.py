@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from experiments import all as everything
-from experiments import chunks, fio, repack, results_table, ttft
+from experiments import fio, repack, results_table, ttft
 from experiments.harness import Disk, Options
 from experiments.results_lines import LINES
 from experiments.systems import emulator, sizes
-from experiments.systems.rows import Rows, choices, measured_overlap
 from experiments.systems.sweep import BASE
 
 PAGE = "before\n<!-- table: NAME -->\nold\n<!-- end -->\nafter\n"
@@ -124,19 +123,6 @@ def test_what_was_emulated_without_a_check_says_so_and_every_commit_is_named(
     assert "| ttft | 2030-01-02 | `old`, `new` | quick | Intel Xeon | not checked |" in text
     assert "| scale | 2030-01-02 | `old`, `new` | quick | Intel Xeon | 5.0% |" in text
     assert "| hits | 2030-01-02 | `abc` | quick | AMD EPYC |  |" in text
-
-
-def test_one_overlap_speaks_for_the_curve() -> None:
-    """Figs 20 and 23 were two different means over the same grid."""
-    units = {f"{when}_unit_{unit}": n for unit in chunks.UNITS
-             for when, n in (("before", 3.0), ("after", 2.0))}  # fmt: skip
-    names = ("amplification", "requests", "io_ms", "io_vs_floor")
-    row = {f"{name}_{when}": 1.0 for name in names for when in ("before", "after")}
-    rows = [{"row_kib": 4, "overlap": 0.6, **row, **dict.fromkeys(units, 1.0)},
-            {"row_kib": 4, "overlap": 0.84, **row, **units}]  # fmt: skip
-    said, _ = chunks.figures(rows, None)
-    assert said["overlap"] == 0.84
-    assert {said[f"chunks_times_fewer.{unit}"] for unit in chunks.UNITS} == {1.5}
 
 
 def test_rows_are_printed_by_the_names_they_have(tmp_path: Path) -> None:
@@ -296,30 +282,6 @@ def test_the_pages_have_a_table_for_every_report() -> None:
     pages = "".join((docs / page).read_text() for page in results_table.PAGES)
     for name in ("ttft.cells", *results_table._COLUMNS):
         assert pages.count(f"<!-- table: {name} -->") == 1, name
-
-
-def test_packed_rows_cost_less_and_are_the_same(tmp_path: Path) -> None:
-    asked, earlier = choices(3, 0.98, 0.25, 1)
-    assert measured_overlap(asked, earlier) > 0.8
-    rows = Rows.of(tmp_path, 1 << 10, earlier, 1)
-    try:
-        before, after = (
-            [rows.read(name, chosen) for chosen in asked] for name in ("before", "after")
-        )
-        for one, other in zip(before, after, strict=True):
-            assert one["selected"] == other["selected"]
-            assert other["moved"] < one["moved"]
-            assert other["requests"] < one["requests"]
-        assert rows.chunks(asked[0], "after", 64) < rows.chunks(asked[0], "before", 64)
-    finally:
-        rows.close()
-
-
-def test_a_choice_by_popularity_alone_follows_the_average_order() -> None:
-    for mix, least, most in ((1.0, 0.999, 1.0), (0.0, 0.15, 0.4)):
-        asked, earlier = choices(4, mix, 0.25, 2)
-        assert least <= measured_overlap(asked, earlier) <= most
-    assert max(chunks.MIXES[True]) < 1
 
 
 def _options(tmp_path: Path, *, quick: bool, unchecked: bool = False) -> Options:

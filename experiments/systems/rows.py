@@ -1,5 +1,7 @@
 """Chosen rows on the disk before and after packing: bytes, requests and seconds of a sparse read.
 
+And of the same requests alone, with nothing planned before and nothing verified after.
+
 Choices are drawn: a row's worth to a request is a mix of its popularity, the same for all requests,
 and of what it is to this one. How far the choices follow the average order is measured.
 """
@@ -8,8 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +27,10 @@ from impress.policy import KeepAll
 from impress.selection.choices import Selection, n_kept, top_k
 from impress.store import PrefixStore
 from impress.types import Geometry
+from tiers.base import Read
 from tiers.coalesce import coalesce
+from tiers.iopool import Lane
+from tiers.slots import aligned
 
 N_TOKENS: Final = 5120
 N_LAYERS: Final = 4
@@ -33,6 +40,8 @@ N_EARLIER: Final = 32
 #: Tokens that are important together.
 SMOOTH: Final = 64
 Positions = npt.NDArray[np.int64]
+#: Reads of a layer, as each thread got its own.
+Slices = list[Sequence[Read]]
 
 
 def choices(
@@ -80,6 +89,8 @@ class Rows:
     geometry: Geometry
     stores: dict[str, PrefixStore]
     tokens: Any
+    #: By store: what its last sparse request wanted, in bytes, and how it asked for each layer.
+    _last: dict[str, tuple[int, list[Slices]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path, row_bytes: int, earlier: Any, seed: int, window: int = 64) -> Rows:
@@ -108,13 +119,37 @@ class Rows:
         given = [Selection(p, math.nan, math.nan, False, "given") for p in chosen]
         policy = Planned("given", None, given, lambda _layer: False, lambda _layer: None)
         wanted = sum(len(p) for p in chosen) * 2 * self.geometry.k_row_bytes
-        return {"selected": wanted, **self._read(name, policy)}
+        row, layers = self._read(name, policy)
+        self._last[name] = wanted, layers
+        return {"selected": wanted, **row}
 
     def read_all(self, name: str) -> Row:
         """Every row of every layer, layer by layer as the sparse ones."""
-        return self._read(name, KeepAll())
+        return self._read(name, KeepAll())[0]
 
-    def _read(self, name: str, policy: Any) -> Row:
+    def read_alone(self, name: str) -> Row:
+        """What the last sparse request asked of the disk, once more: layer by layer the same
+        slices, by the same threads, but planned beforehand and neither verified nor put in order.
+        """
+        store, (wanted, layers) = self.stores[name], self._last[name]
+        sizes = [sum(len(read.dest) for some in layer for read in some) for layer in layers]
+        memory, io_s = aligned(max(sizes)), 0.0
+        for slices in layers:
+            at, tasks = 0, []
+            for some in slices:
+                bare = []
+                for read in some:
+                    dest = memory[at : at + len(read.dest)]
+                    bare.append(read._replace(dest=dest, sums=None))
+                    at += len(dest)
+                tasks.append(partial(store.ssd.read, bare))
+            begin = perf_counter()
+            done = store._pool.submit(Lane.DEMAND, tasks).wait(60)
+            io_s += perf_counter() - begin
+            assert done, "a read takes more than a minute"
+        return {"selected": wanted, "moved": sum(sizes), "io_s": io_s}
+
+    def _read(self, name: str, policy: Any) -> tuple[Row, list[Slices]]:
         store = self.stores[name]
         counted = _Counted(store.ssd)
         before = store.stats()["load_latency"]["sum_ms"]
@@ -122,11 +157,12 @@ class Rows:
             # Sums and maps are read with the lease, before the clock: they stay in memory.
             with lease.session(policy) as session, counted:
                 for layer in range(N_LAYERS):
+                    counted.layers.append([])
                     session.retrieve(layer, None)
                 lines = session.report().per_layer
         io_s = (store.stats()["load_latency"]["sum_ms"] - before) / 1e3
         moved = sum(sum(line["bytes"].values()) for line in lines)
-        return {"moved": moved, "requests": counted.n, "io_s": io_s}
+        return {"moved": moved, "requests": counted.n, "io_s": io_s}, counted.layers
 
     def chunks(self, chosen: Sequence[Positions], name: str, unit: int) -> float:
         """Rows of touched chunks of `unit` rows over rows chosen: computed, nothing is read."""
@@ -144,21 +180,24 @@ class Rows:
 
 
 class _Counted:
-    """Counts the requests a medium is sent while it is entered: afterwards, off the clock."""
+    """Counts the requests a medium is sent while it is entered: afterwards, off the clock.
+
+    `layers`: what it was asked for; its caller begins one.
+    """
 
     def __init__(self, ssd: Any) -> None:
-        self._asked: list[Any] = []
+        self.layers: list[Slices] = []
         self._ssd = ssd
 
     @property
     def n(self) -> int:
-        return sum(len(coalesce(reads)) for reads in self._asked)
+        return sum(len(coalesce(reads)) for slices in self.layers for reads in slices)
 
     def __enter__(self) -> _Counted:
         read = self._ssd.read
 
         def counting(reads: Any) -> None:
-            self._asked.append(reads)
+            self.layers[-1].append(reads)
             read(reads)
 
         self._ssd.read = counting

@@ -1,0 +1,49 @@
+"""The experiment on sparse reads before and after packing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments import chunks
+from experiments.systems.rows import Rows, choices, measured_overlap
+
+
+def test_one_overlap_speaks_for_the_curve() -> None:
+    """Figs 20 and 23 were two different means over the same grid."""
+    units = {f"{when}_unit_{unit}": n for unit in chunks.UNITS
+             for when, n in (("before", 3.0), ("after", 2.0))}  # fmt: skip
+    names = ("amplification", "requests", "io_ms", "io_vs_floor")
+    row = {f"{name}_{when}": 1.0 for name in names for when in ("before", "after", "alone")}
+    rows = [{"row_kib": 4, "overlap": 0.6, **row, **dict.fromkeys(units, 1.0)},
+            {"row_kib": 4, "overlap": 0.84, **row, **units}]  # fmt: skip
+    said, _ = chunks.figures(rows, None)
+    assert said["overlap"] == 0.84
+    assert {said[f"chunks_times_fewer.{unit}"] for unit in chunks.UNITS} == {1.5}
+
+
+def test_packed_rows_cost_less_and_are_the_same(tmp_path: Path) -> None:
+    asked, earlier = choices(3, 0.98, 0.25, 1)
+    assert measured_overlap(asked, earlier) > 0.8
+    rows = Rows.of(tmp_path, 1 << 10, earlier, 1)
+    try:
+        before, after = (
+            [rows.read(name, chosen) for chosen in asked] for name in ("before", "after")
+        )
+        for one, other in zip(before, after, strict=True):
+            assert one["selected"] == other["selected"]
+            assert other["moved"] < one["moved"]
+            assert other["requests"] < one["requests"]
+        alone = rows.read_alone("after")
+        assert [alone[key] for key in ("selected", "moved")] == [
+            after[-1][key] for key in ("selected", "moved")
+        ]
+        assert rows.chunks(asked[0], "after", 64) < rows.chunks(asked[0], "before", 64)
+    finally:
+        rows.close()
+
+
+def test_a_choice_by_popularity_alone_follows_the_average_order() -> None:
+    for mix, least, most in ((1.0, 0.999, 1.0), (0.0, 0.15, 0.4)):
+        asked, earlier = choices(4, mix, 0.25, 2)
+        assert least <= measured_overlap(asked, earlier) <= most
+    assert max(chunks.MIXES[True]) < 1
