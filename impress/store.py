@@ -314,10 +314,9 @@ class PrefixStore:
         return self._repacker.run(dry_run=dry_run, max_bytes=max_bytes)
 
     def follow(self) -> bool:
-        """Take over at once what other processes stored in the directory or took out of it.
-
-        Whether that was anything. Happens by itself every `Config.follow_every_s`.
-        """
+        """Whether others stored or took out anything: known at once, not in `follow_every_s`."""
+        if os.getpid() != self._pid:
+            raise ImpressError(f"follow: {FORKED}")
         return self._home.follow()
 
     def drop_caches(self) -> None:

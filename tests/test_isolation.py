@@ -299,15 +299,16 @@ def test_a_forked_child_is_refused_in_one_line(
     assert_serves(store, prompt(128), 128)
 
 
-@pytest.mark.parametrize("call", ["flush", "evict", "purge"])
-def test_what_waits_for_the_committer_is_refused_in_a_child_at_once(
+@pytest.mark.parametrize("call", ["flush", "evict", "purge", "follow"])
+def test_what_waits_for_a_thread_is_refused_in_a_child_at_once(
     open_store: Open, geometry: impress.Geometry, call: str
 ) -> None:
-    """It waited for a thread that had stayed behind: 150 seconds."""
+    """It waited for one that had stayed behind: 150 seconds; `follow` for its lock, for ever."""
     store = open_store(geometry)
     put_prompt(store, prompt(128))
     store.flush()
-    calls = {"flush": store.flush, "evict": lambda: store.evict(1), "purge": store.purge}
+    calls = {"flush": store.flush, "evict": lambda: store.evict(1), "purge": store.purge,
+             "follow": store.follow}  # fmt: skip
     assert "opened before a fork" in said_by_a_child(calls[call])
     store.check()
     assert_serves(store, prompt(128), 128)

@@ -383,6 +383,7 @@ def test_what_the_store_evicts_is_told(serve: Serve) -> None:
         ({"store": "x", "policy": {"name": "paper", "keeep": 1}}, "no setting 'keeep'"),
         ({"store": "x", "policy": {"name": "paper"}, "floor": {"name": "exact"}}, "looser"),
         ({"store": "x", "config": {"window": 63}}, "window must be"),
+        ({"store": "x", "config": {"mode": "exact"}}, "'policy' and 'floor' say it"),
     ],
 )
 def test_bad_settings_are_refused_by_name(extra: dict[str, Any], says: str) -> None:

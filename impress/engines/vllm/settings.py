@@ -94,6 +94,8 @@ class Settings:
             raise ConfigError(f"vllm: policy {policy!r} is looser than the floor {floor!r}")
         probes = [p.probe for p in (policy, floor) if p.probe is not None]
         config = Config(**given["config"])
+        if config.mode != "auto":
+            raise ConfigError(f"vllm: mode {config.mode!r}: here 'policy' and 'floor' say it")
         wanted = dict.fromkeys([*config.probes, *probes])
         return cls(
             store,
