@@ -36,7 +36,10 @@ PACKED_FROM: Final = 0.9
 
 def cells(options: Options) -> list[Cell]:
     return [
-        Cell({"row_kib": kib, "mix": mix}, partial(measure, options, kib, mix), 2.0 + 0.8 * kib)
+        Cell(  # alone: cells of before know nothing of it
+            {"row_kib": kib, "mix": mix, "alone": True}, partial(measure, options, kib, mix),
+            2.0 + 0.8 * kib,
+        )
         for kib in ROW_KIB for mix in MIXES[options.quick]
     ]  # fmt: skip
 

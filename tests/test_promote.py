@@ -416,3 +416,20 @@ def test_a_cache_keeps_its_accounts_and_what_is_worth_most(eviction: str, done: 
     cache.check()
     cache.clear()
     assert cache.tier.usage().used == 0
+
+
+def test_what_is_to_be_learnt_does_not_pile_up(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies behind requests had a bound, what follows them none: under load each closed session
+    left its arrays in a line that nobody came to."""
+    store = open_store(GEOMETRY)
+    put_prompt(store, prompt(N))
+    store.flush()
+    ask(store, prompt(N), Exact())
+    assert store.stats()["promotions_skipped"] == 0
+    learnt = store._reading.history.tick
+    monkeypatch.setattr("impress.read.session.MOST_PROMOTIONS", -1)
+    ask(store, prompt(N), Exact())
+    assert store.stats()["promotions_skipped"] == 1
+    assert store._reading.history.tick == learnt

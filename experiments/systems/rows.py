@@ -134,6 +134,7 @@ class Rows:
         store, (wanted, layers) = self.stores[name], self._last[name]
         sizes = [sum(len(read.dest) for some in layer for read in some) for layer in layers]
         memory, io_s = aligned(max(sizes)), 0.0
+        memory.fill(0)  # the pool's has been used before, too
         for slices in layers:
             at, tasks = 0, []
             for some in slices:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.policy import Exact, Policy
 from impress.read.access import AccessReport, Line, line_of, report_of
-from impress.read.climb import climb
+from impress.read.climb import MOST_PROMOTIONS, climb
 from impress.read.flights import Flight
 from impress.read.load import Load
 from impress.read.outs import check_apart, check_fits
@@ -27,7 +27,7 @@ from impress.spans.layout import K, V
 from impress.spans.rows import torch_module
 from impress.tree.catalog import Held
 from impress.tree.leases import Clock, now
-from tiers.iopool import Lane, Ticket
+from tiers.iopool import Lane, Task, Ticket
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -371,8 +371,15 @@ class Session:
         if self._looked:
             # Behind its copies: they are judged as if this use were noted, and it must not be yet.
             task = partial(after, self._r, self._sources, self._looked)
-            submit = self._r.pool.submit
-            when_all(self._climbs, lambda: submit(Lane.PROMOTE, [task]))
+            when_all(self._climbs, partial(self._learn, task))
+
+    def _learn(self, task: Task) -> None:
+        """Behind requests; where too much waits there already, what it showed is let go of."""
+        pool = self._r.pool
+        if pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS:
+            self._r.counters.add("promotions_skipped")
+            return
+        pool.submit(Lane.PROMOTE, [task])
 
     def _account(self, load: Load, begin_s: float) -> None:
         """Note what a layer took, and promote it."""
