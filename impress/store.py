@@ -314,7 +314,7 @@ class PrefixStore:
         return self._repacker.run(dry_run=dry_run, max_bytes=max_bytes)
 
     def follow(self) -> bool:
-        """Whether others stored or took out anything: known at once, not in `follow_every_s`."""
+        """Take over now, not in `follow_every_s`, what others stored or took out: was there any?"""
         if os.getpid() != self._pid:
             raise ImpressError(f"follow: {FORKED}")
         return self._home.follow()

@@ -429,7 +429,7 @@ def test_what_is_to_be_learnt_does_not_pile_up(
     ask(store, prompt(N), Exact())
     assert store.stats()["promotions_skipped"] == 0
     learnt = store._reading.history.tick
-    monkeypatch.setattr("impress.read.session.MOST_PROMOTIONS", -1)
+    monkeypatch.setattr("impress.read.reading.MOST_PROMOTIONS", -1)
     ask(store, prompt(N), Exact())
     assert store.stats()["promotions_skipped"] == 1
     assert store._reading.history.tick == learnt

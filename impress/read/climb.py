@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Final
 
 import numpy as np
 
@@ -28,9 +27,6 @@ from tiers.iopool import Lane, Ticket
 
 log = logging.getLogger("impress")
 
-#: Promotions queued beyond this are skipped: the cache may forget.
-MOST_PROMOTIONS: Final = 1024
-
 
 def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
     """Copy the used chunks that were read whole one tier up, behind everything else.
@@ -43,8 +39,7 @@ def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
     if not levels or all((by_part >= 0).all() for by_part in load.entries[0]):
         return None
     n_bytes = sum(len(buffer.array) for buffer in load.buffers)
-    full = load.reading.pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS
-    if full or not load.reading.waiting.take(n_bytes):
+    if load.reading.crowded or not load.reading.waiting.take(n_bytes):
         load.reading.counters.add("promotions_skipped")
         return None
     for buffer in load.buffers:

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, Ranks
-from impress.read.climb import MOST_PROMOTIONS, fill, levels_above, places_of, ready_of
+from impress.read.climb import fill, levels_above, places_of, ready_of
 from impress.read.parts import Part, Source
 from impress.read.placement import Brought, chunks_by_tier, used_chunks
 from impress.read.plan import plan_reads, whole
@@ -118,7 +118,7 @@ def fetch(
     levels = [cache for cache in reading.copies.chunks if cache.capacity]
     if not levels:
         return
-    if reading.pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS:
+    if reading.crowded:
         reading.counters.add("promotions_skipped")
         return
     wanted: list[list[_Wanted]] = [[] for _ in levels]  # by where they are to go

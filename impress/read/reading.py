@@ -16,10 +16,12 @@ from impress.stats import Counters
 from impress.types import Geometry
 from impress.usage.history import History
 from tiers.errors import MediumError
-from tiers.iopool import IoPool
+from tiers.iopool import IoPool, Lane
 from tiers.slots import Allowance, Buffer, BufferPool
 from tiers.ssd import SsdTier
 
+#: What follows requests is skipped while more than this is queued there: the cache may forget.
+MOST_PROMOTIONS: Final = 1024
 #: Bytes of read buffers that promotions may keep from being reused.
 MOST_WAITING: Final = 256 << 20
 
@@ -52,6 +54,11 @@ class Reading:
         except MediumError as err:
             self.counters.add(f"lost/{err.reason}")
             raise PrefixLost(err.reason, str(err)) from None
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so much waits behind requests that more is to be skipped."""
+        return self.pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS
 
     def forget_gone(self, spans: Iterable[int]) -> None:
         """After copies or notes of these: where a span has left home, none stay.

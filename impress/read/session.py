@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.policy import Exact, Policy
 from impress.read.access import AccessReport, Line, line_of, report_of
-from impress.read.climb import MOST_PROMOTIONS, climb
+from impress.read.climb import climb
 from impress.read.flights import Flight
 from impress.read.load import Load
 from impress.read.outs import check_apart, check_fits
@@ -375,11 +375,10 @@ class Session:
 
     def _learn(self, task: Task) -> None:
         """Behind requests; where too much waits there already, what it showed is let go of."""
-        pool = self._r.pool
-        if pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS:
+        if self._r.crowded:
             self._r.counters.add("promotions_skipped")
             return
-        pool.submit(Lane.PROMOTE, [task])
+        self._r.pool.submit(Lane.PROMOTE, [task])
 
     def _account(self, load: Load, begin_s: float) -> None:
         """Note what a layer took, and promote it."""
