@@ -26,8 +26,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_the_own_mode_is_left_only_for_a_gain_worth_it() -> None:
     """A tiny model recomputes in less time than a read takes to plan: no reason to switch."""
     allowed = ("exact", "recompute")
-    small = decide("exact", allowed, {"exact": 0.040, "recompute": 0.005})
+    small = decide("exact", allowed, {"exact": 0.020, "recompute": 0.005})
     assert small.mode == "exact" and "nothing else gains enough" in small.why
+    assert decide("exact", allowed, {"exact": 0.40, "recompute": 0.37}).mode == "recompute"
     assert decide("exact", allowed, {"exact": 10.0, "recompute": 9.7}).mode == "exact"
     assert decide("exact", allowed, {"exact": 10.0, "recompute": 9.0}).mode == "recompute"
 

@@ -23,7 +23,7 @@ from experiments.systems.data import Data
 from experiments.systems.generate import Knobs, Prefix, density, overlap_with_average
 from experiments.systems.planned import choose
 from experiments.systems.quantised import quantised_rows, row_geometry
-from experiments.systems.serve import score_seconds
+from experiments.systems.serve import Served, score_seconds
 from experiments.systems.shapes import SHAPES, WINDOW, Shape
 from experiments.systems.yardstick import Yardstick
 from impress.config import Config
@@ -305,8 +305,9 @@ def test_the_mode_is_chosen_by_what_things_cost(dilation: float, mode: str, data
             assert server._mode(lease.n_tokens, None) == "sparse"
         server.choose_modes(len(asking.tokens))
         with server._lease(asking) as lease:
-            server._rates.note_read("sparse", server._stored(lease), 5.0)
-            assert server._mode(lease.n_tokens, server._stored(lease)) == mode
+            stored, slow = server._stored(lease), Served(5.0, 5.0, 0.0, mode="sparse")
+            server._learn(server._rates, len(asking.tokens), stored, slow)  # by the stated machine
+            assert server._mode(lease.n_tokens, stored) == mode
 
 
 def test_zero_hit_times_what_the_engine_calls() -> None:
@@ -341,6 +342,7 @@ def test_zero_hit_leaves_decoding_out_of_what_storing_costs() -> None:
     prompts = [torch.zeros(1, 4, dtype=torch.int64)] * 3 * zero_hit.BLOCK
     row = zero_hit._compared(engine, SimpleNamespace(generate=plain), prompts)
     assert set(asked) == {1} and len(asked) == 2 * len(prompts)
+    assert row["n"] == 2 * (zero_hit.BLOCK - 1)  # but the first of each block
     said, _ = zero_hit.figures([{"hit": 0, "storing": True, **row}], None)
     assert said["zero_hit_throughput_share"] == row["throughput_share"] > 0
 

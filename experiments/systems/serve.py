@@ -110,8 +110,8 @@ class Server:
         """From now on, where the system does: it knows what the prefixes cost when they came."""
         if self.system.auto:
             self._rates = Rates()
-            seconds = self._compute.layer(n_tokens, 0) * self._clock.dilation
-            self._rates.note_forward("recompute", n_tokens, seconds * self._compute.shape.n_layers)
+            seconds = self._compute.layer(n_tokens, 0) * self._compute.shape.n_layers
+            self._rates.note_forward("recompute", n_tokens, seconds)
 
     def settle(self) -> None:
         """Return when what the request left to do in the background is done: each finds the
@@ -139,8 +139,9 @@ class Server:
         return self._rates.choose(own, n_tokens + N_NEW, stored).mode
 
     def _learn(self, rates: Rates, n_tokens: int, stored: Stored, served: Served) -> None:
-        """As an engine does; what a slice of the layers took is told as of all of them."""
-        times = self._compute.shape.n_layers / self._geometry.n_layers
+        """As an engine on the stated machine does, in its seconds; what a slice of the layers took
+        is told as of all of them."""
+        times = self._compute.shape.n_layers / self._geometry.n_layers / self._clock.dilation
         hit = 0 if served.mode == "recompute" else stored.n_tokens
         forward_s = (served.ttft_s - served.io_s) * times
         rates.note_forward(served.mode, n_tokens + N_NEW - hit, forward_s)

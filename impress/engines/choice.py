@@ -30,7 +30,7 @@ _WANTED: Final = 3
 _FIRST_IS_SLOWER: Final = 4.0
 #: The policy's own mode is left only for a gain of both: estimates of small things are noise, and
 #: a caller who named a mode is surprised by another.
-_LEAST_GAIN_S: Final = 0.05
+_LEAST_GAIN_S: Final = 0.02
 _LEAST_GAIN_SHARE: Final = 0.05
 #: Below this share of the full determinant, samples are too alike to tell their costs apart.
 _LEAST_SPREAD: Final = 1e-3
