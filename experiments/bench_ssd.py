@@ -25,7 +25,7 @@ from experiments import fio
 from experiments.common import Options, Row, console, print_rows, run, spread
 from impress.spans.layout import PlaneLayout
 from tiers.base import PAGE, Bytes, Read, Slot, Sums, sums_of
-from tiers.coalesce import slice_bytes, slices
+from tiers.coalesce import TURNS, slice_bytes, slices
 from tiers.iopool import IoPool, Lane
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
@@ -129,7 +129,7 @@ def read_pass(segment: Segment, pool: IoPool, layers: list[list[Read]]) -> fio.F
     tickets = []
     for reads in layers:
         n_bytes = sum(len(read.dest) for read in reads)
-        size = slice_bytes(n_bytes, pool.n_threads)
+        size = slice_bytes(n_bytes, pool.n_threads, turns=TURNS)
         tickets.append(pool.submit(Lane.DEMAND, [task(part) for part in slices(reads, size)]))
     for ticket in tickets:
         assert ticket.wait(60.0), "a read is stuck"

@@ -18,6 +18,9 @@ LEAST_SLICE: Final = 256 << 10
 #: The same where every thread has work already: then more slices bring nothing any sooner.
 BUSY_SLICE: Final = RUN_BYTES
 MOST_SLICE: Final = 2 << 20
+#: Slices for each thread, of what comes from a disk. It shares what it gives among all that was
+#: asked: with one each, all came at once and was then verified, a tenth of a sparse read's time.
+TURNS: Final = 2
 
 
 @dataclass(slots=True)
@@ -99,9 +102,10 @@ def _places(read: Read) -> Iterator[tuple[int, int, Bytes, Read]]:
         at += length
 
 
-def slice_bytes(n_bytes: int, n_threads: int, *, busy: bool = False) -> int:
-    """What one thread takes of n_bytes at once; `busy`: others wait already. Pure."""
-    return max(BUSY_SLICE if busy else LEAST_SLICE, min(MOST_SLICE, n_bytes // n_threads))
+def slice_bytes(n_bytes: int, n_threads: int, *, turns: int = 1, busy: bool = False) -> int:
+    """What a thread takes of n_bytes in one of its turns; `busy`: others wait already. Pure."""
+    most = min(MOST_SLICE, n_bytes // (turns * n_threads))
+    return max(BUSY_SLICE if busy else LEAST_SLICE, most)
 
 
 def slices(reads: Sequence[Read], slice_bytes: int) -> list[list[Read]]:

@@ -24,7 +24,7 @@ from impress.store import PrefixStore
 from impress.tree.catalog import Held
 from impress.tree.trace import Near, Trace
 from tiers.base import Slot
-from tiers.coalesce import coalesce, slice_bytes, slices
+from tiers.coalesce import TURNS, coalesce, slice_bytes, slices
 from tiers.errors import ReadFailed
 
 #: Of the estimate of milliseconds, which is modelled: a disk that gives this. docs/BENCHMARKS.md
@@ -224,7 +224,7 @@ def _cost(store: PrefixStore, sources: Sequence[Source]) -> dict[str, Any]:
         dests = [np.broadcast_to(np.uint8(0), n) for n in sizes]  # no memory behind them
         plan = plan_reads(parts, layer, (K, V), runs, (), (), dests)
         layer_bytes = plan.n_bytes["ssd"]
-        size = slice_bytes(layer_bytes, defaults.io_threads)
+        size = slice_bytes(layer_bytes, defaults.io_threads, turns=TURNS)
         n_bytes += layer_bytes
         for _, reads in plan.home:
             requests += sum(len(coalesce(part)) for part in slices(reads, size))

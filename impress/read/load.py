@@ -30,7 +30,7 @@ from impress.spans.layout import K, PlaneLayout, V
 from impress.spans.rows import as_tensor, dense_bytes, take_rows, unpack
 from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
-from tiers.coalesce import slice_bytes, slices
+from tiers.coalesce import TURNS, slice_bytes, slices
 from tiers.errors import MediumError
 from tiers.iopool import Lane, Task, Ticket
 from tiers.slots import Buffer
@@ -192,7 +192,8 @@ class Load:
         self.reading.pool.submit(lane, tasks, after, ticket)
 
     def _submit_home(self, by_part: list[tuple[Part, list[Read]]]) -> None:
-        size = self._slice_bytes(sum(len(read.dest) for _, reads in by_part for read in reads))
+        n_bytes = sum(len(read.dest) for _, reads in by_part for read in reads)
+        size = self._slice_bytes(n_bytes, TURNS)
         tasks = [
             partial(self._read, some, part.span)
             for part, reads in by_part
@@ -216,9 +217,9 @@ class Load:
         ]
         self._queue(cache.tier.name, self._lane, tasks)
 
-    def _slice_bytes(self, n_bytes: int) -> int:
+    def _slice_bytes(self, n_bytes: int, turns: int = 1) -> int:
         pool, lane = self.reading.pool, self._lane
-        return slice_bytes(n_bytes, pool.n_threads, busy=pool.depth()[lane] > 0)
+        return slice_bytes(n_bytes, pool.n_threads, turns=turns, busy=pool.depth()[lane] > 0)
 
     def _shared_key(self) -> Hashable | None:
         """What the same planes of the same windows go by; None where rows were chosen."""
