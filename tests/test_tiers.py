@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tiers.coalesce import RUN_BYTES, coalesce, locate, slices
 from tiers.dram import DramTier
 from tiers.errors import ReadFailed
 from tiers.slots import aligned
+from tiers.ssd import SsdTier
 
 
 class TestDram(CacheContract):
@@ -107,3 +109,23 @@ def test_a_range_outside_its_slot_is_a_bug() -> None:
     slot = DramTier(MIB).reserve(PAGE)
     with pytest.raises(AssertionError):
         locate(slot, 0, 2 * PAGE)
+
+
+def test_more_segments_than_a_process_may_open_are_read(tmp_path: Path) -> None:
+    """Each stays open: at 1,024 files of 256 MiB reads ended for want of files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n_open = len(list(Path("/proc/self/fd").iterdir()))
+    few = 2 * n_open + 40
+    if before[1] != resource.RLIM_INFINITY and before[1] < 2 * few:
+        pytest.skip("this machine allows no more files: ulimit -Hn")
+    ssd = SsdTier(tmp_path, 16 * PAGE, None)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
+        slots = [ssd.reserve(16 * PAGE) for _ in range(few + 10)]
+        for slot in slots:
+            ssd.write(slot, 0, noise(PAGE))
+        assert len({part.segment for slot in slots for part in slot.parts}) == few + 10
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > few
+    finally:
+        ssd.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

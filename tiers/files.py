@@ -1,6 +1,6 @@
 """Small files written whole, large ones made full size, what makes a new name survive a power cut,
-whose a new file is, files named by numbers, holes, locks, and what can be read of a file that
-cannot be read whole."""
+whose a new file is, files named by numbers, holes, locks, how many may be open, and what can be
+read of a file that cannot be read whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import resource
 import secrets
 import stat
 from contextlib import suppress
@@ -175,3 +176,14 @@ def _readable(fd: int, n_bytes: int, off: int) -> bytes:
         if err.errno == errno.ENOMEM:
             raise
         return b""
+
+
+def let_open(n_files: int) -> None:
+    """So many are to be open: where that is a quarter of what this process may have or more, its
+    limit is raised fourfold, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or 4 * n_files < soft:
+        return
+    more = 4 * soft if hard == resource.RLIM_INFINITY else min(4 * soft, hard)
+    with suppress(OSError, ValueError):  # it says so itself, when one more is refused
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))

@@ -22,7 +22,7 @@ from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import Run, coalesce, locate
 from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError, ReadFailed
-from tiers.files import make_folder, make_full, numbered, punch
+from tiers.files import let_open, make_folder, make_full, numbered, punch
 from tiers.queues import DEPTH, ReadQueue, SegmentFile, close_all
 from tiers.slots import aligned, copied
 from tiers.space import LEAST_PART, Space
@@ -310,11 +310,11 @@ class SsdTier:
         return False
 
     def _fd(self, segment: int) -> int:
-        fd = self._fds.get(segment)
-        if fd is not None:
+        if (fd := self._fds.get(segment)) is not None:
             return fd
         with self._opening:
             if segment not in self._fds:
+                let_open(len(self._fds) + 1)  # it stays so: a thread may be reading it at any time
                 self._fds[segment] = self._open(self._path(segment))
             return self._fds[segment]
 
