@@ -51,9 +51,10 @@ class TableCache:
                 if record.span_id in self._tables:
                     self._tables.move_to_end(record.span_id)
                     found[record.span_id] = self._tables[record.span_id]
-        missing = [record for record in records if record.span_id not in found]
-        if not missing:
+        lacking = {record.span_id: record for record in records if record.span_id not in found}
+        if not lacking:
             return found
+        missing = list(lacking.values())  # each once, however often it is held
         results: dict[int, Tables | ReadFailed] = {}
 
         def load(record: SpanRecord) -> None:

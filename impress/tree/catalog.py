@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from impress.spans.format import (
     SpanRecord,
@@ -70,8 +70,11 @@ class Catalog:
             if count:
                 self._tick += 1
                 self._tree.touch(match, self._tick)
-            held = []
+            held: list[Held] = []
             for view in self._tree.views(match):
+                if held and held[-1].record.span_id == view.span:  # cut: one read takes both
+                    held[-1] = replace(held[-1], count=held[-1].count + view.n_windows)
+                    continue
                 self._pins[view.span] = self._pins.get(view.span, 0) + 1
                 held.append(Held(self._record(view.span), view.first, view.n_windows))
             return held
