@@ -21,7 +21,8 @@ from impress.read.placement import Placed, placed
 from impress.read.reading import Reading
 from impress.read.session import Lease
 from impress.read.sparse import session_of
-from impress.repacking.repack import Repacker, RepackReport
+from impress.repacking.repack import Repacker
+from impress.repacking.report import RepackReport
 from impress.selection.probes import codec_of
 from impress.settings import check_settings, check_types
 from impress.spans.params import Params

@@ -482,7 +482,7 @@ def test_a_restart_keeps_the_ledger_and_a_damaged_one_begins_again(tmp_path):
         assert ask(engine)[1].guard.startswith("earning: 0 of")  # trust under another target
     with guarded(model, tmp_path, Exact()) as engine:
         ((key, _),) = engine.store.index.ledgers()
-        engine.store.index.save_history({}, 0, {key: b"damaged"})
+        engine.store.index.save_history({}, 0, {key: b"damaged"}, {})
     with guarded(model, tmp_path, Liar()) as engine:
         assert ask(engine)[1].guard.startswith("earning: 0 of")
 

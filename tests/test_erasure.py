@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL, assert_serves, everything_in, kv_of, prompt, put_prompt
+from conftest import MIB, SMALL, assert_serves, everything_in, kv_of, prompt, put_prompt
 from test_repack import look
 from typer.testing import CliRunner
 
@@ -35,11 +35,25 @@ sys.path.insert(0, sys.argv[2])
 from conftest import SMALL, prompt, put_prompt
 from test_repack import look
 import impress
+from impress.repacking.span_copy import Copier
+from impress.write.headers import Headers
 store = impress.PrefixStore.open(sys.argv[1], impress.Geometry(2, 4, 2, 128, "float32"), "test",
                                  impress.Config(**SMALL, repack_every_s=0))
 for seed in (1, 2):
     put_prompt(store, prompt(256, seed), wait_s=60)
 store.flush()
+
+def dies(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[3] in ("rows", "header"):
+    look(store, prompt(256, 1))
+    if sys.argv[3] == "header":  # it is written, and no transaction names it
+        Headers.sync = lambda self, spans: dies() if list(spans) else None
+    else:
+        plane, planes = Copier._copy_plane, []
+        Copier._copy_plane = lambda *a: plane(*a) if planes.append(1) or len(planes) < 3 else dies()
+    store.repack()
 lease = store.lease(prompt(256, 1))
 if sys.argv[3] == "purge":
     assert store.purge(namespaces=[store.namespace]) == (2, 1)
@@ -124,6 +138,35 @@ def test_a_purge_reaches_the_copy_that_a_killed_repack_left_behind(tmp_path: Pat
         assert store.purge() == (2, 0)
     assert row_of(prompt(256, 1)) not in everything_in(segments(path))
     assert rebuild_store(path).spans == 0
+
+
+@pytest.mark.parametrize("at", ["rows", "header"])
+def test_a_copy_that_a_kill_cut_off_is_erased_by_the_next_open(at: str, tmp_path: Path) -> None:
+    """Nobody knew of it any more: its rows lay in free space, and no purge reached them. What had
+    gone of the day's writes was forgotten, too."""
+    path = cut_off(tmp_path, at)
+    assert everything_in(segments(path)).count(row_of(prompt(256, 1))) == 2
+    config = impress.Config(**SMALL, daily_write_bytes=64 * MIB)
+    with impress.PrefixStore.open(path, GEOMETRY, "test", config) as store:
+        assert everything_in(segments(path)).count(row_of(prompt(256, 1))) == 1
+        assert_serves(store, prompt(256, 1), 256)
+        spent = 64 * MIB - (store._home.budget.left_bytes or 0)
+        assert spent > 2.9 * 256 * GEOMETRY.token_bytes  # two stores and the copy
+        put_prompt(store, prompt(256, 3)).wait(60)
+        assert not store.index.to_erase()
+        assert store.purge() == (3, 0)
+        store.check()
+    assert row_of(prompt(256, 1)) not in everything_in(segments(path))
+
+
+def test_a_rebuild_does_not_bring_back_a_copy_that_no_transaction_named(tmp_path: Path) -> None:
+    """Between its header and the index a kill left a sound span of a higher generation."""
+    path = cut_off(tmp_path, "header")
+    found = rebuild_store(path)
+    assert (found.spans, found.purged, found.superseded) == (2, 1, 0)
+    with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:
+        assert_serves(store, prompt(256, 1), 256)
+        assert everything_in(segments(path)).count(row_of(prompt(256, 1))) == 1
 
 
 def test_a_purge_reaches_the_copy_that_a_repack_makes_meanwhile(

@@ -24,6 +24,7 @@ from test_sparse import N_TOKENS, POLICIES, SHAPES, retrieve_all
 import impress
 from impress.policy import Exact, Policy
 from impress.repacking.packing import expected, likely_chosen, plan_repack, tiled
+from impress.repacking.report import LINGERING
 from impress.spans.layout import PlaneLayout
 from impress.spans.order import RowOrder
 from impress.spans.tables import read_header
@@ -253,6 +254,29 @@ def test_a_split_node_finds_its_rows_in_its_own_chunks_after_a_repack(
     sound(store)
 
 
+def test_what_cut_a_node_leaves_no_second_read_of_a_packed_span(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Each part of a node that was cut was read by itself: of a packed span, all of it each time,
+    also when what had cut it was gone."""
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    a = prompt(256)
+    others = [np.concatenate([a[:n], prompt(256 - n, seed=n)]) for n in (64, 128, 192)]
+    put_prompt(store, a, importance=scores_of(2, 256)).wait(60)
+    for tokens in others:
+        put_prompt(store, tokens).wait(60)
+    assert store.stats()["nodes"] == 7
+    with store.lease(a) as lease, lease.session() as session:
+        assert lease.n_tokens == 256 and len(lease.held) == len(lease.sources) == 1
+        assert store.stats()["pinned_spans"] == 1
+        session.retrieve(0, None)
+        assert session.report().bytes_by_tier["ssd"] == 256 * geometry.token_bytes // 2
+    assert store.stats()["pinned_spans"] == 0
+    for tokens in (a, *others):
+        assert_serves(store, tokens, 256)
+    sound(store)
+
+
 def test_what_requests_chose_is_saved_with_the_swap(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,6 +427,42 @@ def test_a_pass_keeps_to_its_bounds_and_says_so(
             assert not touched and (store._home.budget.left_bytes or 0) >= left
             assert_serves(store, prompt(256), 256)
             sound(store)
+
+
+def test_spans_that_moved_and_are_still_read_count_as_space_of_the_repacker(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each copy alone was held against repack_space_bytes: under long leases they added up."""
+    monkeypatch.setattr("impress.write.reclaim.YIELD_TIMEOUT_S", 0.0)
+    store = open_store(geometry, repack_space_bytes=3 * 128 * geometry.token_bytes)
+    leases = []
+    for seed in range(4):
+        put_prompt(store, prompt(128, seed)).wait(60)
+        look(store, prompt(128, seed))
+        leases.append(store.lease(prompt(128, seed)))
+    assert sorted(span.outcome for span in store.repack().spans) == [
+        "moved", "moved", *[LINGERING] * 2,
+    ]  # fmt: skip
+    for lease in leases:
+        lease.release()
+    store.flush()  # the committer reclaims what they held
+    assert store.repack().moved == 2
+    sound(store)
+
+
+def test_what_is_dead_between_two_windows_that_live_is_no_reason_to_copy_the_rest(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Nothing was left out, and every pass copied the span again."""
+    store = open_store(geometry, window=WINDOW)
+    put_prompt(store, prompt(256)).wait(60)
+    (record,) = store.catalog.records()
+    (held, _), header = store.catalog.hold_span(record.span_id), read_header(store.ssd, record)
+    examine = store._repacker._examine
+    assert examine(held, header, [(0, 2), (14, 2)], rewrite=True) is None
+    rewritten = examine(held, header, [(3, 2), (6, 1)], rewrite=True)
+    assert rewritten is not None and (rewritten.part.first, rewritten.part.count) == (3, 4)
+    store._home.release([held])
 
 
 def test_nothing_is_evicted_for_a_copy_under_way(
@@ -615,30 +675,30 @@ def test_a_commit_that_outlasts_the_wait_is_told_apart_from_the_next_copy(
         look(store, prompt(256, seed))
     repacker, committer, land = store._repacker, store._home.committer, threading.Event()
     assert repacker is not None and committer is not None
-    write, commit = store.ssd.write, store.index.commit
-    places: list[Any] = []  # of the copies' rows
+    intend, commit = committer.intend, store.index.commit
+    intended: list[Any] = []
     seen: list[tuple[int, bool]] = []
 
-    def late(*args: Any, **named: Any) -> None:
-        assert land.wait(60)
-        commit(*args, **named)
+    def late(put: Any, *args: Any, **named: Any) -> None:
+        assert not put or land.wait(60)  # the swap's
+        commit(put, *args, **named)
 
-    def watched(slot: Any, *args: Any) -> None:
-        if threading.current_thread().name != "impress-commit" and slot.parts not in places:
-            places.append(slot.parts)
-            if len(places) == 2:  # the first byte of the second copy
-                monkeypatch.undo()
-                seen.append((len(repacker.drafts()), repacker.writing))
-                land.set()
-                assert committer.barrier(60)
-                seen.append((len(repacker.drafts()), repacker.writing))
-        write(slot, *args)
+    def second(record: Any, _timeout_s: float) -> None:
+        intended.append(record)
+        if len(intended) == 2:  # its space is reserved
+            seen.append((len(repacker.drafts()), repacker.writing))
+            land.set()
+            assert committer.barrier(60)
+            seen.append((len(repacker.drafts()), repacker.writing))
+        intend(record, 60)
 
     monkeypatch.setattr(impress.repacking.repack, "COMMIT_TIMEOUT_S", 0.0)
     monkeypatch.setattr(store.index, "commit", late)
-    monkeypatch.setattr(store.ssd, "write", watched)
+    monkeypatch.setattr(committer, "intend", second)
     report = store.repack()
-    assert [span.outcome for span in report.spans] == ["not committed yet", "moved"]
+    monkeypatch.undo()
+    assert len(report.spans) == 2 and report.spans[0].outcome == "not committed yet"
+    store.flush()
     assert seen == [(2, True), (1, True)]
     assert repacker.drafts() == [] and not repacker.writing
     assert all(order is not None and order.epoch == 1 for order in orders_of(store))

@@ -583,6 +583,20 @@ def test_a_process_without_a_limit_leaves_the_next_one_what_is_spent() -> None:
         assert left(struct.pack("<dd", damaged, now[0])) == 1000
 
 
+def test_a_clock_set_back_and_forward_gives_no_second_day(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second step counted as a day gone by."""
+    now = [1e9]
+    monkeypatch.setattr(impress.write.home, "wall_clock", lambda: now[0])
+    store = open_store(geometry, window=WINDOW, daily_write_bytes=3 * MIB)
+    put_prompt(store, prompt(512, 0)).wait(60)
+    left = store._home.budget.left_bytes
+    for step in (-DAY_S, DAY_S):
+        now[0] += step
+        assert left <= store._home.budget.left_bytes < left + MIB
+
+
 def test_the_days_writes_bound_stores_and_survive(
     open_store: Open, geometry: impress.Geometry, clock: list[float]
 ) -> None:

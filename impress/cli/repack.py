@@ -12,7 +12,7 @@ from rich.table import Table
 from impress.cli.options import Store, check_json, store_dir, write_json
 from impress.config import MIB, Config
 from impress.errors import StoreLocked
-from impress.repacking.repack import UNREADABLE, RepackReport
+from impress.repacking.report import UNREADABLE, RepackReport
 from impress.store import PrefixStore
 from impress.terminal import err, out, size
 from impress.write.directory import Identity, Shard, read_identity, shards_of, writing

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
@@ -20,6 +20,17 @@ import numpy as np
 from impress.config import Config
 from impress.errors import StoreFailed
 from impress.repacking.packing import Cost, Repacking, likely_chosen, plan_repack, tiled
+from impress.repacking.report import (
+    LINGERING,
+    NO_ROOM,
+    REWRITTEN,
+    SPENT,
+    WOULD,
+    WRITTEN,
+    RepackReport,
+    SpanReport,
+    unread,
+)
 from impress.repacking.span_copy import Copier, Gone, SpanPart, Stopped
 from impress.spans.format import SpanHeader, SpanRecord, meta_bytes
 from impress.spans.layout import K, SpanLayout, V
@@ -44,57 +55,6 @@ NAP_S = 0.002
 LEAST_LEASES = 8
 #: A span of which more than this share is dead is rewritten without it.
 DEAD_SHARE = 0.5
-#: Outcomes of a span that is left for another time, in a dry run too.
-NO_ROOM = "no room for a copy"
-SPENT = "daily_write_bytes are spent"
-#: Outcomes by which a copy took a span's place.
-REWRITTEN = "rewritten"
-DONE = (Swapped.YES.value, REWRITTEN)
-#: And those of a dry run that stand for them.
-WOULD = ("would move", "would rewrite")
-#: Outcome of a span whose header is bad: nothing is begun.
-UNREADABLE = "does not read back"
-#: Outcomes of copies that were begun, whatever came of them: they wrote.
-WRITTEN = (*(outcome.value for outcome in Swapped), REWRITTEN)
-
-
-@dataclass(frozen=True, slots=True)
-class SpanReport:
-    """What packing a span anew would take and save; costs are a request's, by an estimate."""
-
-    span: int
-    n_tokens: int
-    move_bytes: int  # to be written, and as many read
-    before: Cost
-    after: Cost
-    gain: float  # see Repacking
-    outcome: str
-
-
-@dataclass(slots=True)
-class RepackReport:
-    """One pass. Spans of which nothing is known are not in it."""
-
-    dry_run: bool
-    spans: list[SpanReport] = field(default_factory=list)
-
-    @property
-    def moved(self) -> int:
-        """Spans moved or rewritten."""
-        return sum(span.outcome in DONE for span in self.spans)
-
-    @property
-    def moved_bytes(self) -> int:
-        return sum(s.move_bytes for s in self.spans if s.outcome in DONE)
-
-    @property
-    def picked(self) -> list[SpanReport]:
-        """Spans moved or rewritten; of a dry run, those that would be."""
-        return [span for span in self.spans if span.outcome in DONE + WOULD]
-
-    @property
-    def picked_bytes(self) -> int:
-        return sum(span.move_bytes for span in self.picked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +98,7 @@ class Repacker:
         self._copier = Copier(home.ssd, pool, pace, partial(self._stand_back, busy, clock))
         self._pass = threading.Lock()  # held for a whole pass; only passes take it
         self._looked: dict[int, int] = {}  # span -> its leases when the background last looked
+        self._moved: set[int] = set()  # out of the tree, perhaps not reclaimed yet
         self._drafts: dict[int, SpanRecord] = {}  # space that no span owns yet
         home.leaving.copies = self.drafts
         self._sync_failures = 0  # the tier's, when it was reserved
@@ -220,7 +181,7 @@ class Repacker:
             except ReadFailed as err:
                 if not err.harmless and not dry_run:
                     self._home.leaving.quarantine(span)
-                report.spans.append(_unread(held.record, err))
+                report.spans.append(unread(held.record, err))
             except Stopped:
                 break
             finally:
@@ -231,8 +192,9 @@ class Repacker:
         self, held: Held, header: SpanHeader, views: list[tuple[int, int]], *, rewrite: bool
     ) -> _Move | None:
         """What to do with a span; None where nothing is known of its rows."""
-        if rewrite:
-            first, end = min(first for first, _ in views), max(first + n for first, n in views)
+        first, end = min(first for first, _ in views), max(first + n for first, n in views)
+        # What is dead between two windows that live stays: another pass would only copy it again.
+        if rewrite and held.record.n_windows - (end - first) > DEAD_SHARE * held.record.n_windows:
             part = SpanPart.as_it_lies(header, first, end - first)
             return _Move(held, part, part.layout(part.count), None)
         return self._order(held, header, views)
@@ -264,6 +226,8 @@ class Repacker:
             return self._would(move, planned)
         if self._home.health.refusal():
             return "read-only"
+        if self._lingers(move.n_bytes):
+            return LINGERING
         # Before there is room to give back: that would be erased and synced.
         if not self._home.budget.allow(move.n_bytes):
             return SPENT
@@ -274,10 +238,25 @@ class Repacker:
         outcome = self._move(move, draft)
         self._counters.add(f"repacks/{outcome.name.lower()}")
         if outcome is Swapped.YES:  # with its leases, which it keeps
+            self._moved.add(move.held.record.span_id)
             self._looked[draft.span_id] = self._looked.get(move.held.record.span_id, 0)
             if move.plan is None:
                 return REWRITTEN
         return str(outcome.value)
+
+    def _lingers(self, n_bytes: int) -> bool:
+        """Whether n_bytes more are too many, with what spans that moved still take because
+        somebody holds them. Other processes are given a while to let go."""
+        home = self._home
+        for patient in (False, True):
+            if patient and home.reclaimer is not None:
+                home.reclaimer.wait_for(self._moved)
+            found = [*home.catalog.retired_records(self._moved), *home.leaving.in_limbo]
+            left = {r.span_id: r.owned_bytes for r in found if r.span_id in self._moved}
+            self._moved = set(left)
+            if sum(left.values()) + n_bytes <= self._config.repack_space_bytes:
+                return False
+        return True
 
     def _would(self, move: _Move, planned: int) -> str:
         """What would come of it, by what is free now, after so many bytes of moves before it."""
@@ -325,9 +304,15 @@ class Repacker:
         def alive() -> bool:
             return self._home.catalog.heat_of(move.held.record.span_id) is not None
 
+        assert self._home.committer is not None
         try:
+            self._home.committer.intend(draft, COMMIT_TIMEOUT_S)
             sums = self._copier.copy(move.part, Slot(draft.parts), alive)
             header = move.part.header_of(draft, sums)
+        except StoreFailed as err:
+            log.warning("span %d was not repacked: %s", move.held.record.span_id, err)
+            self._give_back(draft)
+            return Swapped.FAILED
         except MediumError as err:
             if isinstance(err, ReadFailed):
                 if not err.harmless:
@@ -372,9 +357,3 @@ class Repacker:
             if self._stop.wait(NAP_S):
                 return False
         return True
-
-
-def _unread(record: SpanRecord, err: ReadFailed) -> SpanReport:
-    n_tokens = record.n_windows * record.window
-    outcome = Swapped.FAILED.value if err.harmless else UNREADABLE
-    return SpanReport(record.span_id, n_tokens, 0, Cost(), Cost(), 0.0, outcome)

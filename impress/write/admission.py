@@ -83,15 +83,18 @@ class Admission:
                     draft = found
                 else:
                     stored.refused = stored.refused or found
+            writer = Writer(
+                stored, self._geometry, self._window, draft, self._media, wait_s,
+                partial(self._finish, held),
+            )  # fmt: skip
         except BaseException:
+            if draft is not None:
+                self._give_back(draft.record.owned_bytes, draft.slot, Slot((draft.record.meta,)))
             self._home.release(held)
             raise
         if draft is not None:
             self._drafts[draft.record.span_id] = draft, stored
-        return Writer(
-            stored, self._geometry, self._window, draft, self._media, wait_s,
-            partial(self._finish, held),
-        )  # fmt: skip
+        return writer
 
     def drafts(self) -> list[SpanRecord]:
         """Records of stores under way: space that no span owns yet."""
@@ -141,14 +144,18 @@ class Admission:
             return reserved
         meta, slot = reserved
         cut = first * 4 * self._window
-        before = key_after(root, labels[:cut], self._window)
         own = labels[cut:]
-        record = SpanRecord(
-            next(self._home.span_ids), self._namespace, root, before,
-            key_after(before, own, self._window), first, n_windows, self._window, meta,
-            slot.parts, own,
-        )  # fmt: skip
-        return Draft(record, self._geometry, layout, slot, labels, self._media, sketches)
+        try:
+            before = key_after(root, labels[:cut], self._window)
+            record = SpanRecord(
+                next(self._home.span_ids), self._namespace, root, before,
+                key_after(before, own, self._window), first, n_windows, self._window, meta,
+                slot.parts, own,
+            )  # fmt: skip
+            return Draft(record, self._geometry, layout, slot, labels, self._media, sketches)
+        except BaseException:  # no memory for its sums, Ctrl-C
+            self._give_back(meta.length + layout.data_bytes, slot, Slot((meta,)))
+            raise
 
     def _reserve_both(self, n_windows: int, layout: SpanLayout) -> tuple[Extent, Slot] | str:
         """Room for a header and for rows, within the day's writes; or why there is none."""

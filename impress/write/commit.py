@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 
-from impress.errors import FORKED, ImpressError, StoreFailed
+from impress.errors import FORKED, StoreFailed
 from impress.quality.ledgers import Ledgers
 from impress.spans.format import SpanRecord, encode_index
 from impress.stats import Counters
@@ -24,7 +24,8 @@ from impress.write.changes import Change
 from impress.write.draft import Draft
 from impress.write.headers import Headers
 from impress.write.index import Index
-from impress.write.jobs import Batch, Duties, Erase, GiveUp, Job, StoreJob, SwapJob, Swapped, Trial
+from impress.write.jobs import Batch, Duties, Erase, GiveUp, Intent, Job, StoreJob, SwapJob, Trial
+from impress.write.swap import Swaps, reason
 from tiers.base import PAGE, Slot
 from tiers.errors import MediumError
 from tiers.slots import aligned
@@ -50,9 +51,10 @@ class Committer:
         self._counters = counters
         self._headers = Headers(index, ssd, uuid, geometry, duties.trouble, durable=durable)
         self._duties = duties
-        self._reclaim, self._scrap = duties.reclaim, duties.scrap
+        self._swaps = Swaps(index, self._headers, catalog, history, duties, self._delete)
         self._history = history
         self._ledgers = ledgers
+        self._heat: dict[int, tuple[int, int]] = {}  # as last saved
         self.names: dict[bytes, str] = index.names()
         """Root key -> what its namespace is called, in the index."""
         self._jobs: deque[Job] = deque()
@@ -101,12 +103,19 @@ class Committer:
         """A refused store: its space is free again when its last write has ended."""
         self._put(GiveUp(draft, done))
 
+    def intend(self, record: SpanRecord, timeout_s: float) -> None:
+        """A copy is about to be written here: where a crash cuts it off, the next open erases it.
+
+        Before its first byte. Raises StoreFailed.
+        """
+        self._ask(Intent(record, threading.Event()), timeout_s)
+
     def swap(self, job: SwapJob) -> None:
         """A repacked span: one transaction puts it in and takes the old one out."""
         self._put(job)
 
     def save_history(self) -> None:
-        """Soon: what requests have shown since it was last saved. Never raises."""
+        """Soon: what requests have shown since it was last saved, and heat. Never raises."""
         with self._wake:
             self._save_asked = True
             self._wake.notify()
@@ -121,12 +130,15 @@ class Committer:
 
     def try_writing(self, slot: Slot, timeout_s: float) -> None:
         """Write to a reserved slot, sync and commit; takes the slot. Raises what is in the way."""
-        trial = Trial(slot, threading.Event())
-        self._put(trial)
-        if not trial.ended.wait(timeout_s):
+        self._ask(Trial(slot, threading.Event()), timeout_s)
+
+    def _ask(self, job: Trial | Intent, timeout_s: float) -> None:
+        """Wait for what comes of it, and raise that."""
+        self._put(job)
+        if not job.ended.wait(timeout_s):
             raise StoreFailed(f"a write has not ended within {timeout_s:g} s")
-        if trial.error is not None:
-            raise trial.error
+        if job.error is not None:
+            raise job.error
 
     def barrier(self, timeout_s: float) -> bool:
         """True when all that was queued before has been dealt with."""
@@ -185,9 +197,8 @@ class Committer:
                 self._settle()
                 if save:
                     self._save_history()
-            except Exception as err:  # a bug: told by flush, and no later job is left waiting
-                log.exception("the committer failed")
-                self.fail(err)
+            except Exception as err:  # a bug, no memory: told by flush, and nobody is left waiting
+                self._abandon(batch, StoreFailed(f"the committer failed: {reason(err)}"))
             for event in batch.barriers:
                 event.set()
         try:
@@ -212,9 +223,12 @@ class Committer:
     def _save_history(self) -> None:
         tick = self._history.tick
         values, ledgers = self._history.dump(), self._ledgers.dump()
-        if values or ledgers:
+        heat = self._catalog.heat()
+        warmer = dict(heat.items() - self._heat.items())
+        if values or ledgers or warmer:
             try:
-                self._index.save_history(values, tick, ledgers)
+                self._index.save_history(values, tick, ledgers, warmer)
+                self._heat = heat
             except StoreFailed as err:  # forgotten; requests will show it again
                 self._duties.trouble(str(err))
 
@@ -225,15 +239,17 @@ class Committer:
             with contextlib.suppress(StoreFailed):  # a write that failed has ended too
                 job.draft.settle(WRITE_TIMEOUT_S)
             self._give_back(job)
+        for intent in batch.intents:
+            self._swaps.intend(intent)
         for swap in batch.swaps:
-            swap.done(self._swap(swap))
+            swap.done(self._swaps.swap(swap))
         for trial in batch.trials:
             self._try(trial)
         if self.undone:
             return  # nothing more leaves the tree in vain
         surplus = self._duties.overfull([job.draft.record.span_id for job in batch.stores])
         if surplus:
-            self._commit(Batch(deletes=surplus))
+            self._delete(surplus)
 
     def _try(self, trial: Trial) -> None:
         try:
@@ -245,10 +261,26 @@ class Committer:
         self._ssd.free(trial.slot)
         trial.ended.set()
 
+    def _abandon(self, batch: Batch, failed: StoreFailed) -> None:
+        """Whoever waits for these is told. How far each came nobody knows: space that it has stays
+        its own until the next open, and what was to be deleted is deleted again."""
+        self.fail(failed)
+        if batch.deletes or batch.forget:
+            self._keep(batch, str(failed))
+        for job in batch.stores:
+            job.stored.settle(job.stored.refused, failed)  # of those READY nothing changes
+        waiting: list[Intent | Trial] = [*batch.intents, *batch.trials]
+        for asked in waiting:
+            asked.error = asked.error or failed
+            asked.ended.set()
+
     def _retry(self) -> None:
         """Delete what could not be deleted before, in a transaction of its own."""
         if self.undone:
             self._commit(self._undone)
+
+    def _delete(self, spans: list[int]) -> None:
+        self._commit(Batch(deletes=spans))
 
     # ---- one batch -------------------------------------------------------------------------
 
@@ -274,12 +306,14 @@ class Committer:
                     erase=self._duties.spoilt,
                     unname=[root for root in batch.roots if root not in self.names],
                 )  # fmt: skip
-        except (StoreFailed, MediumError) as err:
-            self._duties.trouble(str(err))
+        except Exception as err:  # the transaction is whole or nothing, memory or none
+            why = reason(err)
+            if isinstance(err, StoreFailed | MediumError):
+                self._duties.trouble(why)
             for job in written:
-                self._drop(job, StoreFailed(str(err)))
+                self._drop(job, StoreFailed(why))
             if batch.deletes or batch.forget:
-                self._keep(batch, str(err))
+                self._keep(batch, why)
             if written:
                 self._retry()  # alone: it may have been the stores that did not go
             return
@@ -294,7 +328,7 @@ class Committer:
             self._duties.spoil(lost)
             self._commit(Batch(deletes=superfluous, forget=bool(lost)))
         own = self._catalog.own  # an index that was copied names another shard's, too
-        self._reclaim(self._catalog.deleted(span for span in batch.deletes if span in own))
+        self._duties.reclaim(self._catalog.deleted(span for span in batch.deletes if span in own))
 
     def _keep(self, batch: Batch, why: str) -> None:
         """These deletes are to be tried again: their spans would come back with the next open."""
@@ -317,54 +351,14 @@ class Committer:
                 return False
             self._headers.write(draft, job.name)
             return True
-        except (ImpressError, MediumError) as err:
+        except Exception as err:
+            why = reason(err)
             if isinstance(err, MediumError) or isinstance(
                 err.__cause__, MediumError | TimeoutError
             ):
                 self._duties.trouble(str(err.__cause__ or err))
-            self._drop(job, StoreFailed(str(err)))
+            self._drop(job, StoreFailed(why))
             return False
-
-    def _swap(self, job: SwapJob) -> Swapped:
-        """Old or new is in the index at any moment, never both and never neither."""
-        record = job.header.record
-        heat = self._catalog.heat_of(job.old)
-        if heat is None:
-            return self._gone(job, record)
-        try:
-            record = self._headers.put(job.header)
-            self._headers.sync([(record, job.sync_failures)])
-            put = {record.span_id: encode_index(record)}
-            wear = self._duties.wear()
-            before = self._catalog.labels_to(job.old, record.first_window)
-            if before is None:  # it left the tree since heat_of looked
-                return self._gone(job, record)
-            change = Change(record.span_id, job.old, before + record.labels)
-            warm = {record.span_id: heat}
-            known = self._history.carry(job.old, record.span_id, job.skip, record.n_windows)
-            self._index.commit(
-                put, [job.old], warm, wear=wear, changes=[change], history=known,
-                tick=self._history.tick, erase=(job.old,),
-            )  # fmt: skip
-        except (StoreFailed, MediumError) as err:
-            self._duties.trouble(str(err))
-            log.warning("span %d was not repacked: %s", job.old, err)
-            job.spoil([record.span_id])
-            self._scrap([record])  # and forgotten, what history carried
-            return Swapped.FAILED
-        if not self._catalog.replace(job.old, record):  # or since labels_to did
-            job.spoil([record.span_id])
-            self._commit(Batch(deletes=[record.span_id]))
-            return Swapped.GONE
-        job.spoil([job.old])
-        self._reclaim(self._catalog.deleted([job.old]))
-        return Swapped.YES
-
-    def _gone(self, job: SwapJob, record: SpanRecord) -> Swapped:
-        """Nothing is left to take the place of: the copy was never visible."""
-        job.spoil([record.span_id])
-        self._scrap([record])
-        return Swapped.GONE
 
     def _publish(self, job: StoreJob) -> int:
         """Windows it added to the tree; not above 0: its span is retired."""
@@ -384,7 +378,7 @@ class Committer:
         """Its space, once none of its writes can land there any more: one may be stuck."""
 
         def free() -> None:
-            self._scrap([job.draft.record])
+            self._duties.scrap([job.draft.record])
             job.done()
 
         job.draft.give_up(free)

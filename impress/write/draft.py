@@ -59,9 +59,10 @@ class Stored:
         return not self.refused
 
     def settle(self, refused: str = "", error: Exception | None = None) -> None:
-        """The store's last word; called once by the writer or the committer."""
-        self.refused, self.error = refused, error
-        self._end.set()
+        """The store's last word, by the writer or the committer; none is heard after it."""
+        if not self._end.is_set():
+            self.refused, self.error = refused, error
+            self._end.set()
 
     def __repr__(self) -> str:
         state = self.refused or self.error or ("ready" if self.ready else "under way")

@@ -84,7 +84,11 @@ class Home:
             self._history_of, self.index.history_tick(), self._ahead_of,
         )  # fmt: skip
         self.ledgers = Ledgers(self._ledger, self.save_history)
-        self.budget = WriteBudget(config.daily_write_bytes, wall_clock, self.index.wear())
+        # By the wall since before a restart, but not set back or forward while this runs.
+        begun_s = wall_clock() - monotonic()
+        self.budget = WriteBudget(
+            config.daily_write_bytes, lambda: begun_s + monotonic(), self.index.wear()
+        )
         self.health = Health(self._path, self._try_writing, monotonic)
         self._superfluous, last_span = self._load()
         self.others.say()

@@ -16,7 +16,13 @@ from typing import Any, Final, NamedTuple
 import lmdb
 
 from impress.errors import FormatError, StoreFailed
-from impress.spans.format import encode_extents, extents_of, split_index
+from impress.spans.format import (
+    SpanRecord,
+    encode_extents,
+    encode_index,
+    extents_of,
+    split_index,
+)
 from impress.write.changes import Change, decode, encode
 from impress.write.env import check_whole, close_env, error_of, inode_of, open_dbs, open_env
 from tiers.files import make_folder
@@ -131,14 +137,16 @@ class Index:
             return {bytes(key): value.decode(errors="replace") for key, value in cursor}
 
     def save_history(
-        self, values: Mapping[int, bytes], tick: int, ledgers: Mapping[bytes, bytes]
-    ) -> None:
-        """What requests have shown, of spans that are still indexed, and of policies.
+        self, values: Mapping[int, bytes], tick: int, ledgers: Mapping[bytes, bytes],
+        heat: Mapping[int, tuple[int, int]],
+    ) -> None:  # fmt: skip
+        """What requests have shown, of spans that are still indexed, and of policies; and heat.
 
         One transaction. Only the committer calls. Raises StoreFailed.
         """
         with self._write() as txn:
             self._put_history(txn, values, tick)
+            self._put_heat(txn, heat)
             for key, ledger in ledgers.items():
                 txn.put(key, ledger, db=self._dbs["guard"])
 
@@ -148,6 +156,10 @@ class Index:
             if txn.get(_id(span), db=spans) is not None:
                 txn.put(_id(span), value, db=history)
         txn.put(_TICK, tick.to_bytes(8, "little"), db=history)
+
+    def _put_heat(self, txn: Any, heat: Mapping[int, tuple[int, int]]) -> None:
+        for span, counts in heat.items():
+            txn.put(_id(span), _HEAT.pack(*counts), db=self._dbs["heat"])
 
     def version(self) -> int:
         """Grows with every commit, by any process."""
@@ -166,6 +178,7 @@ class Index:
         tick: int = 0,
         forget: bool = False,
         erase: Container[int] = (),
+        intend: Iterable[SpanRecord] = (),
         unname: Iterable[bytes] = (),
         last: bool = False,
     ) -> None:
@@ -174,6 +187,7 @@ class Index:
         `history`: what requests have shown of spans of `put`, as of `tick`.
         `changes`: what of it followers are told; `forget`: and nothing any more of those before.
         `erase`: where those of `delete` lie that are in it is noted, until they are `erased`.
+        `intend`: where these lie is noted, too; what is put is to be erased no more.
         `unname`: roots whose names go, but for those of `names`.
         `last`: no header is written after it; ids go on where they ended.
         """
@@ -183,21 +197,23 @@ class Index:
                 self._write_log(txn, before, log, changes, forget=forget)
             for span, value in put.items():
                 txn.put(_id(span), value, db=self._dbs["spans"])
+                txn.delete(_id(span), db=self._dbs["erase"])
+            for record in intend:
+                self._note_erasure(txn, record.span_id, encode_index(record))
             if history:
                 self._put_history(txn, history, tick)
             for root in unname:
                 txn.delete(root, db=self._dbs["names"])
             for root, name in (names or {}).items():
                 txn.put(root, name.encode(), db=self._dbs["names"])
-            for span, counts in (heat or {}).items():
-                txn.put(_id(span), _HEAT.pack(*counts), db=self._dbs["heat"])
+            self._put_heat(txn, heat or {})
             if last and self._last_noted > self.last_id:
                 txn.put(_LAST, self.last_id.to_bytes(8, "little"), db=self._dbs["history"])
             if wear:
                 txn.put(_WEAR, wear, db=self._dbs["history"])
             for span in delete:
                 if span in erase:
-                    self._note_erasure(txn, span)
+                    self._note_erasure(txn, span, txn.get(_id(span), db=self._dbs["spans"]))
                 txn.delete(_id(span), db=self._dbs["spans"])
                 txn.delete(_id(span), db=self._dbs["heat"])
                 txn.delete(_id(span), db=self._dbs["history"])
@@ -219,9 +235,8 @@ class Index:
                 txn.put(_LAST, noted.to_bytes(8, "little"), db=self._dbs["history"])
         self.last_id, self._last_noted = max(self.last_id, span), noted
 
-    def _note_erasure(self, txn: Any, span: int) -> None:
-        """A span about to be deleted: its space, without the labels."""
-        value = txn.get(_id(span), db=self._dbs["spans"])
+    def _note_erasure(self, txn: Any, span: int, value: bytes | None) -> None:
+        """Of a span's index value: its space, without the labels."""
         with suppress(FormatError):  # damaged: it never had space of its own
             if value is not None:
                 note = encode_extents(extents_of(split_index(bytes(value))[0]))

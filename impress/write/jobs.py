@@ -78,6 +78,16 @@ class Trial:
     error: Exception | None = None
 
 
+@dataclass(slots=True)
+class Intent:
+    """A copy that is about to be written; to be erased, from now until it is in the index.
+    `error`: why that could not be noted."""
+
+    record: SpanRecord
+    ended: threading.Event
+    error: Exception | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Duties:
     """What else there is to do, and whom to tell; all called by the committer's thread.
@@ -99,7 +109,7 @@ class Duties:
     settle: Callable[[], None]
 
 
-Job = StoreJob | GiveUp | Erase | SwapJob | Trial | list[int] | threading.Event
+Job = StoreJob | GiveUp | Erase | Intent | SwapJob | Trial | list[int] | threading.Event
 
 
 @dataclass(slots=True)
@@ -111,6 +121,7 @@ class Batch:
     forget: bool = False  # nothing of what was before may be left in the log
     roots: set[bytes] = field(default_factory=set)  # whose names go
     given_up: list[GiveUp] = field(default_factory=list)
+    intents: list[Intent] = field(default_factory=list)
     swaps: list[SwapJob] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     barriers: list[threading.Event] = field(default_factory=list)
@@ -127,6 +138,8 @@ class Batch:
                 self.roots.update(job.roots)
             case GiveUp():
                 self.given_up.append(job)
+            case Intent():
+                self.intents.append(job)
             case SwapJob():
                 self.swaps.append(job)
             case Trial():

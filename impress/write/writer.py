@@ -8,7 +8,8 @@ other keeps position order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -123,7 +124,8 @@ class Writer:
             if self._media.codecs and not self.stored.refused:
                 buffer = self._acquire(count * shape.chunk_bytes)
                 if buffer is not None:
-                    pack(k[:, rows], buffer.array, shape)
+                    with _given_back(buffer):
+                        pack(k[:, rows], buffer.array, shape)
                     self.draft.write_probes(layer, window, count, buffer)
             if self.stored.refused:
                 return
@@ -166,9 +168,8 @@ class Writer:
         buffer = self._acquire(count * self.draft.layout.chunk_bytes)
         if buffer is None:
             return
-        cut = count * self.draft.layout.planes[K].chunk_bytes
-        pack(k, buffer.array[:cut], self.draft.layout.planes[K])
-        pack(v, buffer.array[cut:], self.draft.layout.planes[V])
+        with _given_back(buffer):
+            self._pack(k, v, buffer, count)
         for w in range(window, window + count):
             with self._lock:
                 partial = self._partial.pop((layer, w), None)
@@ -187,7 +188,8 @@ class Writer:
             buffer = self._acquire(self.draft.layout.chunk_bytes)
             if buffer is None:
                 return
-            partial = _Partial(buffer, np.zeros(self._window, dtype=bool), k, v, self._window)
+            with _given_back(buffer):
+                partial = _Partial(buffer, k, v, self._window)
             with self._lock:
                 if self._closed:  # while this waited for its buffer
                     buffer.release()
@@ -200,11 +202,18 @@ class Writer:
             with self._lock:
                 if self._partial.pop((layer, window), None) is None:
                     return  # closed meanwhile, which gave its buffer back
+            with _given_back(partial.buffer):
+                self._pack(partial.k, partial.v, partial.buffer, 1)
             self._missing[layer, window] = 0
-            cut = self.draft.layout.planes[K].chunk_bytes
-            pack(partial.k, partial.buffer.array[:cut], self.draft.layout.planes[K])
-            pack(partial.v, partial.buffer.array[cut:], self.draft.layout.planes[V])
             self.draft.write(layer, window, 1, partial.buffer)
+
+    def _pack(self, k: Words, v: Words, buffer: Buffer, count: int) -> None:
+        """Rows of so many windows as pieces: K, then V."""
+        assert self.draft is not None
+        planes = self.draft.layout.planes
+        cut = count * planes[K].chunk_bytes
+        pack(k, buffer.array[:cut], planes[K])
+        pack(v, buffer.array[cut:], planes[V])
 
     def _acquire(self, n_bytes: int) -> Buffer | None:
         try:
@@ -256,16 +265,24 @@ class Writer:
         self.close(keep=kind is None)
 
 
+@contextmanager
+def _given_back(buffer: Buffer) -> Iterator[None]:
+    """Where the block fails (no memory, Ctrl-C) nobody else has this slot yet."""
+    try:
+        yield
+    except BaseException:
+        buffer.release()
+        raise
+
+
 class _Partial:
     """A window of one layer whose rows are still coming in."""
 
     __slots__ = ("buffer", "k", "there", "v")
 
-    def __init__(
-        self, buffer: Buffer, there: npt.NDArray[np.bool_], k: Words, v: Words, window: int
-    ) -> None:
+    def __init__(self, buffer: Buffer, k: Words, v: Words, window: int) -> None:
         self.buffer = buffer
-        self.there = there
+        self.there = np.zeros(window, dtype=bool)
         self.k = np.zeros((k.shape[0], window, k.shape[2]), dtype=k.dtype)
         self.v = np.zeros((v.shape[0], window, v.shape[2]), dtype=v.dtype)
 

@@ -1,0 +1,71 @@
+"""What a pass of the repacker did, or would do: one line a span, with its outcome."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from impress.repacking.packing import Cost
+from impress.spans.format import SpanRecord
+from impress.write.jobs import Swapped
+from tiers.errors import ReadFailed
+
+#: Outcomes of a span that is left for another time, in a dry run too.
+NO_ROOM = "no room for a copy"
+SPENT = "daily_write_bytes are spent"
+#: Not in a dry run, which holds nothing.
+LINGERING = "repack_space_bytes are held: spans that moved are still being read"
+#: Outcomes by which a copy took a span's place.
+REWRITTEN = "rewritten"
+DONE = (Swapped.YES.value, REWRITTEN)
+#: And those of a dry run that stand for them.
+WOULD = ("would move", "would rewrite")
+#: Outcome of a span whose header is bad: nothing is begun.
+UNREADABLE = "does not read back"
+#: Outcomes of copies that were begun, whatever came of them: they wrote.
+WRITTEN = (*(outcome.value for outcome in Swapped), REWRITTEN)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanReport:
+    """What packing a span anew would take and save; costs are a request's, by an estimate."""
+
+    span: int
+    n_tokens: int
+    move_bytes: int  # to be written, and as many read
+    before: Cost
+    after: Cost
+    gain: float  # see Repacking
+    outcome: str
+
+
+@dataclass(slots=True)
+class RepackReport:
+    """One pass. Spans of which nothing is known are not in it."""
+
+    dry_run: bool
+    spans: list[SpanReport] = field(default_factory=list)
+
+    @property
+    def moved(self) -> int:
+        """Spans moved or rewritten."""
+        return sum(span.outcome in DONE for span in self.spans)
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(s.move_bytes for s in self.spans if s.outcome in DONE)
+
+    @property
+    def picked(self) -> list[SpanReport]:
+        """Spans moved or rewritten; of a dry run, those that would be."""
+        return [span for span in self.spans if span.outcome in DONE + WOULD]
+
+    @property
+    def picked_bytes(self) -> int:
+        return sum(span.move_bytes for span in self.picked)
+
+
+def unread(record: SpanRecord, err: ReadFailed) -> SpanReport:
+    """Of a span whose header does not come."""
+    n_tokens = record.n_windows * record.window
+    outcome = Swapped.FAILED.value if err.harmless else UNREADABLE
+    return SpanReport(record.span_id, n_tokens, 0, Cost(), Cost(), 0.0, outcome)

@@ -1,0 +1,96 @@
+"""Copies that take a span's place: noted before their first byte, swapped in by one transaction.
+
+intend ─> erase note ─(repacking/ copies)─> swap: new span in, its note and the old one out
+
+Whatever a crash cuts off in between is noted as to be erased: the next open does that, and no
+rebuild brings it back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from impress.errors import ImpressError, StoreFailed
+from impress.spans.format import SpanRecord, encode_index
+from impress.tree.merged import MergedCatalog
+from impress.usage.history import History
+from impress.write.changes import Change
+from impress.write.headers import Headers
+from impress.write.index import Index
+from impress.write.jobs import Duties, Intent, SwapJob, Swapped
+from tiers.errors import MediumError
+
+log: Final = logging.getLogger("impress")
+
+
+class Swaps:
+    """Of one shard; for the committer's thread."""
+
+    def __init__(
+        self, index: Index, headers: Headers, catalog: MergedCatalog, history: History,
+        duties: Duties, delete: Callable[[list[int]], None],
+    ) -> None:  # fmt: skip
+        """`delete`: these retired spans, now."""
+        self._index = index
+        self._headers = headers
+        self._catalog = catalog
+        self._history = history
+        self._duties = duties
+        self._delete = delete
+
+    def intend(self, intent: Intent) -> None:
+        """Note a copy, and what it takes of the day's writes; the error is said in the job."""
+        try:
+            self._index.commit({}, wear=self._duties.wear(), intend=[intent.record])
+        except StoreFailed as err:
+            self._duties.trouble(str(err))
+            intent.error = err
+        intent.ended.set()
+
+    def swap(self, job: SwapJob) -> Swapped:
+        """Old or new is in the index at any moment, never both and never neither."""
+        record = job.header.record
+        heat = self._catalog.heat_of(job.old)
+        if heat is None:
+            return self._spoilt(job, record, Swapped.GONE)
+        try:
+            record = self._headers.put(job.header)
+            self._headers.sync([(record, job.sync_failures)])
+            before = self._catalog.labels_to(job.old, record.first_window)
+            if before is None:  # it left the tree since heat_of looked
+                return self._spoilt(job, record, Swapped.GONE)
+            change = Change(record.span_id, job.old, before + record.labels)
+            known = self._history.carry(job.old, record.span_id, job.skip, record.n_windows)
+            self._index.commit(
+                {record.span_id: encode_index(record)}, [job.old], {record.span_id: heat},
+                wear=self._duties.wear(), changes=[change], history=known,
+                tick=self._history.tick, erase=(job.old,),
+            )  # fmt: skip
+        except Exception as err:
+            why = reason(err)
+            if isinstance(err, StoreFailed | MediumError):
+                self._duties.trouble(why)
+            log.warning("span %d was not repacked: %s", job.old, why)
+            return self._spoilt(job, record, Swapped.FAILED)  # forgotten, what history carried
+        if not self._catalog.replace(job.old, record):  # or since labels_to did
+            job.spoil([record.span_id])
+            self._delete([record.span_id])
+            return Swapped.GONE
+        job.spoil([job.old])
+        self._duties.reclaim(self._catalog.deleted([job.old]))
+        return Swapped.YES
+
+    def _spoilt(self, job: SwapJob, record: SpanRecord, outcome: Swapped) -> Swapped:
+        """Nothing came of the copy, which was never visible: erased, and its space given back."""
+        job.spoil([record.span_id])
+        self._duties.scrap([record])
+        return outcome
+
+
+def reason(err: Exception) -> str:
+    """Why something did not go; what no disk and no index says (a MemoryError) is logged whole."""
+    if not isinstance(err, ImpressError | MediumError):
+        log.error("the committer goes on after an error", exc_info=err)
+    return str(err) or type(err).__name__

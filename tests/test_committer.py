@@ -1,0 +1,163 @@
+"""Whatever goes wrong in the committer or on the way to it: who waits is told, nothing leaks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
+
+import impress
+from impress.errors import StoreFailed
+from impress.write import admission, writer
+from impress.write.headers import Headers
+from impress.write.index import Index
+
+Open = Callable[..., impress.PrefixStore]
+
+
+def no_memory(*_args: Any, **_options: Any) -> Any:
+    raise MemoryError
+
+
+def two_together(store: impress.PrefixStore) -> tuple[impress.Stored, impress.Stored]:
+    """Stores that the committer takes up as one batch."""
+    held, go = threading.Event(), threading.Event()
+    assert store._home.committer is not None
+    deal_with = store._home.committer._deal_with
+
+    def waits(batch: Any) -> None:
+        held.set()
+        assert go.wait(60)
+        deal_with(batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store._home.committer, "_deal_with", waits)
+        store._home.committer.settle()
+        barrier = threading.Event()
+        store._home.committer._put(barrier)
+        assert held.wait(60)
+        patch.undo()
+        stored = put_prompt(store, prompt(64, 1)), put_prompt(store, prompt(64, 2))
+        go.set()
+    return stored
+
+
+def sound(store: impress.PrefixStore, seeds: list[int]) -> None:
+    """What was READY is served, what is stored now comes to be, and all space is somebody's."""
+    assert store._home.committer is not None
+    store._home.committer.take_failures()
+    put_prompt(store, prompt(64, 9)).wait(60)
+    store.flush()
+    for seed in (1, 2, 9):
+        assert_serves(store, prompt(64, seed), 64 if seed in (*seeds, 9) else 0)
+    assert store.write_buffers.used_bytes == 0
+    store.check()
+
+
+def test_who_stores_together_with_one_that_fails_is_stored(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A MemoryError at one header lost the whole batch: who waited without a limit waited on."""
+    store = open_store(geometry)
+    write, calls = Headers.write, []
+
+    def once(self: Headers, *args: Any) -> None:
+        calls.append(1)
+        no_memory() if len(calls) == 1 else write(self, *args)
+
+    monkeypatch.setattr(Headers, "write", once)
+    failed, ready = two_together(store)
+    with pytest.raises(StoreFailed, match="MemoryError"):
+        failed.wait(60)
+    assert ready.wait(60)
+    sound(store, [2])
+
+
+def test_a_transaction_without_memory_fails_its_stores_and_gives_their_space_back(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(geometry)
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "commit", no_memory)
+        stored = two_together(store)
+        for one in stored:
+            with pytest.raises(StoreFailed, match="MemoryError"):
+                one.wait(60)
+    sound(store, [])
+
+
+def test_a_failure_behind_the_transaction_is_told_to_all_and_takes_no_space_from_a_span(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index names them by then: to give their space to others would be two owners of it."""
+    store = open_store(geometry)
+    assert store._home.committer is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(store.catalog, "publish", no_memory)
+        stored = two_together(store)
+        for one in stored:
+            with pytest.raises(StoreFailed, match="the committer failed: MemoryError"):
+                one.wait(60)
+    put_prompt(store, prompt(64, 9)).wait(60)
+    assert_serves(store, prompt(64, 9), 64)
+    store.close()
+    again = open_store(geometry)
+    sound(again, [1, 2])
+
+
+def test_a_delete_that_failed_for_want_of_memory_is_made_good(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(geometry)
+    put_prompt(store, prompt(64, 1)).wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "commit", no_memory)
+        assert store.evict(1) == 0
+        assert "MemoryError" in store._home.committer.undone
+    with pytest.raises(StoreFailed, match="MemoryError"):  # told once
+        store.flush()
+    assert not store._home.committer.undone and store.ssd.usage().used == 0
+    sound(store, [])
+
+
+@pytest.mark.parametrize(("where", "what"), [
+    (writer, "pack"), (writer, "_Partial"), (admission, "Draft"), (admission, "Writer"),
+])  # fmt: skip
+def test_a_store_that_fails_on_its_way_leaves_no_slot_and_no_space_taken(
+    where: Any, what: str, open_store: Open, geometry: impress.Geometry,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """They were out of the pool, or reserved, and nobody's until the process ended."""
+    store = open_store(geometry, daily_write_bytes=64 << 20)
+    left = store._home.budget.left_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(where, what, no_memory)
+        with pytest.raises(MemoryError), store.writer(prompt(64, 1)) as begun:
+            k, v = (rows[0] for rows in kv_of(prompt(64, 1), geometry))
+            n = 20 if what == "_Partial" else 64  # part of a window is gathered first
+            begun.put(0, 0, k[:, :n], v[:, :n])
+    sound(store, [])
+    if where is admission:
+        assert store._home.budget.left_bytes >= left - 65 * geometry.token_bytes - 8192
+
+
+def test_how_often_prefixes_were_leased_outlives_a_kill(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It was saved by a clean close alone: what a killed server found hot was evicted first."""
+    store = open_store(geometry)
+    for seed in (1, 2):
+        put_prompt(store, prompt(64, seed)).wait(60)
+    for seed in (1, 1, 2):
+        assert_serves(store, prompt(64, seed), 64)
+    wait_for_promotions(store)
+    store._home.save_history()
+    store.flush()
+    assert sorted(hits for hits, _ in store.index.heat().values()) == [1, 2]
+    saved = store.index.version()
+    store._home.save_history()
+    store.flush()
+    assert store.index.version() == saved  # nothing new, nothing written
