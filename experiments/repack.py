@@ -47,8 +47,8 @@ N_PREFIXES: Final = {False: 8, True: 4}
 
 def cells(options: Options) -> list[Cell]:
     seconds = 30 + 3 * N[options.quick] * 0.12
-    # `divided`: state of before milliseconds were divided by the dilation is measured again.
-    params = {"part": "repack", "n": N[options.quick], "divided": True}
+    # `behind`: what was measured before turns behind a move counted so is measured again.
+    params = {"part": "repack", "n": N[options.quick], "behind": "during"}
     return [Cell(params, partial(measure, options), seconds)]
 
 
@@ -82,8 +82,8 @@ def _phases(
     server: Server, data: Data, store: PrefixStore, queue: Any, n: int, stretch: float
 ) -> Row:
     """Requests before, by turns beside, and after a pass of the repacker: milliseconds as on the
-    paper's disk (divided by the dilation). Those after are not to be set against the others: there
-    what goes on behind a request is waited for."""
+    paper's disk (divided by the dilation). A turn behind a move counts as beside it. Those after
+    are not to be set against the others: there what goes on behind a request is waited for."""
 
     def one(*, settled: bool = True) -> Served:
         prefix, request = next(queue)
@@ -96,19 +96,25 @@ def _phases(
         one()  # learning, and warm caches
     times: dict[str, list[float]] = {"held": [], "during": [], "after": []}
     reports: list[Any] = []
+    n_behind = 0  # turns of requests behind a move, with the repacker held
     with _gate() as running:
         thread = threading.Thread(target=lambda: reports.append(store.repack()), daemon=True)
-        begin = time.perf_counter()
+        begin, n_moved = time.perf_counter(), 0
         thread.start()
         while thread.is_alive() and len(times["during"]) < n:
             for way in ("held", "during"):
                 running.set() if way == "during" else running.clear()
-                for _ in range(TURN):
-                    # Nothing is waited for between two: that would keep them out of the way of
-                    # what the repacker has under way.
-                    took_s = one(settled=False).ttft_s
-                    if way == "held" or thread.is_alive():
-                        times[way].append(took_s)
+                # Nothing is waited for between two: that would keep them out of the way of
+                # what the repacker has under way.
+                turn = [one(settled=False).ttft_s for _ in range(TURN)]
+                if way == "during":
+                    # Else some of it had no repacker beside it.
+                    times["during"] += turn if thread.is_alive() else []
+                    continue
+                # Behind a move a span is erased, and the next request finds no cache of it.
+                before, n_moved = n_moved, store.counters["repacks/yes"]
+                times["during" if n_moved > before else "held"] += turn
+                n_behind += n_moved > before
         running.set()
         thread.join(600)
         took = time.perf_counter() - begin
@@ -118,7 +124,7 @@ def _phases(
     (report,) = reports
     row: Row = {
         "spans": len(report.spans), "moved": report.moved, "moved_bytes": report.moved_bytes,
-        "data_bytes": data.n_bytes, "took_s": took, "dilation": stretch,
+        "data_bytes": data.n_bytes, "took_s": took, "dilation": stretch, "turns_behind": n_behind,
         "map_share_of_ttft": sum(s.map_s for s in served) / ttft_s,
         "map_cpu_share_of_ttft": sum(s.map_cpu_s for s in served) / ttft_s,
     }  # fmt: skip

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import repack
 from experiments.systems import cell, yardstick
 from experiments.systems.catalogue import System, chosen, reading_ahead, systems
 from experiments.systems.cell import Bench, Load, budgets, interval, order_of, summary
@@ -28,7 +25,6 @@ from experiments.systems.shapes import SHAPES, WINDOW, Shape
 from experiments.systems.yardstick import Yardstick
 from impress.config import Config
 from impress.policy import AllHeads, Exact, Paper, Quality
-from impress.repacking.span_copy import Copier
 from impress.selection.quant import dequantise, packed_bytes, unpack_codes
 from impress.spans.layout import PlaneLayout
 from impress.store import PrefixStore
@@ -345,55 +341,3 @@ def test_zero_hit_leaves_decoding_out_of_what_storing_costs() -> None:
     assert row["n"] == 2 * (zero_hit.BLOCK - 1)  # but the first of each block
     said, _ = zero_hit.figures([{"hit": 0, "storing": True, **row}], None)
     assert said["zero_hit_throughput_share"] == row["throughput_share"] > 0
-
-
-def test_a_slowdown_is_told_with_whole_turns_drawn() -> None:
-    rng = np.random.default_rng(1)
-    alike = rng.lognormal(0, 0.3, 40 * repack.TURN).tolist()
-    found, low, high = repack._slowdown({"held": alike, "during": alike[::-1]}, 99)
-    assert found == 0.0
-    assert low < 0 < high
-    slower = [2 * seconds for seconds in alike]
-    found, low, high = repack._slowdown({"held": alike, "during": slower}, 50)
-    assert found == pytest.approx(1.0)
-    assert 0.8 < low < 1 < high < 1.2
-
-
-def test_repacks_milliseconds_are_those_of_the_papers_disk() -> None:
-    """Its report said "divided by the dilation" of milliseconds that were not."""
-    done, served = threading.Event(), SimpleNamespace(ttft_s=0.5, map_s=0.05, map_cpu_s=0.01)
-    asked = iter(range(1000))
-
-    def serve(_asking: object) -> object:
-        if next(asked) == 12 + 2 * repack.TURN - 1:  # learnt, and a turn of either kind
-            done.set()
-        return served
-
-    def pass_of_the_repacker() -> object:
-        assert done.wait(60)
-        return SimpleNamespace(spans=(), moved=0, moved_bytes=0)
-
-    server = SimpleNamespace(serve=serve, settle=lambda: None)
-    data = SimpleNamespace(prefixes=[SimpleNamespace(tokens=())], n_bytes=1)
-    store = SimpleNamespace(repack=pass_of_the_repacker)
-    row = repack._phases(server, data, store, itertools.repeat((0, 0)), repack.TURN, 5.0)
-    assert row["dilation"] == 5.0
-    assert {row[f"p50_ms_{name}"] for name in ("held", "during", "after")} == {100.0}
-    assert row["map_share_of_ttft"] == pytest.approx(0.1)
-    assert repack.figures([row], None)[0]["repack_p99_slowdown"] == 0.0
-
-
-def test_the_repacker_is_held_before_its_next_slice() -> None:
-    done: list[str] = []
-
-    class Store:  # what a copier has of one
-        _pace = SimpleNamespace(go=lambda _n_bytes: not done.append("paced"))
-        _turn = staticmethod(lambda: True)
-        do = staticmethod(lambda task: task())
-
-    with repack._gate() as running:
-        running.wait = lambda: done.append("waited")
-        Copier._slice(Store(), 1, lambda: done.append("copied"))
-    assert done == ["waited", "paced", "copied"]
-    Copier._slice(Store(), 1, lambda: done.append("copied"))
-    assert done[3:] == ["paced", "copied"]
