@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from impress.blockhash import namespace_digest
 from impress.cache.copies import check_budgets
 from impress.config import Config, tenant_secret
 from impress.errors import BadInput, ConfigError, ImpressError
@@ -13,12 +14,13 @@ from impress.types import Geometry
 from tiers.engines import engine_named
 
 
-def check_types(path: Any, geometry: Any, config: Any) -> None:
+def check_types(path: Any, geometry: Any, namespace: Any, config: Any) -> None:
     """Raises BadInput where `PrefixStore.open` was given something else than it takes."""
     if not isinstance(path, str | os.PathLike):
         raise BadInput(f"path: want a directory, str or os.PathLike, got {type(path).__name__}")
     if not isinstance(geometry, Geometry):
         raise BadInput(f"geometry: want impress.Geometry, got {type(geometry).__name__}")
+    namespace_digest(namespace)
     check_config(config)
 
 

@@ -94,7 +94,7 @@ class PrefixStore:
         """
         if mode not in ("rw", "r"):
             raise BadInput(f'open: mode must be "rw" or "r", got {mode!r}')
-        check_types(path, geometry, config)
+        check_types(path, geometry, namespace, config)
         config, where = config or Config(), Path(path)
         try:
             check_settings(config, geometry)  # before anything is made of an empty directory

@@ -52,6 +52,8 @@ def test_tokens_that_are_none(
         ({"geometry": {"n_layers": 2}}, r"geometry: want impress.Geometry, got dict"),
         ({"path": 3}, r"path: want a directory.*got int"),
         ({"path": b"store"}, r"path: want a directory.*got bytes"),
+        ({"namespace": 3}, r"namespace: want a non-empty str or bytes"),
+        ({"namespace": ""}, r"namespace: want a non-empty str or bytes"),
     ],
 )
 def test_arguments_of_another_type_are_one_line(

@@ -107,6 +107,8 @@ def test_attach_says_what_it_wants_of_arguments_of_another_type(tmp_path):
             hf.attach(given, path, config=config)
     with pytest.raises(impress.BadInput, match=r"^path: want a directory.*got int$"):
         hf.attach(model, 3)
+    with pytest.raises(impress.BadInput, match=r"^virtual: want Virtual\(batch=.*got bool$"):
+        hf.attach(model, path, virtual=True)
     assert not path.exists()
 
 

@@ -381,8 +381,9 @@ class VirtualBuffers:
 
 def buffers_of(model: Any, geometry: Geometry, settings: Virtual) -> VirtualBuffers:
     """Virtual buffers on the model's device. Raises Unsupported or BadInput, saying why."""
-    longest = getattr(model.config, "max_position_embeddings", None)
-    context = settings.context if settings.context is not None else longest
+    if not isinstance(settings, Virtual):
+        raise BadInput(f"virtual: want Virtual(batch=...), got {type(settings).__name__}")
+    context = settings.context or getattr(model.config, "max_position_embeddings", None)
     if context is None:
         raise BadInput("virtual buffers: say context, since the model names no longest prompt")
     device = model.device
