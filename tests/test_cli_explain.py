@@ -96,6 +96,20 @@ def test_a_whole_hit_says_which_nodes_hold_it_and_what_it_costs(path):
     assert "hit: 5 of 5 windows" in done.stdout and "last 1 tokens" in done.stdout
 
 
+def test_a_span_in_two_nodes_is_one_line_and_the_next_ones_leases_are_its_own(path):
+    """Lines went by nodes, holds by spans: the next span had the leases of this one's rest."""
+    longer = [*PROMPT, *range(9000, 9064)]
+    with opened(path) as store:
+        for _ in range(2):
+            store.lease(PROMPT).release()
+        store.lease(PROMPT[:128]).release()
+        put(store, longer)
+    _, row = first_of(path, longer)
+    held = [(h["span"], h["first_window"], h["n_windows"], h["leases"]) for h in row["held"]]
+    assert held == [(1, 0, 5, 3), (3, 5, 1, 0)]
+    assert [h["leases_ago"] for h in row["held"]] == [0, None]
+
+
 def test_planned_requests_are_those_of_whole_layers(path):
     _, row = first_of(path, FORK)
     # In each of 2 layers: a part of span 1's K and one of its V, and all of span 2's layer at once.

@@ -277,6 +277,45 @@ def test_what_cut_a_node_leaves_no_second_read_of_a_packed_span(
     sound(store)
 
 
+def test_of_a_packed_span_only_chunks_that_hold_wanted_rows_are_read(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """A prompt that shares a part had all read that lies between its rows' first and last chunk."""
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    a = prompt(256)
+    put_prompt(store, a, importance=scores_of(2, 256)).wait(60)
+    with store.lease(a[:16]) as lease, lease.session() as session:
+        (source,) = lease.sources
+        chunks = [np.unique(source.ordinals(layer, np.arange(16)) // WINDOW) for layer in (0, 1)]
+        assert all(np.ptp(own) + 1 > len(own) for own in chunks)
+        for layer in range(2):
+            k, v, _ = session.retrieve(layer, None)
+            keys, values = kv_of(a, geometry)
+            assert np.array_equal(k.numpy(), keys[layer][:, :16])
+            assert np.array_equal(v.numpy(), values[layer][:, :16])
+        n_chunks = sum(map(len, chunks))
+        assert (
+            session.report().bytes_by_tier["ssd"] == n_chunks * WINDOW * geometry.token_bytes // 2
+        )
+    sound(store)
+
+
+def test_a_node_cut_off_near_the_end_of_a_span_is_no_reason_to_move_it() -> None:
+    """Its chunks were counted by themselves, though nobody reads it but behind the rest."""
+    rng, planes = np.random.default_rng(0), [PlaneLayout.of(1024, WINDOW)] * 2
+    rows = rng.permutation(10 * WINDOW)
+    order = RowOrder.of(np.stack([rows] * 2))
+    nothing = np.zeros((2, 10 * WINDOW), dtype=np.float32)
+
+    def gain(*groups: tuple[int, int]) -> float:
+        by_rows = [(first * WINDOW, count * WINDOW) for first, count in groups]
+        return plan_repack(nothing, nothing, order, by_rows, planes, WINDOW, 0).gain
+
+    assert gain((0, 10)) == 0
+    assert gain((0, 9), (9, 1)) == pytest.approx(1 / 20)
+    assert gain((0, 2), (2, 8)) == pytest.approx(8 / 20)
+
+
 def test_what_requests_chose_is_saved_with_the_swap(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,8 +179,9 @@ def _readable(fd: int, n_bytes: int, off: int) -> bytes:
 
 
 def let_open(n_files: int) -> None:
-    """So many are to be open: where that is a quarter of what this process may have or more, its
-    limit is raised fourfold, as far as the system lets it."""
+    """So many are open by now (a new file has the lowest number that is free): where that is a
+    quarter of what this process may have or more, its limit is raised fourfold, as far as the
+    system lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or 4 * n_files < soft:
         return

@@ -10,6 +10,7 @@ from io import FileIO
 from aiofiles.threadpool import wrap
 
 from tiers.coalesce import Run
+from tiers.files import let_open
 from tiers.queues import OwnFiles, ReadQueue, SegmentFile
 
 
@@ -53,6 +54,7 @@ class AiofilesQueue(ReadQueue):
                 gone.close()
             file = FileIO(segment.path)
             self._files.keep(segment, file)
+            let_open(file.fileno() + 1)
         return file
 
     def close(self) -> None:

@@ -314,8 +314,8 @@ class SsdTier:
             return fd
         with self._opening:
             if segment not in self._fds:
-                let_open(len(self._fds) + 1)  # it stays so: a thread may be reading it at any time
                 self._fds[segment] = self._open(self._path(segment))
+                let_open(self._fds[segment] + 1)  # they stay so: threads read them at any time
             return self._fds[segment]
 
     def _open(self, path: Path) -> int:

@@ -78,6 +78,9 @@ def _row(store: PrefixStore, root: Root, name: str, labels: bytes, n_tokens: int
     held = store.catalog.hold(root.key, labels, count=False)
     store.catalog.release(h.record.span_id for h in held)
     sources, lost = _sources(store, held)
+    # Of nodes that hold one run of a span the first, which is leased most often.
+    first = {(step.view.span, step.view.first): step for step in reversed(trace.steps)}
+    steps = [first[source.span, source.held.first] for source in sources]
     n_windows = sum(source.count for source in sources)
     window = store.window
     stop = _stop(trace, n_tokens, window, lost, sources)
@@ -93,7 +96,7 @@ def _row(store: PrefixStore, root: Root, name: str, labels: bytes, n_tokens: int
         "stop": stop,
         "held": [
             _held(store, source, step.hits, trace.tick - step.used if step.hits else None)
-            for source, step in zip(sources, trace.steps, strict=False)  # lost ones are left out
+            for source, step in zip(sources, steps, strict=True)
         ],
         "guard": _ledgers(store, root),
         "chunks": n_windows * store.geometry.n_layers,
@@ -182,7 +185,7 @@ def _sources(
 
 
 def _held(store: PrefixStore, source: Source, leases: int, ago: int | None) -> dict[str, Any]:
-    """One node of the tree: windows of a span. `leases_ago`: None when it never was leased.
+    """A run of windows of a span, of one node or several. `leases_ago`: None when never leased.
 
     Score and share are the whole span's, by position, as last saved by whoever serves it.
     """

@@ -15,8 +15,8 @@ import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, Ranks, levels_of
 from impress.read.load import Load
-from impress.read.parts import Mask, Part
-from impress.read.placement import Brought, used_chunks, whole_at
+from impress.read.parts import Mask, Part, used_chunks
+from impress.read.placement import Brought, whole_at
 from impress.read.plan import runs_of
 from impress.read.reading import Reading
 from impress.read.worth import ranks_if_used

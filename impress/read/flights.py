@@ -90,12 +90,14 @@ def key_of(
 ) -> Hashable:  # fmt: skip
     """What a whole load brings from home. Equal keys: equal bytes at equal places.
 
-    `entries[cache][part]`: of its chunks. `direct`: rows, of those that home gives alone; which
-    these are depends on the windows held, too, where chunks hold rows of others.
+    `entries[cache][part]`: of its chunks. `direct`: rows, of those that home gives alone. Which
+    bytes these are depends on the windows held, too, where chunks hold rows of others.
     """
     spans = tuple((part.span, part.first, part.count) for part in parts)
     cached = tuple(by_part.tobytes() for by_cache in entries for by_part in by_cache)
-    held = tuple((p.source.held.first, p.source.held.count) for p in parts) if direct else None
+    held = None
+    if direct or any(part.ordinals is not None for part in parts):
+        held = tuple((p.source.held.first, p.source.held.count) for p in parts)
     return layer, tuple(planes), spans, cached, held
 
 

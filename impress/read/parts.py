@@ -122,6 +122,15 @@ def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None)
     return parts
 
 
+def used_chunks(part: Part) -> Mask:
+    """[part.count]: which chunks hold a wanted row."""
+    if part.ordinals is None:
+        return np.ones(part.count, dtype=bool)
+    used = np.zeros(part.count, dtype=bool)
+    used[part.ordinals // part.source.held.record.window] = True
+    return used
+
+
 def behind(sources: Sequence[Source], n_windows: int) -> tuple[Source, ...]:
     """What is held behind the first n_windows of a lease, as a lease of its own. Pure."""
     left = []

@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from impress.cache.chunks import ChunkCache, Ids, levels_of
-from impress.read.parts import Part
+from impress.read.parts import Part, used_chunks
 from impress.read.plan import Runs
 from impress.spans.format import SpanRecord
 from impress.spans.layout import PlaneLayout
-
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +58,6 @@ def placed(
         known = None if math.isnan(share) else share
         found.append(Placed(record.span_id, record.n_windows, chunks, score, known))
     return found
-
-
-def used_chunks(part: Part) -> Mask:
-    """[part.count]: which chunks hold a wanted row."""
-    if part.ordinals is None:
-        return np.ones(part.count, dtype=bool)
-    used = np.zeros(part.count, dtype=bool)
-    used[part.ordinals // part.source.held.record.window] = True
-    return used
 
 
 def whole_at(runs: Runs, shape: PlaneLayout, n_chunks: int) -> Ids:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, levels_of
-from impress.read.parts import Mask, Part, Positions
+from impress.read.parts import Mask, Part, Positions, used_chunks
 from tiers.base import Bytes, Pieces, Read
 
 
@@ -64,9 +64,15 @@ class ReadPlan:
 
 
 def whole(parts: Sequence[Part], plane: int) -> list[Runs]:
-    """Runs of all chunks, in lease order: for each part, one."""
+    """Runs of the chunks that hold wanted rows, in lease order: for most parts one, of all."""
     n = parts[0].source.layout.planes[plane].pieces
-    return [_all(p.count * n, p.to * n) for p in parts]
+    return [_whole(part, n) for part in parts]
+
+
+def _whole(part: Part, n: int) -> Runs:
+    if part.ordinals is None or (used := used_chunks(part)).all():
+        return _all(part.count * n, part.to * n)
+    return Runs.of(np.repeat(used, n), part.to * n)
 
 
 @lru_cache(256)  # every layer of a prefix asks for the same
@@ -155,7 +161,7 @@ def _moves(runs: Runs, n: int) -> Positions:
 def gather_whole(
     parts: Sequence[Part], plane: int, gap_bytes: int, ahead: Sequence[Mask] | None = None
 ) -> Gather:
-    """Every row of these parts' chunks, or the wanted ones of them; see `gather`."""
+    """The wanted rows of these parts, and all chunks that hold some; see `gather`."""
     shape = parts[0].source.layout.planes[plane]
     gap = gap_bytes // shape.piece_bytes
     runs, rows = whole(parts, plane), rows_of_whole(parts)
@@ -165,7 +171,8 @@ def gather_whole(
     read, taken = [], []
     for part, there in zip(parts, ahead, strict=True):
         to = part.to * shape.pieces
-        reads, takes = _divided(~np.zeros_like(there), there, gap)
+        wanted = np.repeat(used_chunks(part), shape.pieces)
+        reads, takes = _divided(wanted, there, gap)
         read.append(Runs.of(reads, to))
         taken.append(Runs.of(takes, to))
     return Gather(runs, n_pieces, rows, read, taken)

@@ -19,8 +19,8 @@ import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, Ranks
 from impress.read.climb import fill, levels_above, places_of, ready_of
-from impress.read.parts import Part, Source
-from impress.read.placement import Brought, chunks_by_tier, used_chunks
+from impress.read.parts import Part, Source, used_chunks
+from impress.read.placement import Brought, chunks_by_tier
 from impress.read.plan import plan_reads, whole
 from impress.read.reading import Reading
 from impress.read.worth import judge

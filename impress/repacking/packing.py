@@ -90,14 +90,16 @@ def expected(chosen: Floats, plane: PlaneLayout) -> Cost:
     return Cost(pieces, float((read * (1.0 - before)).sum()), pieces * plane.piece_bytes)
 
 
-def chunks_of(ordinals: npt.NDArray[np.int64], groups: Groups, window: int) -> int:
-    """Chunks read when every group's rows are read whole, each by itself."""
-    n_chunks = 0
+def chunks_of(ordinals: npt.NDArray[np.int64], groups: Groups, window: int) -> tuple[int, int]:
+    """Chunks read when a span's groups are read whole, the first, the first two, and so on, as
+    prompts do that end or part behind each; and the least that could be."""
+    used = np.zeros(len(ordinals) // window, dtype=bool)
+    n_chunks = least = 0
     for first, count in groups:
-        if count:
-            own = ordinals[first : first + count] // window
-            n_chunks += int(own.max() - own.min()) + 1
-    return n_chunks
+        used[ordinals[first : first + count] // window] = True
+        n_chunks += int(used.sum())
+        least += (first + count) // window
+    return n_chunks, least
 
 
 def plan_repack(
@@ -107,17 +109,18 @@ def plan_repack(
     """Rows by worth inside each group (of rows); both arrays [n_layers, n_rows], by position."""
     worth = np.nan_to_num(worth.astype(np.float32), nan=0.0)
     slots = np.empty(worth.shape, dtype=np.int64)
-    before, after, n_chunks = Cost(), Cost(), 0
+    before, after, n_chunks, least = Cost(), Cost(), 0, 0
     for layer in range(len(worth)):
         old = np.arange(worth.shape[1]) if order is None else order.slots(layer)
         now = np.empty(len(old), dtype=np.int64)
         now[old] = np.arange(len(old))
         slots[layer] = by_worth(worth[layer], groups, now)
-        n_chunks += chunks_of(now, groups, window)
+        read = chunks_of(now, groups, window)
+        n_chunks, least = n_chunks + read[0], least + read[1]
         for plane in planes:
             before += expected(chosen[layer][old], plane)
             after += expected(chosen[layer][slots[layer]], plane)
     costs = [cost.n_bytes + cost.requests * gap_bytes for cost in (before, after)]
     gain = 1.0 - costs[1] / costs[0] if costs[0] else 0.0
-    of_nodes = 1.0 - worth.size // window / n_chunks
+    of_nodes = 1.0 - least / n_chunks
     return Repacking(slots, before, after, max(gain, of_nodes))
