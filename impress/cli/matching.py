@@ -22,7 +22,7 @@ from impress.spans.layout import K, SpanLayout, V
 from impress.spans.tables import read_header
 from impress.store import PrefixStore
 from impress.tree.catalog import Held
-from impress.tree.trace import Near, Trace
+from impress.tree.trace import Near, Step, Trace
 from tiers.base import Slot
 from tiers.coalesce import TURNS, coalesce, slice_bytes, slices
 from tiers.errors import ReadFailed
@@ -78,9 +78,10 @@ def _row(store: PrefixStore, root: Root, name: str, labels: bytes, n_tokens: int
     held = store.catalog.hold(root.key, labels, count=False)
     store.catalog.release(h.record.span_id for h in held)
     sources, lost = _sources(store, held)
-    # Of nodes that hold one run of a span the first, which is leased most often.
-    first = {(step.view.span, step.view.first): step for step in reversed(trace.steps)}
-    steps = [first[source.span, source.held.first] for source in sources]
+    # Of nodes that hold one run of a span the first, which is leased most often. What another
+    # process changed since the trace has none.
+    steps = {(step.view.span, step.view.first): step for step in trace.steps}
+    firsts = [steps.get((source.span, source.held.first)) for source in sources]
     n_windows = sum(source.count for source in sources)
     window = store.window
     stop = _stop(trace, n_tokens, window, lost, sources)
@@ -95,8 +96,8 @@ def _row(store: PrefixStore, root: Root, name: str, labels: bytes, n_tokens: int
         "nearest_tokens": n_windows * window + (trace.near.same_tokens if trace.near else 0),
         "stop": stop,
         "held": [
-            _held(store, source, step.hits, trace.tick - step.used if step.hits else None)
-            for source, step in zip(sources, steps, strict=True)
+            _held(store, source, step, trace.tick)
+            for source, step in zip(sources, firsts, strict=True)
         ],
         "guard": _ledgers(store, root),
         "chunks": n_windows * store.geometry.n_layers,
@@ -184,7 +185,7 @@ def _sources(
     return sources, None
 
 
-def _held(store: PrefixStore, source: Source, leases: int, ago: int | None) -> dict[str, Any]:
+def _held(store: PrefixStore, source: Source, step: Step | None, tick: int) -> dict[str, Any]:
     """A run of windows of a span, of one node or several. `leases_ago`: None when never leased.
 
     Score and share are the whole span's, by position, as last saved by whoever serves it.
@@ -196,8 +197,8 @@ def _held(store: PrefixStore, source: Source, leases: int, ago: int | None) -> d
         "first_window": source.at,
         "n_windows": source.count,
         "span_first_window": source.held.first,
-        "leases": leases,
-        "leases_ago": ago,
+        "leases": step.hits if step else 0,
+        "leases_ago": tick - step.used if step and step.hits else None,
         "score": score,
         "important_share": important,
         "packed": source.order is not None,
