@@ -25,7 +25,7 @@ from impress.write.draft import Draft
 from impress.write.headers import Headers
 from impress.write.index import Index
 from impress.write.jobs import Batch, Duties, Erase, GiveUp, Intent, Job, StoreJob, SwapJob, Trial
-from impress.write.swap import Swaps, reason
+from impress.write.swap import Swaps, failed
 from tiers.base import PAGE, Slot
 from tiers.errors import MediumError
 from tiers.slots import aligned
@@ -198,7 +198,7 @@ class Committer:
                 if save:
                     self._save_history()
             except Exception as err:  # a bug, no memory: told by flush, and nobody is left waiting
-                self._abandon(batch, StoreFailed(f"the committer failed: {reason(err)}"))
+                self._abandon(batch, failed(err, "the committer failed: "))
             for event in batch.barriers:
                 event.set()
         try:
@@ -261,17 +261,17 @@ class Committer:
         self._ssd.free(trial.slot)
         trial.ended.set()
 
-    def _abandon(self, batch: Batch, failed: StoreFailed) -> None:
+    def _abandon(self, batch: Batch, err: StoreFailed) -> None:
         """Whoever waits for these is told. How far each came nobody knows: space that it has stays
         its own until the next open, and what was to be deleted is deleted again."""
-        self.fail(failed)
+        self.fail(err)
         if batch.deletes or batch.forget:
-            self._keep(batch, str(failed))
+            self._keep(batch, str(err))
         for job in batch.stores:
-            job.stored.settle(job.stored.refused, failed)  # of those READY nothing changes
+            job.stored.settle(job.stored.refused, err)  # of those READY nothing changes
         waiting: list[Intent | Trial] = [*batch.intents, *batch.trials]
         for asked in waiting:
-            asked.error = asked.error or failed
+            asked.error = asked.error or err
             asked.ended.set()
 
     def _retry(self) -> None:
@@ -307,13 +307,13 @@ class Committer:
                     unname=[root for root in batch.roots if root not in self.names],
                 )  # fmt: skip
         except Exception as err:  # the transaction is whole or nothing, memory or none
-            why = reason(err)
+            told = failed(err)
             if isinstance(err, StoreFailed | MediumError):
-                self._duties.trouble(why)
+                self._duties.trouble(str(told))
             for job in written:
-                self._drop(job, StoreFailed(why))
+                self._drop(job, told)
             if batch.deletes or batch.forget:
-                self._keep(batch, why)
+                self._keep(batch, str(told))
             if written:
                 self._retry()  # alone: it may have been the stores that did not go
             return
@@ -352,12 +352,12 @@ class Committer:
             self._headers.write(draft, job.name)
             return True
         except Exception as err:
-            why = reason(err)
+            told = failed(err)
             if isinstance(err, MediumError) or isinstance(
                 err.__cause__, MediumError | TimeoutError
             ):
                 self._duties.trouble(str(err.__cause__ or err))
-            self._drop(job, StoreFailed(why))
+            self._drop(job, told)
             return False
 
     def _publish(self, job: StoreJob) -> int:

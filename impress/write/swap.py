@@ -69,7 +69,7 @@ class Swaps:
                 tick=self._history.tick, erase=(job.old,),
             )  # fmt: skip
         except Exception as err:
-            why = reason(err)
+            why = str(failed(err))
             if isinstance(err, StoreFailed | MediumError):
                 self._duties.trouble(why)
             log.warning("span %d was not repacked: %s", job.old, why)
@@ -89,8 +89,10 @@ class Swaps:
         return outcome
 
 
-def reason(err: Exception) -> str:
-    """Why something did not go; what no disk and no index says (a MemoryError) is logged whole."""
+def failed(err: Exception, what: str = "") -> StoreFailed:
+    """What a store is told of an error; one that no disk and no index says is logged whole."""
     if not isinstance(err, ImpressError | MediumError):
         log.error("the committer goes on after an error", exc_info=err)
-    return str(err) or type(err).__name__
+    told = StoreFailed(what + (str(err) or type(err).__name__))
+    told.__cause__ = err
+    return told
