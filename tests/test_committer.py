@@ -76,6 +76,20 @@ def test_who_stores_together_with_one_that_fails_is_stored(
     sound(store, [2])
 
 
+def test_what_fails_behind_a_header_gives_no_space_back_twice(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a header did not need was given back before the record said so: then all of it again."""
+    store = open_store(geometry)
+    with monkeypatch.context() as patch:
+        patch.setattr("impress.write.headers.replace", no_memory)
+        with pytest.raises(StoreFailed, match="MemoryError"):
+            put_prompt(store, prompt(640, 1)).wait(60)  # its header needs two pages less
+    store.check()
+    assert store.ssd.usage().used == 0
+    sound(store, [])
+
+
 def test_a_transaction_without_memory_fails_its_stores_and_gives_their_space_back(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

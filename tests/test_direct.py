@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import MIB, kv_of, prompt, put_prompt, wait_for_promotions
+from test_order import scores_of
 
 import impress
 from impress.policy import AllHeads, Exact, Policy, Random, Recency
+from impress.read.flights import key_of
+from impress.read.parts import parts_of
+from impress.spans.layout import K, V
 from tiers.slots import aligned
 
 Open = Callable[..., impress.PrefixStore]
@@ -158,3 +162,18 @@ def test_what_a_caller_does_to_tensors_never_gets_into_a_cache(
         wait_for_promotions(store)
         store.check()
     assert store.buffers.used_bytes == 0
+
+
+def test_loads_share_a_flight_only_where_bytes_lie_alike(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Of a packed span, one that brings rows straight and one that brings chunks had one key."""
+    store = open_store(geometry, window=16)
+    put_prompt(store, prompt(128), importance=scores_of(2, 128)).wait(60)
+    keys = set()
+    for n, direct in ((128, True), (128, False), (112, True), (112, False)):
+        with store.lease(prompt(128)[:n]) as lease:
+            parts = parts_of(lease.sources, 0, None)
+        keys.add(key_of(0, (K, V), parts, [], direct=direct))
+        assert key_of(0, (K, V), parts, [], direct=direct) in keys
+    assert len(keys) == 4

@@ -95,10 +95,8 @@ def key_of(
     """
     spans = tuple((part.span, part.first, part.count) for part in parts)
     cached = tuple(by_part.tobytes() for by_cache in entries for by_part in by_cache)
-    held = None
-    if direct or any(part.ordinals is not None for part in parts):
-        held = tuple((p.source.held.first, p.source.held.count) for p in parts)
-    return layer, tuple(planes), spans, cached, held
+    held = tuple((part.source.held.first, part.source.held.count) for part in parts)
+    return layer, tuple(planes), spans, cached, held, direct
 
 
 def take(home: Home, reads: Sequence[Read], whole: Sequence[Bytes], flight: Flight) -> int:

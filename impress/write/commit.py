@@ -108,7 +108,7 @@ class Committer:
 
         Before its first byte. Raises StoreFailed.
         """
-        self._ask(Intent(record, threading.Event()), timeout_s)
+        self._ask(Intent(record), timeout_s)
 
     def swap(self, job: SwapJob) -> None:
         """A repacked span: one transaction puts it in and takes the old one out."""
@@ -130,7 +130,7 @@ class Committer:
 
     def try_writing(self, slot: Slot, timeout_s: float) -> None:
         """Write to a reserved slot, sync and commit; takes the slot. Raises what is in the way."""
-        self._ask(Trial(slot, threading.Event()), timeout_s)
+        self._ask(Trial(slot), timeout_s)
 
     def _ask(self, job: Trial | Intent, timeout_s: float) -> None:
         """Wait for what comes of it, and raise that."""

@@ -65,9 +65,10 @@ class Headers:
         memory[:] = np.frombuffer(raw, dtype=np.uint8)
         self._ssd.write(Slot((record.meta,)), 0, memory)
         rest = Extent(meta.segment, meta.off + len(raw), meta.length - len(raw))
-        if rest.length:
+        final = replace(record, meta=meta._replace(length=len(raw)))
+        if rest.length:  # nothing fails behind this: what a record has is given back once
             self._ssd.free(Slot((rest,)))
-        return replace(record, meta=meta._replace(length=len(raw)))
+        return final
 
     def sync(self, spans: Iterable[tuple[SpanRecord, int]]) -> None:
         """Headers and rows of these spans are on stable storage on return.

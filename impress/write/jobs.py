@@ -69,23 +69,30 @@ class Swapped(Enum):
     LATE = "not committed yet"
 
 
+def _event() -> threading.Event:
+    return threading.Event()  # looked up at each call: tests put an event of their own there
+
+
+@dataclass(slots=True, kw_only=True)
+class Asked:
+    """Somebody waits for it to be `ended`. `error`: why it came to nothing."""
+
+    ended: threading.Event = field(default_factory=_event)
+    error: Exception | None = None
+
+
 @dataclass(slots=True)
-class Trial:
-    """Write a page to this slot, sync it, commit: does home take writes? `error`: what it says."""
+class Trial(Asked):
+    """Write a page to this slot, sync it, commit: does home take writes?"""
 
     slot: Slot
-    ended: threading.Event
-    error: Exception | None = None
 
 
 @dataclass(slots=True)
-class Intent:
-    """A copy that is about to be written; to be erased, from now until it is in the index.
-    `error`: why that could not be noted."""
+class Intent(Asked):
+    """A copy that is about to be written: note it as to be erased, until it is in the index."""
 
     record: SpanRecord
-    ended: threading.Event
-    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
