@@ -193,6 +193,46 @@ def test_a_way_long_passed_over_is_measured_again_and_less_often_each_time():
     assert rates.choose("exact", 100, stored()).mode == "exact"
 
 
+def modes_of(rates, seconds, recompute_s=0.48):
+    """Of requests for one stored prefix, of which reading chosen rows takes so long, one after the
+    other; all rows, two seconds."""
+    modes = []
+    for read_s in seconds:
+        modes.append(rates.choose("sparse", 4020, stored(4000)).mode)
+        if modes[-1] != "recompute":
+            rates.note_forward(modes[-1], 20, 0.0)
+            rates.note_read(modes[-1], stored(4000), read_s if modes[-1] == "sparse" else 2.0)
+        else:
+            rates.note_forward("recompute", 4020, recompute_s)
+    return modes
+
+
+def test_a_first_read_that_stalled_does_not_send_the_next_ones_away():
+    """Forty requests and more were then recomputed, though reading was the faster by a quarter."""
+    rates = Rates()
+    rates.note_forward("recompute", 4020, 0.48)
+    assert modes_of(rates, [0.85] + [0.36] * 39)[:16] == ["sparse"] * 16
+
+
+@pytest.mark.parametrize(("slower", "n_reads"), [(1.1, 5), (1.4, 3), (1.6, 2), (2.5, 1)])
+def test_the_own_mode_is_left_the_sooner_the_slower_it_is(slower, n_reads):
+    rates = Rates()
+    rates.note_forward("recompute", 4020, 0.48)
+    modes = modes_of(rates, [slower * 0.48] * 12)
+    assert modes == ["sparse"] * n_reads + ["recompute"] * (12 - n_reads)
+
+
+def test_a_way_that_has_become_fast_is_taken_when_that_was_seen_twice():
+    """What it had cost before counted for as much as if it were of the last requests: a disk that
+    was slow for an hour kept them away for hundreds after."""
+    rates = Rates()
+    rates.note_forward("recompute", 4020, 0.48)
+    for _ in range(12):
+        rates.note_read("sparse", stored(4000), 0.9)
+    modes = modes_of(rates, [0.3] * 60)
+    assert modes.index("sparse") == 17 and modes[-9:] == ["sparse"] * 9
+
+
 def test_what_is_wanted_for_more_than_its_time_is_taken_every_fourth_time():
     """Where recomputing was the faster, a guarded policy found one exact answer in 128 hits to earn
     trust by: 300 took 38,000 hits.

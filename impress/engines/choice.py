@@ -32,6 +32,9 @@ _FIRST_IS_SLOWER: Final = 4.0
 #: a caller who named a mode is surprised by another.
 _LEAST_GAIN_S: Final = 0.02
 _LEAST_GAIN_SHARE: Final = 0.05
+#: And after n reads of it, fewer than _KNOWN, for one of this share ÷ n of what the other takes: a
+#: first read that a stall held up would have the last say until it is measured again.
+_FIRST_GAIN_SHARE: Final = 1.0
 #: Below this share of the full determinant, samples are too alike to tell their costs apart.
 _LEAST_SPREAD: Final = 1e-3
 #: Once so many samples are known, one counts for at most so many times what was to be expected: a
@@ -86,6 +89,13 @@ class Fit:
         self._by_seconds = _DECAY * self._by_seconds + seconds * x
         self._squared = _DECAY * self._squared + seconds * seconds
         self.n_samples += 1
+
+    def age(self, n_requests: int) -> None:
+        """So many went by without a sample: the next one counts for more."""
+        left = _DECAY ** min(n_requests, _LOOK_AGAIN[0])
+        self._products *= left
+        self._by_seconds *= left
+        self._squared *= left
 
     def seconds(self, amounts: Sequence[float]) -> float | None:
         """The estimate; None before the first sample."""
@@ -158,7 +168,8 @@ class Rates:
         """
         allowed = {own, "exact", "recompute"}
         seconds = self.estimate(n_tokens, stored)
-        choice = decide(own, allowed, seconds)
+        reads = self._reads.get(own)
+        choice = decide(own, allowed, seconds, n_reads=reads.n_samples if reads else _KNOWN)
         for mode in sorted(allowed):
             patience = self._patience[mode]
             if own_is_wanted and mode == own:
@@ -172,6 +183,8 @@ class Rates:
             else:
                 n = self._passed_over[mode]
                 self._passed_over[mode], self._patience[mode] = 0, min(2 * n, _LOOK_AGAIN[1])
+                if mode in self._reads:
+                    self._reads[mode].age(n)
                 return Choice(mode, f"{mode}: measured again, not taken for {n} requests")
         return choice
 
@@ -186,10 +199,14 @@ class Rates:
         return n_samples == 0 or cost < _FIRST_IS_SLOWER * best
 
 
-def decide(own: str, allowed: Collection[str], seconds: Mapping[str, float | None]) -> Choice:
+def decide(
+    own: str, allowed: Collection[str], seconds: Mapping[str, float | None], *,
+    n_reads: int = _KNOWN,
+) -> Choice:  # fmt: skip
     """The cheapest of the allowed modes, where that gains enough; else the policy's own.
 
-    The policy's own too while its cost is not known. Of equal ones the earlier in MODES.
+    The policy's own too while its cost is not known; `n_reads` of it are. Of equal ones the earlier
+    in MODES.
     """
     known = {mode: s for mode in MODES if mode in allowed and (s := seconds.get(mode)) is not None}
     costs = ", ".join(f"{mode} {s * 1e3:.1f} ms" for mode, s in known.items())
@@ -197,7 +214,8 @@ def decide(own: str, allowed: Collection[str], seconds: Mapping[str, float | Non
         return Choice(own, f"{own}: the policy's own, not all rates are known ({costs or 'none'})")
     best = min(known, key=lambda mode: known[mode])
     gain = known[own] - known[best]
-    if gain < max(_LEAST_GAIN_S, _LEAST_GAIN_SHARE * known[best]):
+    share = _LEAST_GAIN_SHARE if n_reads >= _KNOWN else _FIRST_GAIN_SHARE / max(n_reads, 1)
+    if gain < max(_LEAST_GAIN_S, share * known[best]):
         return Choice(own, f"{own}: the policy's own, nothing else gains enough ({costs})")
     return Choice(best, f"{best}: cheapest by estimate ({costs})")
 
