@@ -289,10 +289,11 @@ class PrefixStore:
         """Erase what is stored of a tenant (None: of all of them) in this store's namespace.
 
         In the shard this process writes. `namespaces`: digests of others instead. Returns (spans,
-        those of them a lease still holds: they go when it ends, or with `close`). Their bytes are
-        gone from the segments on return; what the index has freed is overwritten by
-        `impress.write.env.compact`, as `impress purge` does. Raises StoreFailed where the disk does
-        not take that: purge again, or all comes back with the next open.
+        how many a lease still holds: they go when it ends, or with `close`). The others' bytes are
+        gone from the segments on return, as is what was left in free space, whoever's; what the
+        index has freed is overwritten by `impress.write.env.compact`, as `impress purge` does.
+        Raises StoreFailed where the disk does not take that: purge again, or all comes back with
+        the next open.
         """
         if self._closed or os.getpid() != self._pid:  # before anything is erased
             raise ImpressError(f"purge: {'the store is closed' if self._closed else FORKED}")
@@ -305,7 +306,6 @@ class PrefixStore:
         else:
             roots = {root_key(d, self.geometry, self.window, tenant, self._secret) for d in digests}
             spans = self._home.leaving.purge(lambda _, root: root in roots)
-        self._home.ssd.trim()
         return spans
 
     def repack(self, *, dry_run: bool = False, max_bytes: int | None = None) -> RepackReport:

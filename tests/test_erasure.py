@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 
 import impress
 from impress.cli.main import app
+from impress.errors import StoreFailed
 from impress.upkeep.rebuild import rebuild_store
 from impress.write.env import compact
-from tiers.base import Slot
+from tiers.base import Extent, Slot
 from tiers.errors import MediumError
 from tiers.ssd import SsdTier
 
@@ -54,6 +55,9 @@ if sys.argv[3] in ("rows", "header"):
         plane, planes = Copier._copy_plane, []
         Copier._copy_plane = lambda *a: plane(*a) if planes.append(1) or len(planes) < 3 else dies()
     store.repack()
+if sys.argv[3] == "store":  # its header, too, is written, and no transaction names it
+    Headers.sync = lambda self, spans: dies() if list(spans) else None
+    put_prompt(store, prompt(64, 3), wait_s=60)  # beside the headers of the others
 lease = store.lease(prompt(256, 1))
 if sys.argv[3] == "purge":
     assert store.purge(namespaces=[store.namespace]) == (2, 1)
@@ -430,9 +434,108 @@ def test_what_is_purged_is_overwritten_where_no_hole_can_be_made(
         assert put_prompt(store, tokens, tenant=tenant).wait(60)
     (file,) = segments(store.path).iterdir()  # both are in it, so it stays
     assert row_of(hers) in file.read_bytes()
-    monkeypatch.setattr("tiers.ssd.punch", lambda fd, off, n_bytes: False)
+    monkeypatch.setattr("tiers.files.punch", lambda fd, off, n_bytes: False)
     assert store.purge("alice") == (1, 0)
     left = file.read_bytes()
     assert row_of(hers) not in left and hers.tobytes() not in left and row_of(his) in left
     assert_serves(store, his, 64, tenant="bob")
+    store.check()
+
+
+def test_what_was_evicted_is_erased_by_whatever_purge_comes_next(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Its rows lay in free space until somebody stored there, and no purge reached them."""
+    store, tokens = open_store(geometry, repack_every_s=0), (prompt(64, 1), prompt(64, 2))
+    for prefix in tokens:
+        put_prompt(store, prefix).wait(60)
+    store.evict(1)
+    (left,) = (prefix for prefix in tokens if store.lookup(prefix))
+    (gone,) = (prefix for prefix in tokens if not store.lookup(prefix))
+    assert row_of(gone) in everything_in(segments(store.path))
+    assert store.purge("nobody") == (0, 0)
+    held = everything_in(segments(store.path))
+    assert row_of(gone) not in held and row_of(left) in held
+    assert_serves(store, left, 64)
+    store.check()
+
+
+def test_a_store_that_a_kill_cut_off_is_erased_by_whatever_purge_comes_next(tmp_path: Path) -> None:
+    """Where the index did not name it yet, a purge left it for a rebuild to serve."""
+    path, lost = cut_off(tmp_path, "store"), prompt(64, 3)
+    marks = [row_of(lost), lost.tobytes()]
+    assert all(mark in everything_in(segments(path)) for mark in marks)
+    assert rebuild_store(shutil.copytree(path, tmp_path / "copy")).spans == 3
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--tenant", "nobody"])
+    assert done.exit_code == 2 and "nothing of tenant 'nobody' is stored here" in done.stderr
+    assert not any(mark in everything_in(segments(path)) for mark in marks)
+    assert rebuild_store(path).spans == 2
+
+
+def test_a_purge_reaches_what_was_evicted_or_bad_and_is_held_yet(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It looked at the tree alone: what had left that before was free space as it lay, later."""
+    store, tokens = open_store(geometry, repack_every_s=0), (prompt(64, 1), prompt(64, 2))
+    for prefix in tokens:
+        put_prompt(store, prefix).wait(60)
+    with store.lease(tokens[0]) as lease:
+        (source,) = lease.sources
+        store._home.leaving.quarantine(source.held.record.span_id)
+        store.flush()
+        assert store.purge() == (1, 1)
+    store.flush()
+    held = everything_in(segments(store.path))
+    assert not any(row_of(prefix) in held for prefix in tokens)
+    assert store.ssd.usage().used == 0
+    store.check()
+
+
+def test_a_store_that_closes_beside_a_purge_touches_nothing_any_more(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have it by then, and its spans where ours was free."""
+    monkeypatch.setattr("tiers.ssd.ERASE_BYTES", 256 << 10)
+    store, erase, turns = open_store(geometry), SsdTier.erase_free, list[bool]()
+    for seed, tenant in ((1, "alice"), (2, "bob")):
+        put_prompt(store, prompt(64, seed), tenant=tenant).wait(60)
+    closing, ended = threading.Event(), threading.Event()
+
+    def closes() -> None:
+        assert closing.wait(60)
+        store.close()
+        ended.set()
+
+    def erasing(ssd: SsdTier, within: Extent) -> None:
+        if not turns:
+            closing.set()
+            while store._home.reclaimer._open:  # it waits for this turn by now
+                ended.wait(0.01)
+        turns.append(ended.is_set())
+        erase(ssd, within)
+
+    monkeypatch.setattr(SsdTier, "erase_free", erasing)
+    thread = threading.Thread(target=closes)
+    thread.start()
+    with pytest.raises(StoreFailed, match="closed before"):
+        store.purge("alice")
+    thread.join()
+    assert turns == [False]
+
+
+def test_a_purge_that_cannot_erase_what_is_free_says_so(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(geometry)
+    for seed, tenant in ((1, "alice"), (2, "bob")):
+        put_prompt(store, prompt(64, seed), tenant=tenant).wait(60)
+
+    def failing(ssd: SsdTier, within: Extent) -> None:
+        raise MediumError("ssd: 00000000.seg: Input/output error")
+
+    monkeypatch.setattr(SsdTier, "erase_free", failing)
+    with pytest.raises(StoreFailed, match=r"purged, but not what is free: .*Input/output error"):
+        store.purge("alice")
+    assert store.lookup(prompt(64, 1), tenant="alice") == 0
+    assert_serves(store, prompt(64, 2), 64, tenant="bob")
     store.check()

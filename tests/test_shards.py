@@ -952,9 +952,9 @@ def test_space_is_not_free_while_somebody_else_still_erases_it(
         assert going_on.wait(60)
         erase(ssd, slot)
 
-    monkeypatch.setattr(SsdTier, "erase", slowly)
     lease = store.lease(prompt(256))
     assert store.purge() == (1, 1)
+    monkeypatch.setattr(SsdTier, "erase", slowly)
     lease.release()  # the committer erases
     assert begun.wait(60)
     assert limbo(store) > 0

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from conftest import read_limit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_hf import Closing, attach, continued, damage, last_layer_keys, prompts, tiny
@@ -22,6 +23,7 @@ from impress.engines.virtual import Sizes, Slot, Use, choose, reclaim
 from impress.errors import BadInput
 from tiers.errors import MediumError
 from tiers.ranges import HostRanges
+from tiers.ssd import SsdTier
 
 PAGE = 4096
 GEOMETRY = impress.Geometry(3, 4, 2, 8, "float32", v_head_dim=12)  # rows of 64 and 96 bytes
@@ -63,8 +65,8 @@ def test_sizes_must_be_positive(field):
 
 
 def slots(*said):
-    """I7: idle with memory behind 7 rows; "R", "L": rented, lost. Given back from left to right."""
-    uses = {"I": Use.IDLE, "R": Use.RENTED, "L": Use.LOST}
+    """I7: idle with memory behind 7 rows; "R", "T": rented, touched. Given back left to right."""
+    uses = {"I": Use.IDLE, "R": Use.RENTED, "T": Use.TOUCHED}
     return [Slot(uses[s[0]], int(s[1:] or 0), at) for at, s in enumerate(said)]
 
 
@@ -75,7 +77,7 @@ def slots(*said):
         (("I0", "I9", "I6", "I3"), 1, 5, 2),  # the least that suffices
         (("I0", "R9", "I3", "I4"), 1, 5, 3),  # none does: the most
         (("I0", "R9", "I3"), 2, 1, None),
-        (("I1", "I1", "L9", "I0", "I3"), 2, 2, 3),
+        (("I1", "I1", "T9", "I0", "I3"), 2, 2, 3),
         (("I7", "I1", "I2", "I2"), 2, 2, 2),  # each of a batch has to have enough
         (("I1", "I1"), 3, 1, None),
     ],
@@ -201,15 +203,22 @@ def test_idle_memory_beyond_what_is_kept_goes_in_the_background():
     buffers.close()
 
 
-def test_slots_a_stuck_read_may_write_into_are_never_rented_again():
-    buffers = make(batch=2, keep_bytes=0)
+def test_slots_a_stuck_read_may_write_into_are_not_rented_before_it_ends():
+    """They never were again: with each such read an engine had fewer of them."""
+    buffers, stuck = make(batch=2, keep_bytes=0), [True]
     rental = buffers.rent(1, 300, 300)
-    rental.forsake()
+    rental.untouched = lambda: not stuck
     rental.release()
     buffers.settle()
     fill(rental, 0, 300, 1.0)  # the read comes back
-    assert buffers.rent(1, 10, 10).slots != rental.slots
+    other = buffers.rent(1, 10, 10)
+    assert other.slots != rental.slots
     assert buffers.rent(1, 10, 10) is None
+    stuck.clear()
+    assert buffers.rent(1, 10, 10).slots == rental.slots
+    assert buffers.rent(1, 10, 10) is None
+    other.release()
+    assert buffers.rent(1, 10, 10).slots == other.slots
     buffers.close()
 
 
@@ -507,6 +516,38 @@ def test_a_prefix_that_is_lost_gives_its_buffers_back(tmp_path):
         usage = engine.buffers.usage()
         assert (usage.n_rented, usage.idle_bytes) == (2, usage.held_bytes)
     assert torch.equal(found, model.generate(ids, max_new_tokens=8, do_sample=False))
+
+
+def test_what_a_late_read_was_to_write_into_is_rented_again_when_it_has_ended(
+    tmp_path, monkeypatch
+):
+    model, ids, going_on, read = tiny(), prompts(200), threading.Event(), SsdTier.read
+
+    def hangs(ssd, reads):
+        if any(one.sums is not None for one in reads):
+            going_on.wait(60)
+        read(ssd, reads)
+
+    virtual = Virtual(batch=1, page_bytes=PAGE)
+    with attach(model, tmp_path, virtual=virtual) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        engine.store.drop_caches()
+        engine.store.lease(ids[0].to(torch.int32).numpy()).release()  # reads its table in time
+        monkeypatch.setattr(SsdTier, "read", hangs)
+        with read_limit(engine.store, 0.05):
+            found = engine.generate(ids, max_new_tokens=8, do_sample=False)
+        assert engine.last_request.lost == "late"
+        assert engine.last_request.memory == "pooled: 1 neighbouring slots of 1 are taken"
+        assert torch.equal(found, model.generate(ids, max_new_tokens=8, do_sample=False))
+        engine.flush()
+        (rental,) = engine.buffers._touched
+        going_on.set()
+        while not rental.untouched():
+            threading.Event().wait(0.01)
+        found = engine.generate(ids, max_new_tokens=8, do_sample=False)
+        assert engine.last_request.memory == "virtual"
+        assert torch.equal(found, model.generate(ids, max_new_tokens=8, do_sample=False))
 
 
 def test_chosen_rows_are_laid_down_in_the_buffers_too(tmp_path):

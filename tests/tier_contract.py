@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tiers.ssd
+import tiers.segments
 from tiers.base import PAGE, Bytes, Cache, Pieces, Read, Slot, Sums, Tier, sums_of
 from tiers.coalesce import locate
 from tiers.errors import MediumError, ReadFailed
+from tiers.segments import SEGMENTS
 from tiers.slots import aligned
-from tiers.ssd import SEGMENTS, SsdTier
+from tiers.ssd import SsdTier
 
 MIB = 1 << 20
 
@@ -313,13 +314,83 @@ class SsdContract(TierContract):
     def test_the_numbers_of_a_folder_end_where_the_next_ones_begin(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(tiers.ssd, "SEGMENTS", 2)
+        monkeypatch.setattr(tiers.segments, "SEGMENTS", 2)
         tier = SsdTier(tmp_path / "segments", MIB, None, number=1)
         slot = tier.reserve(2 * MIB)
         assert sorted(part.segment for part in slot.parts) == [2, 3]
         assert tier.reserve(MIB) is None and "number" in tier.no_room
         assert len(list(tier.folder.iterdir())) == 2
         tier.close()
+
+    def test_what_is_free_is_erased_and_nothing_else(
+        self, tier: SsdTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And counts as free meanwhile: who saw it as used let others' spans go for it."""
+        monkeypatch.setattr("tiers.ssd.ERASE_BYTES", 64 << 10)
+        slots = [tier.reserve(96 << 10) for _ in range(8)]
+        rows = [noise(96 << 10) + np.uint8(i) for i in range(8)]
+        for slot, data in zip(slots, rows, strict=True):
+            tier.write(slot, 0, data)
+        for slot in slots[1::2]:
+            tier.free(slot)
+        before, erase, n_parts = tier.usage(), tier.erase, 0
+
+        def erasing(slot: Slot) -> None:
+            nonlocal n_parts
+            assert tier.usage() == before and not tier.free_parts(slot.parts)
+            n_parts += len(slot.parts)
+            erase(slot)
+
+        monkeypatch.setattr(tier, "erase", erasing)
+        for turn in tier.turns():
+            tier.erase_free(turn)
+        assert n_parts > 4
+        held = b"".join(path.read_bytes() for path in sorted(tier.folder.iterdir()))
+        for i, (slot, data) in enumerate(zip(slots, rows, strict=True)):
+            assert (data[: 4 << 10].tobytes() in held) is (i % 2 == 0)
+            if i % 2 == 0:
+                out = aligned(len(data))
+                tier.read([Read(slot, 0, out, sums_of(data, PAGE), PAGE)])
+        assert tier.usage() == before
+        tier.check()
+
+    def test_who_finds_no_room_while_what_is_free_is_erased_waits_for_it(
+        self, tier: SsdTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All that was free was being erased: it was told that the disk is full."""
+        full = tier.reserve(tier.capacity_bytes)
+        assert full is not None and tier.reserve(PAGE) is None
+        tier.free(Slot(full.parts[:1]))
+        erase, found = tier.erase, list[Slot | None]()
+        other = threading.Thread(target=lambda: found.append(tier.reserve(PAGE)))
+
+        def erasing(slot: Slot) -> None:
+            if slot.parts:
+                other.start()
+                other.join(0.2)  # it can only wait: a moment to find nothing
+                assert not found
+            erase(slot)
+
+        monkeypatch.setattr(tier, "erase", erasing)
+        for turn in tier.turns():
+            tier.erase_free(turn)
+        other.join(60)
+        assert len(found) == 1 and found[0] is not None
+
+    def test_what_is_free_and_cannot_be_erased_stays_free(
+        self, tier: SsdTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tier.free(tier.reserve(96 << 10))
+        before = tier.usage()
+
+        def failing(fd: int, off: int, n_bytes: int) -> bool:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr("tiers.ssd.emptied", failing)
+        with pytest.raises(MediumError, match="Input/output error"):
+            tier.erase_free(tier.turns()[0])
+        assert tier.usage() == before
+        tier.check()
 
     def test_buffered_where_direct_io_is_refused(
         self, tier: SsdTier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

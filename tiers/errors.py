@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
 from typing import Final
 
 _HARMLESS: Final = ("late", "shortage")
@@ -32,3 +34,9 @@ class ReadFailed(MediumError):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+
+
+def read_failed(path: Path, err: OSError) -> ReadFailed:
+    """What a read failed with. The process may lack what the medium has nothing to do with."""
+    reason = "shortage" if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else "io"
+    return ReadFailed(reason, f"ssd: {path}: {err.strerror}")

@@ -68,6 +68,18 @@ def punch(fd: int, off: int, n_bytes: int) -> bool:
     return int(call(fd, 3, long(off), long(n_bytes))) == 0
 
 
+def emptied(fd: int, off: int, n_bytes: int) -> bool:
+    """Give blocks back to the file system and take empty ones in their place.
+
+    False where it has no holes: nothing was done. Raises OSError: they may be back without others
+    in their place.
+    """
+    if not punch(fd, off, n_bytes):
+        return False
+    os.posix_fallocate(fd, off, n_bytes)
+    return True
+
+
 def write_whole(path: Path, raw: bytes, *, replace: bool = True) -> None:
     """All of it or nothing, for its owner alone, on stable storage on return. Raises OSError.
 

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from time import monotonic
 from typing import Final
 
 import numpy as np
@@ -21,9 +20,10 @@ import numpy as np
 from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import Run, coalesce, locate
 from tiers.engines import engine_named, new_queue
-from tiers.errors import MediumError, ReadFailed
-from tiers.files import let_open, make_folder, make_full, numbered, punch
-from tiers.queues import DEPTH, ReadQueue, SegmentFile, close_all
+from tiers.errors import MediumError, ReadFailed, read_failed
+from tiers.files import emptied, make_folder, make_full, numbered
+from tiers.queues import DEPTH, ReadQueue, close_all
+from tiers.segments import SegmentFiles
 from tiers.slots import aligned, copied
 from tiers.space import LEAST_PART, Space
 
@@ -31,8 +31,8 @@ log = logging.getLogger("impress.ssd")
 
 #: A read or write through a buffer of this thread's, where memory is not page-aligned.
 BOUNCE_BYTES = 1 << 20
-#: Segments of folder n are numbered from n times this on: of folders read together all differ.
-SEGMENTS: Final = 1 << 20
+#: What is free is erased so much at a time: stores meanwhile find the rest.
+ERASE_BYTES: Final = 64 << 20
 
 
 class SsdTier:
@@ -57,18 +57,14 @@ class SsdTier:
         self.sync_failures = 0
         """Syncs that failed. What was written before one and synced after it may be lost: the
         kernel tells of a lost page once, whoever asks."""
-        self.direct = True
         self._segment_bytes = segment_bytes
         self._limit_bytes = limit_bytes
         self._read_only = read_only
         self._space = Space()
         self._lock = threading.Lock()  # of the space; nothing waits for a file under it
         self._growing = threading.Lock()  # held while segments are made or deleted, before others
-        self._opening = threading.Lock()  # of the open files
-        self._numbers = range(number * SEGMENTS, (number + 1) * SEGMENTS)
-        self._folders = {number: folder}
-        self._fds: dict[int, int] = {}
-        self._deleted: list[tuple[float, int]] = []  # files their owner deleted: when seen, fd
+        self._erasing = 0  # bytes that are claimed while they are erased, and still free
+        self._files = SegmentFiles(folder, number, read_only=read_only)
         self._local = threading.local()  # of each thread: a queue, a bounce buffer
         self._made: list[ReadQueue] = []
         self._queues = self.engine != "preadv"  # whether threads still get them
@@ -82,7 +78,7 @@ class SsdTier:
     def _find(self, paths: list[Path]) -> None:
         """The segments there are. Where it writes, of its own numbers alone: the others name
         another folder's files."""
-        mine = [path for path in paths if self._read_only or int(path.stem) in self._numbers]
+        mine = [path for path in paths if self._read_only or int(path.stem) in self._files.numbers]
         for path in mine:
             self._space.add(int(path.stem), path.stat().st_size // PAGE * PAGE)
         if n_others := len(paths) - len(mine):
@@ -93,21 +89,16 @@ class SsdTier:
 
     def join(self, number: int, folder: Path) -> None:
         """Segments of that number's folder are read there from now on."""
-        self._folders[number] = folder
+        self._files.join(number, folder)
 
     def drop_deleted(self, grace_s: float) -> None:
-        """Let go of files that their writers have deleted; closed when no read can be on its way.
+        """Let go of files that other writers have deleted, when no read can be on its way."""
+        self._files.drop_deleted(grace_s)
 
-        Until then the file system keeps their blocks, and a new file of that name is another one.
-        """
-        now = monotonic()
-        with self._opening:
-            for segment, fd in list(self._fds.items()):
-                theirs = self._read_only or segment not in self._numbers
-                if theirs and os.fstat(fd).st_nlink == 0:
-                    self._deleted.append((now, self._fds.pop(segment)))
-            while self._deleted and now - self._deleted[0][0] > grace_s:
-                os.close(self._deleted.pop(0)[1])
+    @property
+    def direct(self) -> bool:
+        """Whether it goes past the page cache, as far as is known."""
+        return self._files.direct
 
     def claim(self, extents: Iterable[Extent]) -> None:
         """At open: mark what an index says is in use. Raises ValueError when two overlap."""
@@ -136,7 +127,7 @@ class SsdTier:
 
     def missing(self, n_bytes: int, least: int) -> int:
         """Bytes that have to go before so many find room in such parts."""
-        with self._lock:
+        with self._growing, self._lock:
             return self._space.missing(round_up(n_bytes), least)
 
     def free(self, slot: Slot) -> None:
@@ -170,8 +161,8 @@ class SsdTier:
             return
         for at in range(0, len(runs), DEPTH):
             part = runs[at : at + DEPTH]
-            files = {segment: self._file(segment) for segment in {run.segment for run in part}}
-            with closing(queue.read(part, [files[run.segment] for run in part])) as ended:
+            opened = {n: self._files.file(n) for n in {run.segment for run in part}}
+            with closing(queue.read(part, [opened[run.segment] for run in part])) as ended:
                 for i in ended:
                     run = part[max(i, ~i)]
                     if i < 0:
@@ -195,21 +186,14 @@ class SsdTier:
                 log.info("ssd: %s; reading with preadv alone", err)
         return mine
 
-    def _file(self, segment: int) -> SegmentFile:
-        path = self._path(segment)
-        try:
-            return SegmentFile(self._fd(segment), path)
-        except OSError as err:
-            raise _failed(path, err) from err
-
     def sync(self, slots: Iterable[Slot]) -> None:
         """Return when every byte written to these slots is on stable storage."""
         for segment in sorted({part.segment for slot in slots for part in slot.parts}):
             try:
-                os.fdatasync(self._fd(segment))
+                os.fdatasync(self._files.fd(segment))
             except OSError as err:
                 self.sync_failures += 1
-                raise MediumError(f"ssd: fdatasync of {self._path(segment)}: {err}") from err
+                raise MediumError(f"ssd: fdatasync of {self._files.path(segment)}: {err}") from err
 
     def erase(self, slot: Slot) -> None:
         """Give the slot's blocks back to the medium and take empty ones in their place.
@@ -218,16 +202,41 @@ class SsdTier:
         once the slot is synced. Raises MediumError.
         """
         for part in slot.parts:
-            punched = punch(self._file(part.segment).fd, part.off, part.length)
-            if punched:
-                try:
-                    os.posix_fallocate(self._fd(part.segment), part.off, part.length)
-                except OSError as err:
-                    raise MediumError(f"ssd: {self._path(part.segment)}: {err.strerror}") from err
-            else:  # a file system without holes
-                for off in range(0, part.length, BOUNCE_BYTES):
-                    size = min(BOUNCE_BYTES, part.length - off)
-                    self._write_at(part.segment, part.off + off, aligned(size)[:size])
+            try:
+                if emptied(self._files.file(part.segment).fd, part.off, part.length):
+                    continue
+            except OSError as err:
+                raise MediumError(f"ssd: {self._files.path(part.segment)}: {err.strerror}") from err
+            for off in range(0, part.length, BOUNCE_BYTES):  # a file system without holes
+                size = min(BOUNCE_BYTES, part.length - off)
+                self._write_at(part.segment, part.off + off, aligned(size)[:size])
+
+    def turns(self) -> list[Extent]:
+        """All there is, in parts that `erase_free` is called with one after the other."""
+        with self._lock:
+            sizes = dict(self._space.sizes)
+        return [
+            Extent(segment, off, ERASE_BYTES)
+            for segment, n_bytes in sizes.items() for off in range(0, n_bytes, ERASE_BYTES)
+        ]  # fmt: skip
+
+    def erase_free(self, within: Extent) -> None:
+        """Erase and sync what is free there: rows that were evicted, or that a crash cut off.
+
+        Who finds no room meanwhile waits for it, as for a new segment. Raises MediumError.
+        """
+        with self._growing:
+            with self._lock:
+                slot = Slot(tuple(self._space.free_parts([within])))
+                self._space.claim(slot.parts)
+                self._erasing = slot.n_bytes
+            try:
+                self.erase(slot)
+                self.sync([slot])
+            finally:
+                with self._lock:
+                    self._space.give(slot.parts)
+                    self._erasing = 0
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -238,14 +247,15 @@ class SsdTier:
 
     def usage(self) -> Usage:
         with self._lock:
-            total, free = self._space.total_bytes, self._space.free_bytes
+            total, free = self._space.total_bytes, self._space.free_bytes + self._erasing
         return Usage(total, total - free, free)
 
     def check(self) -> None:
         with self._lock:
             self._space.check()
             for segment, n_bytes in self._space.sizes.items():
-                assert self._path(segment).stat().st_size == n_bytes, f"segment {segment} resized"
+                size = self._files.path(segment).stat().st_size
+                assert size == n_bytes, f"segment {segment} resized"
 
     def trim(self) -> int:
         """Delete segments that hold nothing; the bytes given back to the file system."""
@@ -254,43 +264,35 @@ class SsdTier:
             with self._lock:
                 empty = {n: self._space.drop(n) for n in self._space.empty_segments()}
             for segment, n_bytes in empty.items():
+                path = self._files.path(segment)
                 try:
-                    self._path(segment).unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
                 except OSError as err:  # it stays, to be filled or tried again
-                    log.warning("ssd: %s is not deleted: %s", self._path(segment), err.strerror)
+                    log.warning("ssd: %s is not deleted: %s", path, err.strerror)
                     with self._lock:
                         self._space.add(segment, n_bytes)
                     continue
                 freed += n_bytes
-                with self._opening:  # who opened it just before has noted it by now
-                    fd = self._fds.pop(segment, None)
-                if fd is not None:
-                    os.close(fd)
+                self._files.forget(segment)
         return freed
 
     def close(self) -> None:
         """Give back what the system lent. No read or write may be under way."""
-        with self._growing, self._opening:
+        with self._growing:
             made, self._made = self._made, []
             close_all(made)
             self._local = threading.local()
-            for fd in (*self._fds.values(), *(fd for _, fd in self._deleted)):
-                os.close(fd)
-            self._fds.clear()
-            self._deleted.clear()
-
-    def _path(self, segment: int) -> Path:
-        return self._folders.get(segment // SEGMENTS, self.folder) / f"{segment:08d}.seg"
+            self._files.close()
 
     def _grow(self) -> bool:
         """One more segment; False when the limit or the file system says no. Under `_growing`."""
         sizes, total = self._space.sizes, self._space.total_bytes
         if self._limit_bytes is not None and total + self._segment_bytes > self._limit_bytes:
             return False
-        segment = max(sizes, default=self._numbers.start - 1) + 1
-        if segment not in self._numbers:
+        segment = max(sizes, default=self._files.numbers.start - 1) + 1
+        if segment not in self._files.numbers:
             return self._outgrown(OSError(errno.ENOSPC, "no number is left for it"))
-        path = self._path(segment)
+        path = self._files.path(segment)
         try:
             make_full(path, self._segment_bytes)
         except OSError as err:
@@ -309,37 +311,15 @@ class SsdTier:
         self.no_room = f"ssd: {self.folder}: {err.strerror}"
         return False
 
-    def _fd(self, segment: int) -> int:
-        if (fd := self._fds.get(segment)) is not None:
-            return fd
-        with self._opening:
-            if segment not in self._fds:
-                self._fds[segment] = self._open(self._path(segment))
-                let_open(self._fds[segment] + 1)  # they stay so: threads read them at any time
-            return self._fds[segment]
-
-    def _open(self, path: Path) -> int:
-        theirs = self._read_only or path.parent != self.folder
-        mode = (os.O_RDONLY if theirs else os.O_RDWR) | os.O_CLOEXEC
-        if self.direct:
-            try:
-                return os.open(path, mode | os.O_DIRECT)
-            except OSError as err:
-                if err.errno != errno.EINVAL:
-                    raise
-                self.direct = False
-                log.warning("ssd: %s refuses O_DIRECT; reading and writing buffered", self.folder)
-        return os.open(path, mode)
-
     def _write_at(self, segment: int, off: int, data: Bytes) -> None:
         data = data if data.ctypes.data % PAGE == 0 or not self.direct else copied(data)
         done = 0
         try:
-            fd = self._fd(segment)
+            fd = self._files.fd(segment)
             while done < len(data):
                 done += os.pwrite(fd, data[done:], off + done)
         except OSError as err:
-            raise MediumError(f"ssd: write to {self._path(segment)}: {err.strerror}") from err
+            raise MediumError(f"ssd: write to {self._files.path(segment)}: {err.strerror}") from err
 
     def _read_run(self, run: Run) -> None:
         try:
@@ -354,7 +334,7 @@ class SsdTier:
             if got < run.n_bytes:
                 self._read_rest(run, [bounce], got)
         except OSError as err:
-            raise _failed(self._path(run.segment), err) from err
+            raise read_failed(self._files.path(run.segment), err) from err
         at = 0
         for view in run.views:
             np.copyto(view, bounce[at : at + len(view)])
@@ -366,7 +346,7 @@ class SsdTier:
         Asked of the kernel, not of the views: their addresses cost a tenth of a read to find out.
         """
         try:
-            return os.preadv(self._fd(run.segment), views, run.off)
+            return os.preadv(self._files.fd(run.segment), views, run.off)
         except OSError as err:
             if err.errno == errno.EINVAL and self.direct and views is run.views:
                 return -1
@@ -380,9 +360,9 @@ class SsdTier:
                 if skip < len(view):
                     rest.append(view[skip:])
                 skip = max(0, skip - len(view))
-            more = os.preadv(self._fd(run.segment), rest, run.off + got)
+            more = os.preadv(self._files.fd(run.segment), rest, run.off + got)
             if more <= 0 or (self.direct and more % PAGE):
-                path = self._path(run.segment)
+                path = self._files.path(run.segment)
                 raise ReadFailed("short", f"ssd: {path}: {got} of {run.n_bytes} bytes at {run.off}")
             got += more
 
@@ -391,9 +371,3 @@ class SsdTier:
         if scratch is None:
             scratch = self._local.bounce = aligned(BOUNCE_BYTES)
         return scratch
-
-
-def _failed(path: Path, err: OSError) -> ReadFailed:
-    """What a read failed with. The process may lack what the medium has nothing to do with."""
-    reason = "shortage" if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else "io"
-    return ReadFailed(reason, f"ssd: {path}: {err.strerror}")

@@ -47,10 +47,11 @@ def purge(
     """Erase everything stored of a namespace, or of one tenant.
 
     Its blocks are punched out of the segments (overwritten where the file system has no holes),
-    and the index is written anew without what it has freed, so that token ids do not linger
-    there: also where nothing is found any more, so what was cut off is finished by the same
-    command. In every shard, so none may be open for writing elsewhere: stop every process that
-    serves from the directory; one that only reads keeps what it has in memory.
+    with all that is free there, evicted or cut off by a crash, and the index is written anew
+    without what it has freed, so that token ids do not linger there: also where nothing is found
+    any more, so what was cut off is finished by the same command. In every shard, so none may be
+    open for writing elsewhere: stop every process that serves from the directory; one that only
+    reads keeps what it has in memory.
 
     **Exit status**
 

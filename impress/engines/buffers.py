@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import index
 from time import perf_counter
@@ -21,7 +22,7 @@ from typing import Any, Final, SupportsIndex
 
 import torch
 
-from impress.engines.virtual import Sizes, Slot, Use, choose, reclaim
+from impress.engines.virtual import Sizes, Slot, Usage, Use, choose, reclaim
 from impress.errors import BadInput, Unsupported
 from impress.types import Geometry
 from tiers.base import PAGE
@@ -69,23 +70,8 @@ class Virtual:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What virtual buffers hold and did."""
-
-    reserved_bytes: int  # of addresses
-    held_bytes: int  # memory behind them
-    idle_bytes: int  # of it behind slots that nobody rents
-    n_rented: int = 0  # requests served
-    n_reused: int = 0  # of them: slots that had memory behind them
-    n_ahead: int = 0  # growths made before they were needed
-    n_stalls: int = 0  # growths that a request waited for
-    stall_s: float = 0.0
-    n_fallbacks: int = 0  # requests that took, or moved to, ordinary memory
-
-
 class Rental:
-    """Slots of one request. `reach` by its own thread; `release` and `forsake` by any."""
+    """Slots of one request. `reach` by its own thread; `release` by any."""
 
     def __init__(self, buffers: VirtualBuffers, slots: range, n_most: int) -> None:
         self.slots = slots
@@ -93,6 +79,8 @@ class Rental:
         self.room = 0  # rows memory is behind in every slot; written under the buffers' lock
         self.is_over = False
         self.is_left = False  # it could not grow: its request has moved to ordinary memory
+        self.untouched: Callable[[], bool] = lambda: True
+        """Whether nothing but its request writes here; a stuck read may do so when that is over."""
         self._buffers = buffers
         self._planes = buffers.planes  # what it rented stays its own, also after `close`
         self._asked = -1  # the room at which more was last asked for
@@ -118,12 +106,8 @@ class Rental:
         return True
 
     def release(self) -> None:
-        """Nobody looks at the rows any more. Idempotent."""
-        self._buffers.take_back(self, Use.IDLE)
-
-    def forsake(self) -> None:
-        """A stuck read may still write here: the slots are never rented again."""
-        self._buffers.take_back(self, Use.LOST)
+        """Nobody looks at the rows any more; rented again when they are untouched. Idempotent."""
+        self._buffers.take_back(self)
 
 
 class VirtualBuffers:
@@ -143,6 +127,7 @@ class VirtualBuffers:
         self._ranges = ranges
         self.areas: list[tuple[Range, Range]] = []  # K's and V's, by layer
         self._slots = [Slot() for _ in range(settings.batch)]
+        self._touched: list[Rental] = []  # over, but a stuck read may still write there
         self._uses = 0  # a clock for last_use
         self._lock = threading.Lock()
         self._counts = Usage(0, 0, 0)
@@ -200,6 +185,7 @@ class VirtualBuffers:
             self.decline(self._refused or f"{n_rows} tokens, {self.sizes.context} are reserved")
             return None
         with self._lock:
+            self._regain()
             first = None if self._refused else choose(self._slots, batch, n_rows)
             if first is not None:
                 slots = range(first, first + batch)
@@ -240,6 +226,7 @@ class VirtualBuffers:
         wanted = sizes.held_bytes(n_rows)
         need = sum(max(0, wanted - sizes.held_bytes(slots[i].n_rows)) for i in rental.slots)
         if budget is not None and self._held() + need > budget:
+            self._regain()
             self._reclaim(self._held() + need - budget, rental.slots)
             if self._held() + need > budget:
                 return f"budget_bytes is {budget:,}"
@@ -269,7 +256,7 @@ class VirtualBuffers:
             raise
         self._slots[i].n_rows = self.sizes.room(n_rows)
 
-    def take_back(self, rental: Rental, use: Use) -> None:
+    def take_back(self, rental: Rental) -> None:
         """A rental is over."""
         with self._lock:
             if rental.is_over:
@@ -277,10 +264,19 @@ class VirtualBuffers:
             rental.is_over = True
             self._uses += 1
             for i in rental.slots:
-                self._slots[i].use, self._slots[i].last_use = use, self._uses
+                self._slots[i].use, self._slots[i].last_use = Use.TOUCHED, self._uses
+            self._touched.append(rental)
+            self._regain()
             too_much = self._idle() > self._settings.keep_bytes
         if too_much:
             self.ask(rental)
+
+    def _regain(self) -> None:
+        """Under the lock: slots that no read is stuck at any more are idle."""
+        for rental in [rental for rental in self._touched if rental.untouched()]:
+            self._touched.remove(rental)
+            for i in rental.slots:
+                self._slots[i].use = Use.IDLE
 
     def decline(self, why: str) -> None:
         """Note that a request's rows are, or have moved, elsewhere."""

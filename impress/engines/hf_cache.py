@@ -309,12 +309,15 @@ class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
             stock.layers.append(layer)
         return stock
 
-    def forsake(self) -> None:
-        """Keep this memory from ever being rented again: a stuck read may still write into it."""
+    def forsake(self, untouched: Callable[[], bool]) -> None:
+        """Keep this memory from being rented again while a stuck read may still write into it.
+
+        `untouched`: whether none may any more. Pooled memory never is; the reads keep it alive.
+        """
         for layer in self.layers:
             layer.forsake()
         if self._rental is not None:
-            self._rental.forsake()
+            self._rental.untouched = untouched
 
     def release_left(self) -> None:
         """The prefix has been closed: give back memory that rows moved out of."""

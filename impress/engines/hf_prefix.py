@@ -103,7 +103,7 @@ class StoredPrefix:
         """Unpin, once every layer is there or given up.
 
         True when nothing reads into the cache any more; False when a read is stuck: then its
-        memory must never be used again. Idempotent.
+        memory must not be used again before `is_untouched`. Idempotent.
         """
         for session in self._sessions:  # else one reads on while another is waited for
             session.give_up()
@@ -112,11 +112,15 @@ class StoredPrefix:
             lease.release()
         return all(ended)
 
+    def is_untouched(self) -> bool:
+        """After `close`: whether nothing reads into the cache any more. Waits for nothing."""
+        return all(session.is_untouched() for session in self._sessions)
+
 
 def end_reads(prefix: StoredPrefix | None, cache: RowsCache) -> None:
-    """Close a prefix; memory that a stuck read may still write into is never rented again."""
+    """Close a prefix; memory is not rented again while a stuck read may still write into it."""
     if prefix is not None and not prefix.close():
-        cache.forsake()
+        cache.forsake(prefix.is_untouched)
     cache.release_left()
 
 

@@ -88,7 +88,7 @@ class Use(Enum):
 
     IDLE = auto()
     RENTED = auto()
-    LOST = auto()  # a stuck read may still write into it: never again
+    TOUCHED = auto()  # no request's, but a stuck read may still write into it
 
 
 @dataclass(slots=True)
@@ -98,6 +98,21 @@ class Slot:
     use: Use = Use.IDLE
     n_rows: int = 0  # that memory is behind, in all buffers
     last_use: int = 0  # when it was given back; larger is later
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What virtual buffers hold and did."""
+
+    reserved_bytes: int  # of addresses
+    held_bytes: int  # memory behind them
+    idle_bytes: int  # of it behind slots that nobody rents
+    n_rented: int = 0  # requests served
+    n_reused: int = 0  # of them: slots that had memory behind them
+    n_ahead: int = 0  # growths made before they were needed
+    n_stalls: int = 0  # growths that a request waited for
+    stall_s: float = 0.0
+    n_fallbacks: int = 0  # requests that took, or moved to, ordinary memory
 
 
 def choose(slots: Sequence[Slot], batch: int, n_rows: int) -> int | None:

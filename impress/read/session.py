@@ -281,7 +281,8 @@ class Session:
     def close(self) -> bool:
         """Stop reading ahead, give buffers back. True when nothing touches `outs` any more.
 
-        False when a read is stuck past the time limit: then drop the tensors, never reuse them.
+        False when a read is stuck past the time limit: then drop the tensors, reuse none of them
+        before `is_untouched`.
         What has yet to climb from `outs` is copied here: its turn in the pool may be far off.
         """
         if not self._closed:
@@ -292,6 +293,10 @@ class Session:
         if not ended(self._reads(), max(until_s - monotonic(), 0.0)):
             return False
         return ended([*self._leaving, *self._copied], limit_s)
+
+    def is_untouched(self) -> bool:
+        """After `close`: whether nothing touches `outs` any more. Waits for nothing."""
+        return all(one.done for one in (*self._reads(), *self._leaving, *self._copied))
 
     def _end(self) -> None:
         """What closing takes but for waiting."""

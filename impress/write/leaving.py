@@ -21,6 +21,7 @@ from impress.usage.history import History
 from impress.write.commit import Committer
 from impress.write.reclaim import Reclaim
 from tiers.base import Slot
+from tiers.errors import MediumError
 from tiers.ssd import SsdTier
 
 log = logging.getLogger("impress")
@@ -111,12 +112,13 @@ class Leaving:
         return used - int(self._config.disk_low * capacity)
 
     def purge(self, wanted: Wanted) -> tuple[int, int]:
-        """Erase everything under the root keys of what is `wanted`: (spans, those still held).
+        """Erase everything under the root keys of what is `wanted`: (spans, how many are held yet).
 
         Their bytes are overwritten on the medium before the space is free; what a lease still
         holds, when it ends, or at `close`; what a crash leaves, at the next open. Stores begun
-        before are refused, and erased when they end. Raises StoreFailed where the index takes no
-        writes.
+        before are refused, and erased when they end. Whatever is free is erased too: what was
+        evicted, and what a crash cut off, whoever's. Raises StoreFailed where the index takes no
+        writes, or the disk no erasing.
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
@@ -131,7 +133,9 @@ class Leaving:
         roots = {root for namespace, root in known if wanted(namespace, root)}
         gone = [span for root in roots for span in self._catalog.purge(root)]
         spans = late + gone
-        self.spoil(gone)
+        owning = [*self._catalog.all_records(), *self.in_limbo]  # evicted or bad, and held yet, too
+        held = {r.span_id for r in owning if wanted(r.namespace, r.root)}
+        self.spoil(held)
         names = self.committer.names.copy()  # also of what was evicted before
         named = {r for r, name in names.items() if name and wanted(namespace_digest(name), r)}
         self.committer.erase(gone, roots | named)
@@ -139,13 +143,19 @@ class Leaving:
             raise StoreFailed(f"{self._path}: not purged: {undone}; purge again, or it comes back")
         self._counters.add("purged_spans", len(spans))
         if self._reclaimer is not None:
-            self._reclaimer.wait_for(spans)
+            self._reclaimer.wait_for(held)
         if self._counters["unerased_spans"] > failed:
             raise StoreFailed(
                 f"{self._path}: purged, but not all could be overwritten; see the log"
             )
+        self._ssd.trim()
+        try:
+            if self._reclaimer is not None:
+                self._reclaimer.erase_free()
+        except MediumError as err:
+            raise StoreFailed(f"{self._path}: purged, but not what is free: {err}") from err
         left = {record.span_id for record in self.in_limbo}
-        return len(spans), len(self._catalog.retired_records(spans)) + len(left & set(spans))
+        return len(spans), len(self._catalog.retired_records(held)) + len(left & held)
 
     def could_hold(self, n_bytes: int) -> bool:
         """Whether so much would fit if all else went: within its limit, or what a full file

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from time import monotonic
 from typing import Final
 
-from impress.errors import FormatError
+from impress.errors import FormatError, StoreFailed
 from impress.spans.format import SpanRecord, decode_extents
 from impress.stats import Counters
 from impress.write.commit import WRITE_TIMEOUT_S
@@ -103,6 +103,17 @@ class Reclaim:
         with self._ours() as ours:
             if ours:
                 self._bury([record])
+
+    def erase_free(self) -> None:
+        """Erase what is nobody's, so much at a time that `close` waits for little.
+
+        Raises MediumError; StoreFailed where the store was closed meanwhile.
+        """
+        for turn in self._ssd.turns():
+            with self._ours() as ours:
+                if not ours:
+                    raise StoreFailed(f"{self._shard.path}: closed before what is free was erased")
+                self._ssd.erase_free(turn)
 
     def _readers(self) -> list[Seen]:
         """Who reads here; where that cannot be told, somebody who may read anything."""

@@ -53,8 +53,8 @@ class SimSsd(SsdTier):
     def _write_at(self, segment: int, off: int, data: Bytes) -> None:
         self._turn()
         if self.sched.rng.random() < self.faults.write:
-            raise MediumError(f"ssd: write to {self._path(segment)}: injected")
-        path = self._path(segment)
+            raise MediumError(f"ssd: write to {self._files.path(segment)}: injected")
+        path = self._files.path(segment)
         with path.open("rb") as file:
             file.seek(off)
             before = file.read(len(data))
@@ -69,9 +69,9 @@ class SimSsd(SsdTier):
         if rng.random() < faults.late:
             self.sched.wait_until(lambda: False, rng.choice((0.5, 3.0, 30.0)))
         if rng.random() < faults.eio:
-            raise ReadFailed("io", f"ssd: {self._path(run.segment)}: injected")
+            raise ReadFailed("io", f"ssd: {self._files.path(run.segment)}: injected")
         if rng.random() < faults.short:
-            raise ReadFailed("short", f"ssd: {self._path(run.segment)}: injected")
+            raise ReadFailed("short", f"ssd: {self._files.path(run.segment)}: injected")
         super()._read_run(run)
         if rng.random() < faults.flip:
             view = rng.choice(run.views)
@@ -84,10 +84,10 @@ class SimSsd(SsdTier):
         parts = [part for slot in slots for part in slot.parts]
         if parts and self.sched.rng.random() < self.faults.sync:
             self.sync_failures += 1
-            self._drop_pages({self._path(part.segment) for part in parts})
+            self._drop_pages({self._files.path(part.segment) for part in parts})
             raise MediumError(f"ssd: fdatasync of {self.folder}: injected")
         for part in parts:
-            path = self._path(part.segment)
+            path = self._files.path(part.segment)
             for off in range(part.off, part.off + part.length, PAGE):
                 self.undo.pop((path, off), None)
         self._turn()

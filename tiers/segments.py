@@ -1,0 +1,102 @@
+"""Segment files of one folder, and of others that are read with it: a descriptor of each in use."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+from tiers.errors import read_failed
+from tiers.files import let_open
+from tiers.queues import SegmentFile
+
+log = logging.getLogger("impress.ssd")
+
+#: Segments of folder n are numbered from n times this on: of folders read together all differ.
+SEGMENTS: Final = 1 << 20
+
+
+class SegmentFiles:
+    """`NNNNNNNN.seg` each. Opened when first used, and open until forgotten. Thread-safe."""
+
+    def __init__(self, folder: Path, number: int, *, read_only: bool) -> None:
+        """`number`: this folder's."""
+        self.folder = folder
+        self.numbers = range(number * SEGMENTS, (number + 1) * SEGMENTS)
+        self.direct = True  # past the page cache, as far as is known
+        self._read_only = read_only
+        self._folders = {number: folder}
+        self._fds: dict[int, int] = {}
+        self._deleted: list[tuple[float, int]] = []  # files their owner deleted: when seen, fd
+        self._lock = threading.Lock()
+
+    def join(self, number: int, folder: Path) -> None:
+        """Segments of that number's folder are read there from now on."""
+        self._folders[number] = folder
+
+    def path(self, segment: int) -> Path:
+        return self._folders.get(segment // SEGMENTS, self.folder) / f"{segment:08d}.seg"
+
+    def fd(self, segment: int) -> int:
+        """Raises OSError."""
+        if (fd := self._fds.get(segment)) is not None:
+            return fd
+        with self._lock:
+            if segment not in self._fds:
+                self._fds[segment] = self._open(self.path(segment))
+                let_open(self._fds[segment] + 1)  # they stay so: threads read them at any time
+            return self._fds[segment]
+
+    def file(self, segment: int) -> SegmentFile:
+        """Raises ReadFailed."""
+        path = self.path(segment)
+        try:
+            return SegmentFile(self.fd(segment), path)
+        except OSError as err:
+            raise read_failed(path, err) from err
+
+    def _open(self, path: Path) -> int:
+        theirs = self._read_only or path.parent != self.folder
+        mode = (os.O_RDONLY if theirs else os.O_RDWR) | os.O_CLOEXEC
+        if self.direct:
+            try:
+                return os.open(path, mode | os.O_DIRECT)
+            except OSError as err:
+                if err.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+                log.warning("ssd: %s refuses O_DIRECT; reading and writing buffered", self.folder)
+        return os.open(path, mode)
+
+    def forget(self, segment: int) -> None:
+        """Its file is deleted, and nobody reads it."""
+        with self._lock:  # who opened it just before has noted it by now
+            fd = self._fds.pop(segment, None)
+        if fd is not None:
+            os.close(fd)
+
+    def drop_deleted(self, grace_s: float) -> None:
+        """Let go of files that their writers have deleted; closed when no read can be on its way.
+
+        Until then the file system keeps their blocks, and a new file of that name is another one.
+        """
+        now = monotonic()
+        with self._lock:
+            for segment, fd in list(self._fds.items()):
+                theirs = self._read_only or segment not in self.numbers
+                if theirs and os.fstat(fd).st_nlink == 0:
+                    self._deleted.append((now, self._fds.pop(segment)))
+            while self._deleted and now - self._deleted[0][0] > grace_s:
+                os.close(self._deleted.pop(0)[1])
+
+    def close(self) -> None:
+        """No read or write may be under way."""
+        with self._lock:
+            for fd in (*self._fds.values(), *(fd for _, fd in self._deleted)):
+                os.close(fd)
+            self._fds.clear()
+            self._deleted.clear()
