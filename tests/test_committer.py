@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -175,3 +176,61 @@ def test_how_often_prefixes_were_leased_outlives_a_kill(
     store._home.save_history()
     store.flush()
     assert store.index.version() == saved  # nothing new, nothing written
+
+
+def test_what_fails_behind_a_give_back_gives_no_space_back_twice(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that another was before had given its space back; what came behind that failed, and
+    the committer gave it back once more: to two owners, had somebody reserved it meanwhile."""
+    store = open_store(geometry)
+    done = admission.Admission._done
+    writers = [store.writer(prompt(64, 1)).__enter__() for _ in range(2)]
+    for begun in writers:
+        for layer in range(geometry.n_layers):
+            k, v = (rows[layer] for rows in kv_of(prompt(64, 1), geometry))
+            begun.put(layer, 0, k, v)
+    writers[0].__exit__(None, None, None)
+    assert writers[0].stored.wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(admission.Admission, "_done", lambda *a: (done(*a), no_memory()))
+        writers[1].__exit__(None, None, None)
+        with pytest.raises(StoreFailed, match="MemoryError"):
+            store.flush()
+    store.check()
+    sound(store, [1])
+
+
+def test_a_write_that_cannot_be_queued_is_not_waited_for(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was counted as under way: the committer waited two minutes for it with every batch, and
+    its space stayed nobody's."""
+    store = open_store(geometry)
+    with monkeypatch.context() as patch:
+        patch.setattr(store._pool, "submit", no_memory)
+        with pytest.raises(MemoryError), store.writer(prompt(64, 1)) as begun:
+            k, v = (rows[0] for rows in kv_of(prompt(64, 1), geometry))
+            begun.put(0, 0, k, v)
+    store.flush()
+    assert store.ssd.usage().used == 0
+    sound(store, [])
+
+
+def test_an_id_that_is_noted_to_be_erased_is_not_given_to_another(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Its note went with what was erased before: of the second copy in a row that a kill cut off
+    nobody knew any more."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(64, 1)).wait(60)
+    (record,) = store.catalog.records()
+    slot = store.ssd.reserve(record.data_bytes)
+    noted = replace(record, span_id=record.span_id + 5000, parts=slot.parts)
+    store.index.commit({}, intend=[noted])
+    store.ssd.free(slot)
+    store.close()
+    again = open_store(geometry)
+    put_prompt(again, prompt(64, 2)).wait(60)
+    assert max(r.span_id for r in again.catalog.records()) > noted.span_id
+    sound(again, [1, 2])

@@ -409,6 +409,29 @@ def test_parameters_that_cannot_be_kept_are_fitted_once(
     assert probes_of(again)[-1][0] == "pca25-v1"
 
 
+def test_where_no_thread_can_be_had_stores_are_ready_and_the_next_fit_makes_good(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was the committer that failed: what it was through with was told as failed, and neither
+    flush nor close came to an end."""
+    store, start = open_store(SHAPE, probes=("pca25-v1",)), threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "impress-fit":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        put(store, 0)
+        store.flush()
+    assert probes_of(store)[-1][0] == "int4-v1"
+    put(store, 1)
+    put(store, 2)
+    assert probes_of(store)[-1][0] == "pca25-v1"
+    store.close()
+
+
 def test_all_fits_run_on_one_thread_that_ends_with_the_store(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

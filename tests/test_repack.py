@@ -25,6 +25,7 @@ import impress
 from impress.policy import Exact, Policy
 from impress.repacking.packing import expected, likely_chosen, plan_repack, tiled
 from impress.repacking.report import LINGERING
+from impress.repacking.span_copy import SpanPart
 from impress.spans.layout import PlaneLayout
 from impress.spans.order import RowOrder
 from impress.spans.tables import read_header
@@ -410,6 +411,26 @@ def test_what_moved_is_erased_where_it_was(open_store: Open, geometry: impress.G
         raw = (store.ssd.folder / f"{part.segment:08d}.seg").read_bytes()
         assert not any(raw[part.off : part.off + part.length])
     assert store.ssd.usage().used == 0
+    sound(store)
+
+
+def test_a_copy_that_finds_no_memory_leaves_no_space_taken(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(geometry, daily_write_bytes=64 * MIB, repack_every_s=0)
+    put_prompt(store, prompt(256)).wait(60)
+    look(store, prompt(256))
+    before, left = store.ssd.usage().used, store._home.budget.left_bytes
+
+    def no_memory(*_args: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(SpanPart, "record", no_memory)
+        store.repack()
+    assert store.ssd.usage().used == before
+    assert store._home.budget.left_bytes >= left
+    assert store.repack().moved == 1
     sound(store)
 
 

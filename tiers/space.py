@@ -96,7 +96,6 @@ class Space:
     def give(self, extents: Iterable[Extent]) -> None:
         """Mark used extents as free again and merge neighbours."""
         for segment, off, length in extents:
-            self.free_bytes += length
             free = self._free[segment]
             at = bisect.bisect_left(free, (off, 0))
             after = at < len(free) and free[at][0] == off + length
@@ -106,6 +105,7 @@ class Space:
             start = free[at - 1][0] if before else off
             end = sum(free[at]) if after else off + length
             free[at - before : at + after] = [(start, end - start)]
+            self.free_bytes += length
 
     def free_parts(self, extents: Iterable[Extent]) -> list[Extent]:
         """What of these extents is free; of a segment that is gone, nothing."""

@@ -233,7 +233,6 @@ class Repacker:
             return SPENT
         draft = self._reserve(move)
         if draft is None:
-            self._home.budget.refund(move.n_bytes)
             return NO_ROOM
         outcome = self._move(move, draft)
         self._counters.add(f"repacks/{outcome.name.lower()}")
@@ -271,27 +270,31 @@ class Repacker:
     # ---- a move ----------------------------------------------------------------------------
 
     def _reserve(self, move: _Move) -> SpanRecord | None:
-        """Room for the copy where there is some; nothing is evicted for it."""
+        """Room for the copy where there is some; nothing is evicted for it. None, or what fails:
+        its part of the day's writes is given back."""
         ssd, record = self._home.ssd, move.held.record
         self._sync_failures = ssd.sync_failures
-        data = meta = None
-        with suppress(MediumError):
-            data = ssd.reserve(move.layout.data_bytes)
-            if data is not None:
-                size = meta_bytes(
-                    len(data.parts), move.part.count, record.window, self._geometry.n_layers,
-                    move.layout.n_sums,
-                )  # fmt: skip
-                meta = ssd.reserve(size)
-        # A header is one extent, for scans.
-        if data is not None and meta is not None and len(meta.parts) == 1:
-            draft = move.part.record(next(self._home.span_ids), meta.parts[0], data.parts)
-            self._drafts[draft.span_id] = draft
-            return draft
-        for slot in (data, meta):
-            if slot is not None:
-                ssd.free(slot)
-        return None
+        data = meta = draft = None
+        try:
+            with suppress(MediumError):
+                data = ssd.reserve(move.layout.data_bytes)
+                if data is not None:
+                    size = meta_bytes(
+                        len(data.parts), move.part.count, record.window, self._geometry.n_layers,
+                        move.layout.n_sums,
+                    )  # fmt: skip
+                    meta = ssd.reserve(size)
+            # A header is one extent, for scans.
+            if data is not None and meta is not None and len(meta.parts) == 1:
+                draft = move.part.record(next(self._home.span_ids), meta.parts[0], data.parts)
+                self._drafts[draft.span_id] = draft
+        finally:  # there is no room, no memory for it, Ctrl-C
+            if draft is None:
+                self._home.budget.refund(move.n_bytes)
+                for slot in (data, meta):
+                    if slot is not None:
+                        ssd.free(slot)
+        return draft
 
     def _give_back(self, draft: SpanRecord) -> None:
         self._home.leaving.spoil([draft.span_id])

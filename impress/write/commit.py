@@ -346,11 +346,10 @@ class Committer:
         try:
             draft.settle(WRITE_TIMEOUT_S)
             stored = self._catalog.lookup(draft.record.root, draft.prefix)
-            if job.stored.refused or stored == draft.record.end_window:
-                self._drop(job, None)  # purged, or another store of the same tokens was first
-                return False
-            self._headers.write(draft, job.name)
-            return True
+            # Else purged, or another store of the same tokens was first.
+            is_new = not job.stored.refused and stored != draft.record.end_window
+            if is_new:
+                self._headers.write(draft, job.name)
         except Exception as err:
             told = failed(err)
             if isinstance(err, MediumError) or isinstance(
@@ -359,6 +358,9 @@ class Committer:
                 self._duties.trouble(str(err.__cause__ or err))
             self._drop(job, told)
             return False
+        if not is_new:  # not above: what fails in giving its space back must not give it back again
+            self._drop(job, None)
+        return is_new
 
     def _publish(self, job: StoreJob) -> int:
         """Windows it added to the tree; not above 0: its span is retired."""

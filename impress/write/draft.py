@@ -195,7 +195,11 @@ class Draft:
                 buffer.release()
                 return
             self._writing += 1
-        self._media.pool.submit(Lane.STORE, [partial(self._run, task, buffer)])
+        try:
+            self._media.pool.submit(Lane.STORE, [partial(self._run, task, buffer)])
+        except Exception:  # no memory: nobody runs it, and `settle` would wait for it
+            self._ended(buffer)
+            raise
 
     def _run(self, task: Callable[[], None], buffer: Buffer) -> None:
         try:
@@ -204,13 +208,17 @@ class Draft:
             with self._lock:
                 self._error = self._error or err
         finally:
-            buffer.release()
-            with self._lock:
-                self._writing -= 1
-                self._lock.notify_all()
-                then = None if self._writing else self._then
-            if then is not None:
-                then()
+            self._ended(buffer)
+
+    def _ended(self, buffer: Buffer) -> None:
+        """A write is over; who gave up is told of the last."""
+        buffer.release()
+        with self._lock:
+            self._writing -= 1
+            self._lock.notify_all()
+            then = None if self._writing else self._then
+        if then is not None:
+            then()
 
     def _write(self, layer: int, first: int, count: int, slot: Bytes) -> None:
         at = 0

@@ -68,11 +68,16 @@ class Fitter:
             if not self._missing():
                 return
             self._n_tokens = 0  # for the next try, should this one fail
+            if self._thread is None:  # one for all fits: what it reads with is kept until `close`
+                thread = threading.Thread(target=self._work, name="impress-fit", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as err:  # no more threads: no fault of who stores
+                    log.warning("no codec is fitted for now: %s", err)
+                    return
+                self._thread = thread
             self._busy = True
             self._state.notify_all()
-            if self._thread is None:  # one for all fits: what it reads with is kept until `close`
-                self._thread = threading.Thread(target=self._work, name="impress-fit", daemon=True)
-                self._thread.start()
 
     def wait(self, timeout_s: float) -> None:
         """Return when no fit is under way, or after timeout_s."""

@@ -171,7 +171,8 @@ class Home:
             self._counters.add("damaged_spans", len(damaged))
         ids = self.catalog.own
         mine = [span for span in superfluous + damaged if span in ids] + strange
-        known = [*mine, self.index.last_id, self.index.last_span]
+        # One that is only noted to be erased may not be another's: its note goes when it is erased.
+        known = [*mine, self.index.last_id, self.index.last_span, *self.index.to_erase()]
         return mine, max([last, ids.start, *(span for span in known if span in ids)])
 
     def _own_values(self, strange: list[int]) -> Iterator[tuple[int, bytes]]:

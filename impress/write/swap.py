@@ -59,21 +59,22 @@ class Swaps:
             record = self._headers.put(job.header)
             self._headers.sync([(record, job.sync_failures)])
             before = self._catalog.labels_to(job.old, record.first_window)
-            if before is None:  # it left the tree since heat_of looked
-                return self._spoilt(job, record, Swapped.GONE)
-            change = Change(record.span_id, job.old, before + record.labels)
-            known = self._history.carry(job.old, record.span_id, job.skip, record.n_windows)
-            self._index.commit(
-                {record.span_id: encode_index(record)}, [job.old], {record.span_id: heat},
-                wear=self._duties.wear(), changes=[change], history=known,
-                tick=self._history.tick, erase=(job.old,),
-            )  # fmt: skip
+            if before is not None:  # else it left the tree since heat_of looked
+                change = Change(record.span_id, job.old, before + record.labels)
+                known = self._history.carry(job.old, record.span_id, job.skip, record.n_windows)
+                self._index.commit(
+                    {record.span_id: encode_index(record)}, [job.old], {record.span_id: heat},
+                    wear=self._duties.wear(), changes=[change], history=known,
+                    tick=self._history.tick, erase=(job.old,),
+                )  # fmt: skip
         except Exception as err:
             why = str(failed(err))
             if isinstance(err, StoreFailed | MediumError):
                 self._duties.trouble(why)
             log.warning("span %d was not repacked: %s", job.old, why)
             return self._spoilt(job, record, Swapped.FAILED)  # forgotten, what history carried
+        if before is None:
+            return self._spoilt(job, record, Swapped.GONE)
         if not self._catalog.replace(job.old, record):  # or since labels_to did
             job.spoil([record.span_id])
             self._delete([record.span_id])
