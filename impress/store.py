@@ -1,7 +1,7 @@
 """The store: one directory, its tree, its tiers. The only place that knows both meaning and media.
 
 tokens ─lookup→ windows ─lease→ Session          (session.py: one request's reads)
-K, V ─writer→ slots → segments ─commit→ READY → tree   (writer.py, commit.py)
+K, V ─writer→ slots → segments ─commit→ READY → tree   (writer.py, batches.py)
 """
 
 from __future__ import annotations

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
+from test_repack import look
 
 import impress
 from impress.errors import StoreFailed
 from impress.write import admission, writer
+from impress.write.commit import Committer
 from impress.write.headers import Headers
 from impress.write.index import Index
+from impress.write.jobs import Batch, Intent, SwapJob, Swapped, Trial
+from tiers.base import PAGE
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -23,11 +29,13 @@ def no_memory(*_args: Any, **_options: Any) -> Any:
     raise MemoryError
 
 
-def two_together(store: impress.PrefixStore) -> tuple[impress.Stored, impress.Stored]:
-    """Stores that the committer takes up as one batch."""
+@contextlib.contextmanager
+def one_batch(store: impress.PrefixStore) -> Iterator[Committer]:
+    """The committer takes up as one what it is given meanwhile."""
     held, go = threading.Event(), threading.Event()
-    assert store._home.committer is not None
-    deal_with = store._home.committer._deal_with
+    committer = store._home.committer
+    assert committer is not None
+    deal_with = committer._batches.deal_with
 
     def waits(batch: Any) -> None:
         held.set()
@@ -35,15 +43,19 @@ def two_together(store: impress.PrefixStore) -> tuple[impress.Stored, impress.St
         deal_with(batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store._home.committer, "_deal_with", waits)
-        store._home.committer.settle()
-        barrier = threading.Event()
-        store._home.committer._put(barrier)
+        patch.setattr(committer._batches, "deal_with", waits)
+        committer._put(threading.Event())
         assert held.wait(60)
-        patch.undo()
-        stored = put_prompt(store, prompt(64, 1)), put_prompt(store, prompt(64, 2))
+    try:
+        yield committer
+    finally:
         go.set()
-    return stored
+
+
+def two_together(store: impress.PrefixStore) -> tuple[impress.Stored, impress.Stored]:
+    """Stores that the committer takes up as one batch."""
+    with one_batch(store):
+        return put_prompt(store, prompt(64, 1)), put_prompt(store, prompt(64, 2))
 
 
 def sound(store: impress.PrefixStore, seeds: list[int]) -> None:
@@ -107,7 +119,8 @@ def test_a_transaction_without_memory_fails_its_stores_and_gives_their_space_bac
 def test_a_failure_behind_the_transaction_is_told_to_all_and_takes_no_space_from_a_span(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index names them by then: to give their space to others would be two owners of it."""
+    """The index names them by then: to give their space to others would be two owners of it. They
+    were in no tree, where a purge would have found them, and back with the next open."""
     store = open_store(geometry)
     assert store._home.committer is not None
     with monkeypatch.context() as patch:
@@ -118,9 +131,111 @@ def test_a_failure_behind_the_transaction_is_told_to_all_and_takes_no_space_from
                 one.wait(60)
     put_prompt(store, prompt(64, 9)).wait(60)
     assert_serves(store, prompt(64, 9), 64)
+    assert store.purge() == (1, 0)
     store.close()
     again = open_store(geometry)
-    sound(again, [1, 2])
+    assert again.ssd.usage().used == 0
+    sound(again, [])
+
+
+def test_a_copy_that_the_tree_does_not_show_is_not_back_after_a_purge(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index named it, the tree the span it was a copy of: a purge took out the latter."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(256, 1)).wait(60)
+    look(store, prompt(256, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(store.catalog, "replace", no_memory)
+        assert [span.outcome for span in store.repack().spans] == ["failed"]
+    assert store.purge()[0] == 1
+    with pytest.raises(StoreFailed, match="MemoryError"):
+        store.flush()
+    store.close()
+    again = open_store(geometry)
+    assert again.ssd.usage().used == 0
+    sound(again, [])
+
+
+def test_until_what_no_tree_shows_is_out_of_the_index_a_purge_fails(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(geometry)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.catalog, "publish", no_memory)
+        patch.setattr(store.catalog, "quarantine", no_memory)
+        with pytest.raises(StoreFailed, match="the committer failed"):
+            put_prompt(store, prompt(64, 1)).wait(60)
+        with pytest.raises(StoreFailed, match="not purged: an error came before"):
+            store.purge()
+    store.purge()
+    store.close()
+    sound(open_store(geometry), [])
+
+
+def test_an_error_in_one_job_of_a_batch_leaves_nobody_of_the_others_waiting(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stood behind it was forgotten: a repacker waited for minutes, space was nobody's."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(64, 3)).wait(60)
+    (record,) = store.catalog.records()
+    slots = [store.ssd.reserve(PAGE) for _ in range(3)]
+    copy = replace(
+        record, span_id=record.span_id + 50, parts=slots[0].parts, meta=slots[1].parts[0]
+    )
+    outcomes: list[Swapped] = []
+    swap = SwapJob(
+        record.span_id + 1, SimpleNamespace(record=copy), store._home.leaving.spoil,
+        outcomes.append, 0, store.ssd.sync_failures,
+    )  # fmt: skip
+    intent, trial = Intent(replace(copy, span_id=copy.span_id + 1)), Trial(slots[2])
+    refused = store.writer(prompt(64, 2)).__enter__()
+    refused.put(0, 0, *(rows[0] for rows in kv_of(prompt(64, 2), geometry)))
+    with monkeypatch.context() as patch:
+        patch.setattr(store.catalog, "publish", no_memory)
+        patch.setattr(store._home.leaving, "overfull", no_memory)
+        with one_batch(store) as committer:
+            stored = put_prompt(store, prompt(64, 1))
+            refused.close(keep=False)
+            for job in (swap, intent, trial):
+                committer._put(job)
+        assert committer.barrier(60)
+    with pytest.raises(StoreFailed, match="MemoryError"):
+        stored.wait(0)
+    assert outcomes == [Swapped.GONE]
+    assert intent.ended.is_set() and trial.ended.is_set() and trial.error is None
+    store.evict(1 << 30)
+    assert store.ssd.usage().used == record.owned_bytes  # of the store whose end nobody knows
+    sound(store, [])
+
+
+def test_a_committer_without_memory_to_draw_a_batch_goes_on_when_there_is_some(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread ended: who waited for a store without a limit waited for ever."""
+    store = open_store(geometry)
+    add, calls = Batch.add, []
+
+    def sometimes(batch: Batch, job: Any) -> None:
+        calls.append(job)
+        no_memory() if len(calls) % 2 else add(batch, job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Batch, "add", sometimes)
+        for stored in two_together(store):
+            assert stored.wait(60)
+        store.flush()
+    failing = iter([no_memory])
+
+    def made() -> Batch:
+        return next(failing, Batch)()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("impress.write.commit.Batch", made)
+        assert put_prompt(store, prompt(64, 3)).wait(60)
+    assert next(failing, None) is None
+    sound(store, [1, 2])
 
 
 def test_a_delete_that_failed_for_want_of_memory_is_made_good(

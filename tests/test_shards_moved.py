@@ -291,7 +291,7 @@ def test_a_copy_whose_span_left_the_tree_before_its_commit_is_told_nobody_in_a_w
     chat, document, span = behind_a_system_prompt(pair)
     committer = a._home.committer
     assert committer is not None
-    sync, commit = committer._headers.sync, a.index.commit
+    sync, commit = committer._batches._headers.sync, a.index.commit
     served = []
 
     def synced(spans: Iterable[tuple[SpanRecord, int]]) -> None:
@@ -305,7 +305,7 @@ def test_a_copy_whose_span_left_the_tree_before_its_commit_is_told_nobody_in_a_w
         b.follow()
         served.append(b.lookup(document))
 
-    monkeypatch.setattr(committer._headers, "sync", synced)
+    monkeypatch.setattr(committer._batches._headers, "sync", synced)
     monkeypatch.setattr(a.index, "commit", committed)
     assert "the span left the tree meanwhile" in [s.outcome for s in a.repack().spans]
     a.flush()

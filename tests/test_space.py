@@ -17,7 +17,7 @@ from test_isolation import rows_of
 
 import impress
 import impress.write.admission
-import impress.write.commit
+import impress.write.batches
 import impress.write.leaving
 from impress.read.session import Lease
 from impress.spans.tables import read_header
@@ -52,7 +52,7 @@ class Hang:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write is soon given up, and home then soon tries again."""
-    monkeypatch.setattr(impress.write.commit, "WRITE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(impress.write.batches, "WRITE_TIMEOUT_S", 0.05)
     monkeypatch.setattr("impress.write.health.RETRY_S", 0.0)
 
 
@@ -159,7 +159,7 @@ def test_a_write_that_hangs_never_lands_on_what_was_stored_since(
     else:
         store.flush()
     assert writer.stored._end.is_set()
-    monkeypatch.setattr(impress.write.commit, "WRITE_TIMEOUT_S", 60.0)  # the next one is to come
+    monkeypatch.setattr(impress.write.batches, "WRITE_TIMEOUT_S", 60.0)  # the next one is to come
     assert put_prompt(store, prompt(256, 2)).wait(60)
     store.check()
     hang.go.set()

@@ -2,7 +2,7 @@
 And of a span that is mostly dead, its other windows evicted, what lives is rewritten.
 
 decide (packing.py) → copy on lane REPACK (span_copy.py) → one transaction swaps the spans
-(commit.py) → the tree shows the new one; the old one is reclaimed after its last lease (home.py).
+(swap.py) → the tree shows the new one; the old one is reclaimed after its last lease (home.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Final
 from impress.errors import FormatError, StoreFailed
 from impress.spans.format import SpanRecord, decode_extents
 from impress.stats import Counters
-from impress.write.commit import WRITE_TIMEOUT_S
+from impress.write.batches import WRITE_TIMEOUT_S
 from impress.write.directory import Shard
 from impress.write.index import Index
 from impress.write.limbo import Limbo

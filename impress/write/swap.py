@@ -30,24 +30,25 @@ class Swaps:
 
     def __init__(
         self, index: Index, headers: Headers, catalog: MergedCatalog, history: History,
-        duties: Duties, delete: Callable[[list[int]], None],
+        duties: Duties, delete: Callable[[list[int]], None], unseen: set[int],
     ) -> None:  # fmt: skip
-        """`delete`: these retired spans, now."""
+        """`delete`: these retired spans, now. `unseen`: what the index may name and the tree not
+        yet show."""
         self._index = index
         self._headers = headers
         self._catalog = catalog
         self._history = history
         self._duties = duties
         self._delete = delete
+        self._unseen = unseen
 
     def intend(self, intent: Intent) -> None:
-        """Note a copy, and what it takes of the day's writes; the error is said in the job."""
+        """Note a copy, and what it takes of the day's writes. Raises StoreFailed."""
         try:
             self._index.commit({}, wear=self._duties.wear(), intend=[intent.record])
         except StoreFailed as err:
             self._duties.trouble(str(err))
-            intent.error = err
-        intent.ended.set()
+            raise
 
     def swap(self, job: SwapJob) -> Swapped:
         """Old or new is in the index at any moment, never both and never neither."""
@@ -62,12 +63,14 @@ class Swaps:
             if before is not None:  # else it left the tree since heat_of looked
                 change = Change(record.span_id, job.old, before + record.labels)
                 known = self._history.carry(job.old, record.span_id, job.skip, record.n_windows)
+                self._unseen.add(record.span_id)
                 self._index.commit(
                     {record.span_id: encode_index(record)}, [job.old], {record.span_id: heat},
                     wear=self._duties.wear(), changes=[change], history=known,
                     tick=self._history.tick, erase=(job.old,),
                 )  # fmt: skip
         except Exception as err:
+            self._unseen.discard(record.span_id)
             why = str(failed(err))
             if isinstance(err, StoreFailed | MediumError):
                 self._duties.trouble(why)
@@ -75,7 +78,9 @@ class Swaps:
             return self._spoilt(job, record, Swapped.FAILED)  # forgotten, what history carried
         if before is None:
             return self._spoilt(job, record, Swapped.GONE)
-        if not self._catalog.replace(job.old, record):  # or since labels_to did
+        is_shown = self._catalog.replace(job.old, record)
+        self._unseen.discard(record.span_id)
+        if not is_shown:  # it left since labels_to looked
             job.spoil([record.span_id])
             self._delete([record.span_id])
             return Swapped.GONE

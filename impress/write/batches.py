@@ -1,0 +1,274 @@
+"""What the committer does with jobs that waited together.
+
+A store becomes READY here and nowhere else: its rows and header are on stable storage, then one
+index transaction names it, then the tree shows it. Stores that wait together commit together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from impress.errors import StoreFailed
+from impress.spans.format import encode_index
+from impress.stats import Counters
+from impress.tree.merged import MergedCatalog
+from impress.usage.history import History
+from impress.write.changes import Change
+from impress.write.headers import Headers
+from impress.write.index import Index
+from impress.write.jobs import Asked, Batch, Duties, GiveUp, StoreJob, SwapJob, Swapped, Trial
+from impress.write.swap import Swaps, failed
+from tiers.base import PAGE
+from tiers.errors import MediumError
+from tiers.slots import aligned
+from tiers.ssd import SsdTier
+
+#: A write that takes longer than this is stuck; its store fails.
+WRITE_TIMEOUT_S: Final = 120.0
+
+A = TypeVar("A", bound=Asked)
+
+
+class Batches:
+    """For the committer's thread alone; whoever waits for a job of a batch is told, come what may.
+
+    An error of no disk and no index (a bug, no memory) is the job's that met it, and flush tells
+    it. How far that came nobody knows: space that it has stays its own until the next open.
+    """
+
+    def __init__(
+        self, index: Index, ssd: SsdTier, headers: Headers, catalog: MergedCatalog,
+        counters: Counters, duties: Duties, history: History, fail: Callable[[Exception], None],
+    ) -> None:  # fmt: skip
+        """`fail` is told what the next flush is to raise."""
+        self._index = index
+        self._ssd = ssd
+        self._headers = headers
+        self._catalog = catalog
+        self._counters = counters
+        self._duties = duties
+        self._fail = fail
+        self._unseen: set[int] = set()  # in the index, or about to be, and not yet in the tree
+        self._swaps = Swaps(index, headers, catalog, history, duties, self._delete, self._unseen)
+        self.names: dict[bytes, str] = index.names()
+        """Root key -> what its namespace is called, in the index."""
+        self._undone = Batch()  # deletes that failed
+        self.undone = ""
+        """Why spans that were deleted are still in the index; empty: none are."""
+
+    @property
+    def undeleted(self) -> list[int]:
+        """Spans that are `undone`."""
+        return self._undone.deletes
+
+    def deal_with(self, batch: Batch) -> None:
+        """All of its jobs but the barriers."""
+        self.attempt(self.retry)
+        err = self.attempt(self._commit, batch)
+        if err is not None:
+            self.attempt(self._abandon, batch, err)
+        for job in batch.given_up:
+            self.attempt(self._give_up, job)
+        for intent in batch.intents:
+            self._answer(intent, self._swaps.intend)
+        for swap in batch.swaps:
+            self.attempt(self._swap, swap)
+        for trial in batch.trials:
+            self._answer(trial, self._try)
+        self.attempt(self._thin_out, batch)
+
+    def attempt(self, act: Callable[..., None], *args: Any) -> StoreFailed | None:
+        """What it fails with is kept for flush."""
+        try:
+            act(*args)
+        except Exception as err:
+            told = err if isinstance(err, StoreFailed) else failed(err, "the committer failed: ")
+            self._fail(told)
+            return told
+        return None
+
+    def retry(self) -> None:
+        """Delete what could not be deleted before, in a transaction of its own."""
+        if self._unseen:
+            self._take_back()
+        if self.undone:
+            self._commit(self._undone)
+
+    def _take_back(self) -> None:
+        """Out of the index, and of the tree what it shows of them: a purge would not find them."""
+        # Until that is done, a purge fails.
+        self.undone = self.undone or "an error came before all that was stored could be found"
+        spans = [*self._unseen]
+        below = [span for one in spans for span in self._catalog.quarantine(one)]
+        spans = [*dict.fromkeys(spans + [span for span in below if span in self._catalog.own])]
+        self._duties.spoil(spans)
+        self._add_undone(Batch(deletes=spans))
+        self._unseen.clear()
+
+    def _answer(self, job: A, act: Callable[[A], None]) -> None:
+        try:
+            act(job)
+        except (StoreFailed, MediumError) as err:
+            job.error = err
+        except Exception as err:
+            job.error = failed(err, "the committer failed: ")
+        job.ended.set()
+
+    def _give_up(self, job: GiveUp) -> None:
+        with contextlib.suppress(StoreFailed):  # a write that failed has ended too
+            job.draft.settle(WRITE_TIMEOUT_S)
+        self._give_back(job)
+
+    def _swap(self, job: SwapJob) -> None:
+        outcome = Swapped.FAILED
+        try:
+            outcome = self._swaps.swap(job)
+        finally:
+            job.done(outcome)
+
+    def _try(self, trial: Trial) -> None:
+        try:
+            self._ssd.write(trial.slot, 0, aligned(PAGE))
+            self._ssd.sync([trial.slot])
+            self._index.commit({}, wear=self._duties.wear())
+        finally:
+            self._ssd.free(trial.slot)
+
+    def _thin_out(self, batch: Batch) -> None:
+        """What is above home's high watermark, but for what has just come."""
+        if self.undone:
+            return  # nothing more leaves the tree in vain
+        surplus = self._duties.overfull([job.draft.record.span_id for job in batch.stores])
+        if surplus:
+            self._delete(surplus)
+
+    def _abandon(self, batch: Batch, err: StoreFailed) -> None:
+        """Whoever waits for its stores is told; what was to be deleted is deleted again."""
+        for job in batch.stores:
+            job.stored.settle(job.stored.refused, err)  # of those READY nothing changes
+        if batch.deletes or batch.forget:
+            self._add_undone(batch)
+            self.undone = str(err)
+
+    def _delete(self, spans: list[int]) -> None:
+        self._commit(Batch(deletes=spans))
+
+    # ---- one batch -------------------------------------------------------------------------
+
+    def _commit(self, batch: Batch) -> None:
+        written = [job for job in batch.stores if self._write_header(job)]
+        puts = {job.draft.record.span_id: encode_index(job.draft.record) for job in written}
+        names = {
+            job.draft.record.root: job.name
+            for job in written
+            if job.name and self.names.get(job.draft.record.root) != job.name
+        }
+        self._unseen.update(puts)
+        try:
+            self._headers.sync((job.draft.record, job.draft.sync_failures) for job in written)
+            if puts or batch.deletes or batch.forget:
+                born = dict.fromkeys(puts, (0, self._catalog.tick))
+                wear = self._duties.wear()
+                changes = [
+                    *(Change(job.draft.record.span_id, 0, job.draft.prefix) for job in written),
+                    *(Change(0, span) for span in batch.deletes),
+                ]
+                self._index.commit(
+                    puts, batch.deletes, born, names, wear, changes, forget=batch.forget,
+                    erase=self._duties.spoilt,
+                    unname=[root for root in batch.roots if root not in self.names],
+                )  # fmt: skip
+        except Exception as err:  # the transaction is whole or nothing, memory or none
+            self._unseen.difference_update(puts)
+            told = failed(err)
+            if isinstance(err, StoreFailed | MediumError):
+                self._duties.trouble(str(told))
+            for job in written:
+                self._drop(job, told)
+            if batch.deletes or batch.forget:
+                self._keep(batch, str(told))
+            if written:
+                self.retry()  # alone: it may have been the stores that did not go
+            return
+        if batch is self._undone:
+            self._undone, self.undone = Batch(), ""
+        self.names.update(names)
+        added = {job.draft.record.span_id: self._publish(job) for job in written}
+        superfluous = [span for span, n in added.items() if n <= 0]
+        if superfluous:
+            # What was before them may have been purged: nothing is left of these, nor in the log.
+            lost = [span for span, n in added.items() if n < 0]
+            self._duties.spoil(lost)
+            self._commit(Batch(deletes=superfluous, forget=bool(lost)))
+        own = self._catalog.own  # an index that was copied names another shard's, too
+        self._duties.reclaim(self._catalog.deleted(span for span in batch.deletes if span in own))
+
+    def _keep(self, batch: Batch, why: str) -> None:
+        """These deletes are to be tried again: their spans would come back with the next open."""
+        if batch is not self._undone:
+            self._fail(StoreFailed(why))
+            self._add_undone(batch)
+        self.undone = why
+
+    def _add_undone(self, batch: Batch) -> None:
+        undone = self._undone
+        deletes = [*dict.fromkeys(undone.deletes + batch.deletes)]
+        forget, roots = undone.forget or batch.forget, undone.roots | batch.roots
+        self._undone = Batch(deletes=deletes, forget=forget, roots=roots)
+
+    def _write_header(self, job: StoreJob) -> bool:
+        """Wait for the rows, then write the header. False when there is nothing to commit."""
+        draft = job.draft
+        try:
+            draft.settle(WRITE_TIMEOUT_S)
+            stored = self._catalog.lookup(draft.record.root, draft.prefix)
+            # Else purged, or another store of the same tokens was first.
+            is_new = not job.stored.refused and stored != draft.record.end_window
+            if is_new:
+                self._headers.write(draft, job.name)
+        except Exception as err:
+            told = failed(err)
+            if isinstance(err, MediumError) or isinstance(
+                err.__cause__, MediumError | TimeoutError
+            ):
+                self._duties.trouble(str(err.__cause__ or err))
+            self._drop(job, told)
+            return False
+        if not is_new:  # not above: what fails in giving its space back must not give it back again
+            self._drop(job, None)
+        return is_new
+
+    def _publish(self, job: StoreJob) -> int:
+        """Windows it added to the tree; not above 0: its span is retired."""
+        record = job.draft.record
+        added = self._catalog.publish(record, job.draft.prefix)
+        self._unseen.discard(record.span_id)
+        lost = None
+        if added < 0:
+            lost = StoreFailed("store: the prefix before these rows went bad meanwhile")
+            self._fail(lost)
+        job.done()
+        job.stored.settle(error=lost)
+        self._counters.add("stored_tokens", max(added, 0) * record.window)
+        self._counters.add("stored_bytes", record.data_bytes if added > 0 else 0)
+        return added
+
+    def _give_back(self, job: StoreJob | GiveUp) -> None:
+        """Its space, once none of its writes can land there any more: one may be stuck."""
+
+        def free() -> None:
+            self._duties.scrap([job.draft.record])
+            job.done()
+
+        job.draft.give_up(free)
+
+    def _drop(self, job: StoreJob, error: Exception | None) -> None:
+        self._give_back(job)
+        job.stored.settle(job.stored.refused, error)
+        if error is not None:
+            self._counters.add("refused/failed")
+            self._fail(error)
+        elif job.stored.refused:
+            self._counters.add(f"refused/{job.stored.refused}")
