@@ -118,10 +118,17 @@ _BEFORE: Final = {"policy": "exact"}
 
 
 def rows_table(report: Mapping[str, Any], columns: Mapping[str, str], cell: str = "") -> str:
-    """Some columns of a report's rows; `cell`: of that one only."""
+    """Some columns of a report's rows; `cell`: of that one only. Those of other tables lack some.
+
+    Empty where no row has them all: that part was not run, or a column is called otherwise.
+    """
     made = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for row in ({**_BEFORE, **row} for row in report["rows"]):
-        if all(name in row for name in columns.values()) and cell in ("", row.get("cell")):
+    whole = [row for row in ({**_BEFORE, **row} for row in report["rows"])
+             if all(name in row for name in columns.values())]  # fmt: skip
+    if not whole:
+        return ""
+    for row in whole:
+        if cell in ("", row.get("cell")):
             made.append(f"| {' | '.join(_cell(row[name]) for name in columns.values())} |")
     return "\n".join(dict.fromkeys(made)) + "\n"  # what two cells say alike is said once
 

@@ -132,6 +132,13 @@ def test_rows_are_printed_by_the_names_they_have(tmp_path: Path) -> None:
     assert "| m | 0.311 | 0.5 | 1 | 1 | 0.25 |" in text
 
 
+def test_a_table_none_of_whose_columns_were_measured_says_so(tmp_path: Path) -> None:
+    """It was a head without a row, as if there had been nothing to say."""
+    row = {"model": "m", "threshold": 0.3, "share": 0.5}
+    text = _filled(tmp_path, "threshold", {"threshold": {"figures": {}, "rows": [row]}})
+    assert "not yet run" in text and "| model |" not in text
+
+
 def test_cells_stand_side_by_side_and_the_base_cell_in_full(tmp_path: Path) -> None:
     def rows(cell: str, **ms: float) -> list[dict]:
         rest = {
