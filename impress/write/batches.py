@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from impress.errors import StoreFailed
-from impress.spans.format import encode_index
+from impress.spans.format import SpanRecord, encode_index
 from impress.stats import Counters
 from impress.tree.merged import MergedCatalog
 from impress.usage.history import History
@@ -50,7 +50,10 @@ class Batches:
         self._counters = counters
         self._duties = duties
         self._fail = fail
-        self._unseen: set[int] = set()  # in the index, or about to be, and not yet in the tree
+        self._unseen: dict[
+            int, SpanRecord
+        ] = {}  # in the index, or about to be, not yet in the tree
+        self._strays: list[SpanRecord] = []  # of these, those that never came into the tree
         self._swaps = Swaps(index, headers, catalog, history, duties, self._delete, self._unseen)
         self.names: dict[bytes, str] = index.names()
         """Root key -> what its namespace is called, in the index."""
@@ -102,9 +105,11 @@ class Batches:
         self.undone = self.undone or "an error came before all that was stored could be found"
         spans = [*self._unseen]
         below = [span for one in spans for span in self._catalog.quarantine(one)]
+        strays = [record for span, record in self._unseen.items() if not self._catalog.knows(span)]
         spans = [*dict.fromkeys(spans + [span for span in below if span in self._catalog.own])]
         self._duties.spoil(spans)
         self._add_undone(Batch(deletes=spans))
+        self._strays += strays
         self._unseen.clear()
 
     def _answer(self, job: A, act: Callable[[A], None]) -> None:
@@ -165,7 +170,7 @@ class Batches:
             for job in written
             if job.name and self.names.get(job.draft.record.root) != job.name
         }
-        self._unseen.update(puts)
+        self._unseen.update((job.draft.record.span_id, job.draft.record) for job in written)
         try:
             self._headers.sync((job.draft.record, job.draft.sync_failures) for job in written)
             if puts or batch.deletes or batch.forget:
@@ -181,7 +186,8 @@ class Batches:
                     unname=[root for root in batch.roots if root not in self.names],
                 )  # fmt: skip
         except Exception as err:  # the transaction is whole or nothing, memory or none
-            self._unseen.difference_update(puts)
+            for span in puts:
+                self._unseen.pop(span, None)
             told = failed(err)
             if isinstance(err, StoreFailed | MediumError):
                 self._duties.trouble(str(told))
@@ -194,12 +200,14 @@ class Batches:
             return
         if batch is self._undone:
             self._undone, self.undone = Batch(), ""
+            strays, self._strays = self._strays, []
+            self._duties.reclaim(strays)  # who follows this index may have read them
         self.names.update(names)
         added = {job.draft.record.span_id: self._publish(job) for job in written}
-        superfluous = [span for span, n in added.items() if n <= 0]
+        superfluous = [span for span, n in added.items() if n is not None and n <= 0]
         if superfluous:
             # What was before them may have been purged: nothing is left of these, nor in the log.
-            lost = [span for span, n in added.items() if n < 0]
+            lost = [span for span in superfluous if added[span] != 0]
             self._duties.spoil(lost)
             self._commit(Batch(deletes=superfluous, forget=bool(lost)))
         own = self._catalog.own  # an index that was copied names another shard's, too
@@ -240,19 +248,24 @@ class Batches:
             self._drop(job, None)
         return is_new
 
-    def _publish(self, job: StoreJob) -> int:
-        """Windows it added to the tree; not above 0: its span is retired."""
-        record = job.draft.record
-        added = self._catalog.publish(record, job.draft.prefix)
-        self._unseen.discard(record.span_id)
-        lost = None
-        if added < 0:
-            lost = StoreFailed("store: the prefix before these rows went bad meanwhile")
+    def _publish(self, job: StoreJob) -> int | None:
+        """Windows it added to the tree; not above 0: its span is retired. None: an error came, and
+        what there is of it is taken back with the next turn."""
+        record, added, lost = job.draft.record, None, None
+        try:
+            added = self._catalog.publish(record, job.draft.prefix)
+            self._unseen.pop(record.span_id, None)
+            if added < 0:
+                lost = StoreFailed("store: the prefix before these rows went bad meanwhile")
+        except Exception as err:
+            lost = failed(err, "the committer failed: ")
+        if lost is not None:
             self._fail(lost)
         job.done()
         job.stored.settle(error=lost)
-        self._counters.add("stored_tokens", max(added, 0) * record.window)
-        self._counters.add("stored_bytes", record.data_bytes if added > 0 else 0)
+        n_windows = max(added or 0, 0)
+        self._counters.add("stored_tokens", n_windows * record.window)
+        self._counters.add("stored_bytes", record.data_bytes if n_windows else 0)
         return added
 
     def _give_back(self, job: StoreJob | GiveUp) -> None:

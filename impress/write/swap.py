@@ -30,7 +30,7 @@ class Swaps:
 
     def __init__(
         self, index: Index, headers: Headers, catalog: MergedCatalog, history: History,
-        duties: Duties, delete: Callable[[list[int]], None], unseen: set[int],
+        duties: Duties, delete: Callable[[list[int]], None], unseen: dict[int, SpanRecord],
     ) -> None:  # fmt: skip
         """`delete`: these retired spans, now. `unseen`: what the index may name and the tree not
         yet show."""
@@ -63,14 +63,14 @@ class Swaps:
             if before is not None:  # else it left the tree since heat_of looked
                 change = Change(record.span_id, job.old, before + record.labels)
                 known = self._history.carry(job.old, record.span_id, job.skip, record.n_windows)
-                self._unseen.add(record.span_id)
+                self._unseen[record.span_id] = record
                 self._index.commit(
                     {record.span_id: encode_index(record)}, [job.old], {record.span_id: heat},
                     wear=self._duties.wear(), changes=[change], history=known,
                     tick=self._history.tick, erase=(job.old,),
                 )  # fmt: skip
         except Exception as err:
-            self._unseen.discard(record.span_id)
+            self._unseen.pop(record.span_id, None)
             why = str(failed(err))
             if isinstance(err, StoreFailed | MediumError):
                 self._duties.trouble(why)
@@ -79,7 +79,7 @@ class Swaps:
         if before is None:
             return self._spoilt(job, record, Swapped.GONE)
         is_shown = self._catalog.replace(job.old, record)
-        self._unseen.discard(record.span_id)
+        self._unseen.pop(record.span_id, None)
         if not is_shown:  # it left since labels_to looked
             job.spoil([record.span_id])
             self._delete([record.span_id])
