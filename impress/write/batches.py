@@ -50,9 +50,8 @@ class Batches:
         self._counters = counters
         self._duties = duties
         self._fail = fail
-        self._unseen: dict[
-            int, SpanRecord
-        ] = {}  # in the index, or about to be, not yet in the tree
+        # In the index, or about to be, and not yet in the tree.
+        self._unseen: dict[int, SpanRecord] = {}
         self._strays: list[SpanRecord] = []  # of these, those that never came into the tree
         self._swaps = Swaps(index, headers, catalog, history, duties, self._delete, self._unseen)
         self.names: dict[bytes, str] = index.names()
