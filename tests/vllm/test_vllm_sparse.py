@@ -181,7 +181,8 @@ class Asked:
         ]
         model = AutoModelForCausalLM.from_pretrained(str(LOOKUP), dtype="float32").eval()
         geometry = hf.hf_models.geometry_of(model.config, model.dtype)
-        config = Config(**{**SMALL, "probes": PROBES})
+        # By what each costs the mode hangs on the time: on a busy machine one was read exactly.
+        config = Config(**{**SMALL, "probes": PROBES}, mode="sparse")
         name = namespace_of(model, cross_engine=True)
         self.answers: dict[str, list[list[int]]] = {}
         self.fell_back: dict[str, list[float]] = {}
@@ -234,11 +235,7 @@ def test_answers_are_the_transformers_engines_at_the_same_selection(
         answers = served.ask(asked.prompts, n=N_NEW)
         assert [answer.said["mode"] for answer in answers] == ["sparse"] * 8, named
         assert tokens(answers) == asked.answers[named], named
-        # Which prompts share a step hangs on when they are ready, and the last bits of sums on it:
-        # on a busy machine a gate that stood on its edge went the other way in one layer.
-        shares = [answer.said["fallback_share"] for answer in answers]
-        apart = [abs(a - b) for a, b in zip(shares, asked.fell_back[named], strict=True) if a != b]
-        assert len(apart) <= 1 and sum(apart) <= 0.25, named  # one layer of four
+        assert [answer.said["fallback_share"] for answer in answers] == asked.fell_back[named]
         if named == "quality":
             assert max(answer.said["chosen_rows_share"] for answer in answers) < 0.9
     assert 0.25 in asked.fell_back["paper"], "the test wants prompts with exactly one layer whole"
