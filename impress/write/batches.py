@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from impress.errors import StoreFailed
 from impress.spans.format import SpanRecord, encode_index
@@ -27,8 +27,6 @@ from tiers.ssd import SsdTier
 
 #: A write that takes longer than this is stuck; its store fails.
 WRITE_TIMEOUT_S: Final = 120.0
-
-A = TypeVar("A", bound=Asked)
 
 
 class Batches:
@@ -111,7 +109,7 @@ class Batches:
         self._strays += strays
         self._unseen.clear()
 
-    def _answer(self, job: A, act: Callable[[A], None]) -> None:
+    def _answer(self, job: Asked, act: Callable[[Any], None]) -> None:
         try:
             act(job)
         except (StoreFailed, MediumError) as err:
@@ -203,12 +201,12 @@ class Batches:
             self._duties.reclaim(strays)  # who follows this index may have read them
         self.names.update(names)
         added = {job.draft.record.span_id: self._publish(job) for job in written}
-        superfluous = [span for span, n in added.items() if n is not None and n <= 0]
+        superfluous = {span: n for span, n in added.items() if n is not None and n <= 0}
         if superfluous:
             # What was before them may have been purged: nothing is left of these, nor in the log.
-            lost = [span for span in superfluous if added[span] != 0]
+            lost = [span for span, n in superfluous.items() if n < 0]
             self._duties.spoil(lost)
-            self._commit(Batch(deletes=superfluous, forget=bool(lost)))
+            self._commit(Batch(deletes=[*superfluous], forget=bool(lost)))
         own = self._catalog.own  # an index that was copied names another shard's, too
         self._duties.reclaim(self._catalog.deleted(span for span in batch.deletes if span in own))
 
