@@ -107,6 +107,19 @@ def test_verify_skips_spans_that_a_writer_evicts_meanwhile(path):
     assert verdict.problems == [] and verdict.gone == 2
 
 
+def test_verify_does_not_take_an_index_that_goes_bad_for_evictions(path):
+    """Of a span that the index does not name any more nothing is told: where it was gone as a
+    whole, no problem was, and what was damaged passed for sound."""
+    flip_a_bit(path, records_of(path)[1].parts[0], off=8192 + 5)
+
+    def goes(done, of):
+        if not done:
+            Shard(path).index.rename(path / "elsewhere")
+
+    problems = [problem.what for problem in verify_store(path, goes).problems]
+    assert len(problems) == 2 and any("missing" in what for what in problems)
+
+
 def test_verify_prints_no_tokens(path):
     flip_a_bit(path, records_of(path)[0].parts[0])
     flip_a_bit(path, records_of(path)[1].meta, 20)

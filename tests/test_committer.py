@@ -149,7 +149,7 @@ def test_a_copy_that_the_tree_does_not_show_is_not_back_after_a_purge(
     with monkeypatch.context() as patch:
         patch.setattr(store.catalog, "replace", no_memory)
         assert [span.outcome for span in store.repack().spans] == ["failed"]
-    assert store.purge()[0] == 1
+    store.purge()
     assert store.ssd.usage().used == 0
     with pytest.raises(StoreFailed, match="MemoryError"):
         store.flush()
@@ -157,6 +157,158 @@ def test_a_copy_that_the_tree_does_not_show_is_not_back_after_a_purge(
     again = open_store(geometry)
     assert again.ssd.usage().used == 0
     sound(again, [])
+
+
+def test_what_a_copy_that_is_not_shown_was_made_of_is_given_up_too(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tree went on showing it where the index did not name it any more: it was served, and so
+    not stored again, and gone with the next open, with all that had been stored behind it."""
+    store = open_store(geometry)
+    for n in (256, 512):
+        put_prompt(store, prompt(n, 1)).wait(60)
+    look(store, prompt(256, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(store.catalog, "replace", no_memory)
+        assert "failed" in [span.outcome for span in store.repack().spans]
+    with pytest.raises(StoreFailed, match="MemoryError"):
+        store.flush()
+    store.flush()
+    shown = {record.span_id for record in store.catalog.records()}
+    assert shown == {span for span, _ in store.index.spans()}
+    put_prompt(store, prompt(512, 1)).wait(60)
+    store.close()
+    again = open_store(geometry)
+    assert_serves(again, prompt(512, 1), 512)
+    again.check()
+
+
+def test_what_another_was_before_is_not_back_after_an_error_and_a_purge(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index named it, no tree showed it, and it was crossed off as dealt with: a purge took
+    out the other one, and with the next open the prompt was served again."""
+    store = open_store(geometry)
+    committer = store._home.committer
+    assert committer is not None
+    writers = [store.writer(prompt(64, 1)).__enter__() for _ in range(2)]
+    for begun in writers:
+        for layer in range(geometry.n_layers):
+            begun.put(layer, 0, *(rows[layer] for rows in kv_of(prompt(64, 1), geometry)))
+    with monkeypatch.context() as patch:
+        commit = committer._batches._commit
+
+        def only_the_first(batch: Batch) -> None:
+            commit(batch) if batch.stores else no_memory()
+
+        patch.setattr(committer._batches, "_commit", only_the_first)
+        with one_batch(store):
+            for begun in writers:
+                begun.__exit__(None, None, None)
+        assert committer.barrier(60)
+    assert sum(begun.stored.ready for begun in writers) == 2
+    assert len([*store.index.spans()]) == 2
+    store.purge()
+    store.close()
+    again = open_store(geometry)
+    assert again.ssd.usage().used == 0
+    sound(again, [])
+
+
+def test_a_span_that_left_the_tree_and_was_told_to_nobody_goes_with_a_purge(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error came between its leaving the tree and its deletion."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(64, 1)).wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(store._home.leaving, "_counters", SimpleNamespace(add=no_memory))
+        with pytest.raises(MemoryError):
+            store._home.leaving._take_out(1)
+    assert_serves(store, prompt(64, 1), 0)
+    store.purge()
+    store.close()
+    again = open_store(geometry)
+    assert again.ssd.usage().used == 0
+    sound(again, [])
+
+
+def test_a_store_whose_end_fails_is_its_own_error(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those behind it in the batch were not published, and told of an error that was not theirs."""
+    store = open_store(geometry)
+    done, calls = admission.Admission._done, []
+
+    def fails_once(*args: Any) -> None:
+        done(*args)
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError
+
+    monkeypatch.setattr(admission.Admission, "_done", fails_once)
+    assert all(stored.wait(60) for stored in two_together(store))
+    sound(store, [1, 2])
+
+
+def test_no_memory_even_to_say_so_leaves_nobody_waiting_and_forgets_nothing(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words for an error are made where memory is short, or a handler of the log's fails: that
+    error ended the batch, its stores were waited for without an end, a purge passed for done."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(64, 3)).wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "commit", no_memory)
+        patch.setattr("impress.write.swap.log.error", no_memory)
+        for stored in two_together(store):
+            with pytest.raises(StoreFailed, match="could not say of what"):
+                stored.wait(60)
+        with pytest.raises(StoreFailed, match="not purged"):
+            store.purge()
+    store.purge()
+    store.close()
+    again = open_store(geometry)
+    assert again.ssd.usage().used == 0
+    sound(again, [])
+
+
+def test_what_cannot_be_taken_back_yet_keeps_no_other_delete(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(geometry)
+    put_prompt(store, prompt(64, 1)).wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "commit", no_memory)
+        assert store.evict(1) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(store.catalog, "publish", no_memory)
+        patch.setattr(store.catalog, "quarantine", no_memory)
+        with pytest.raises(StoreFailed, match="the committer failed"):
+            put_prompt(store, prompt(64, 2)).wait(60)
+        with pytest.raises(StoreFailed):
+            store.flush()
+        assert len([*store.index.spans()]) == 1  # what cannot be taken back
+        assert "an error came before" in store._home.committer.undone
+    sound(store, [])
+    assert not store._home.committer.undone
+
+
+def test_a_close_saves_what_it_can(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of its last reclaiming ended the thread before its last transaction."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(64, 1)).wait(60)
+    assert_serves(store, prompt(64, 1), 64)
+    committer = store._home.committer
+    assert committer is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(committer, "_settle", no_memory)
+        committer.close(60)
+    assert committer.ended
+    assert [hits for hits, _ in store.index.heat().values()] == [1]
+    store.close()
 
 
 def test_until_what_no_tree_shows_is_out_of_the_index_a_purge_fails(
@@ -292,6 +444,31 @@ def test_how_often_prefixes_were_leased_outlives_a_kill(
     store._home.save_history()
     store.flush()
     assert store.index.version() == saved  # nothing new, nothing written
+
+
+def test_history_that_could_not_be_saved_is_saved_with_the_next(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a full disk did not take counted as saved: of a span that was not asked for again
+    before the end it was lost."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(64, 1)).wait(60)
+    look(store, prompt(64, 1))
+    (record,) = store.catalog.records()
+
+    def full(*_args: Any) -> None:
+        raise StoreFailed("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "save_history", full)
+        store._home.save_history()
+        assert store._home.committer is not None and store._home.committer.barrier(60)
+    assert store.index.history(record.span_id) is None
+    store.history.check()
+    store._home.save_history()
+    store.flush()
+    assert store.index.history(record.span_id) is not None
+    store.history.check()
 
 
 def test_what_fails_behind_a_give_back_gives_no_space_back_twice(

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from impress.cli.main import app
 from impress.errors import StoreFailed
 from impress.upkeep.rebuild import rebuild_store
 from impress.write.env import compact
+from impress.write.limbo import Limbo
+from impress.write.reclaim import Reclaim
 from tiers.base import Extent, Slot
 from tiers.errors import MediumError
 from tiers.ssd import SsdTier
@@ -489,6 +492,64 @@ def test_a_purge_reaches_what_was_evicted_or_bad_and_is_held_yet(
     assert not any(row_of(prefix) in held for prefix in tokens)
     assert store.ssd.usage().used == 0
     store.check()
+
+
+def test_what_is_held_at_a_purge_or_under_way_is_erased_after_a_kill_too(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path
+) -> None:
+    """What was to be erased is noted from the index: of what was out of it already, evicted or bad
+    and held yet, and of stores not yet in it, the dead process alone knew."""
+    store, bad, begun = open_store(geometry, repack_every_s=0), prompt(64, 1), prompt(64, 2)
+    put_prompt(store, bad).wait(60)
+    with store.lease(bad) as lease, store.writer(begun) as writer:
+        (source,) = lease.sources
+        store._home.leaving.quarantine(source.held.record.span_id)
+        store.flush()
+        for layer in range(geometry.n_layers):
+            writer.put(layer, 0, *(rows[layer] for rows in kv_of(begun, geometry)))
+        ((draft, _),) = store._admission._drafts.values()
+        draft.settle(60)
+        assert store.purge() == (0, 1)
+        assert len(store.index.to_erase()) == 2
+        killed = tmp_path / "killed"
+        shutil.copytree(store.path, killed)
+    left = everything_in(segments(killed))
+    assert row_of(bad) in left and row_of(begun) in left
+    impress.PrefixStore.open(killed, geometry, "test", impress.Config(**SMALL)).close()
+    left = everything_in(segments(killed))
+    assert row_of(bad) not in left and row_of(begun) not in left
+    put_prompt(store, prompt(64, 3)).wait(60)
+    store.flush()
+    assert not store.index.to_erase()  # erased by the one that went on, too
+    store.check()
+
+
+def test_the_command_does_not_say_erased_where_erasing_failed_at_the_end(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another process was reading is erased as the store closes: nobody looked at how."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(64, 1)).wait(60)
+    path = store.path
+    store.close()
+    close = Reclaim.close
+
+    def fails(self: Reclaim) -> bool:
+        self._counters.add("unerased_spans", 1)
+        return close(self)
+
+    monkeypatch.setattr(Reclaim, "close", fails)
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--namespace", "test"])
+    assert done.exit_code == 2 and "not all could be overwritten" in done.output
+
+
+def test_a_reader_that_begins_while_readers_are_listed_is_waited_for() -> None:
+    """What came into limbo behind the list was given to others: it had been read from there."""
+    limbo = Limbo(60.0)
+    record = SimpleNamespace(span_id=3)
+    limbo.add(record, 7, 10.5)
+    assert limbo.take([], 10.0) == []
+    assert limbo.take([], 11.0) == [record]
 
 
 def test_a_store_that_closes_beside_a_purge_touches_nothing_any_more(

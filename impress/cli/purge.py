@@ -12,7 +12,7 @@ from impress.blockhash import namespace_digest
 from impress.cli.options import Json, Store, print_json, store_dir
 from impress.cli.survey import called
 from impress.config import Config
-from impress.errors import BadInput
+from impress.errors import BadInput, StoreFailed
 from impress.spans.params import Params
 from impress.store import PrefixStore
 from impress.terminal import out, size
@@ -103,7 +103,7 @@ def _erased(
     if shards:
         with PrefixStore.open(where, identity.geometry, b"purge", config, "r") as reader:
             digests = _digests(reader, shards, namespace)
-    spans = freed = 0
+    spans = freed = unerased = 0
     for shard in shards:
         of_shard = config.model_copy(update={"shard": shard.number})
         with writing(shard):
@@ -111,9 +111,12 @@ def _erased(
                 before = opened.ssd.usage().used
                 spans += opened.purge(tenant, namespaces=digests)[0]
                 freed += before - opened.ssd.usage().used
+            unerased += opened.counters["unerased_spans"]  # what was held until it closed
             shard.lock()
         compact(shard.index)
         shard.unlock()
+    if unerased:
+        raise StoreFailed(f"{where}: purged, but not all could be overwritten; see the log")
     return digests, spans, freed
 
 

@@ -368,7 +368,15 @@ class _Verification:
 
     def _drop_evicted(self) -> None:
         """Forget what was found about spans that a writer removed while this ran."""
-        evicted, now = set(), _values(self._shard, Verdict())
+        evicted: set[int] = set()
+        for _ in range(2):  # between the renames of an index made anew there is none for a moment
+            again = Verdict()
+            now = _values(self._shard, again)
+            if not again.problems:
+                break
+        else:  # it cannot be told
+            self._verdict.add(again)
+            return
         for span in {p.span for p in self._verdict.problems if p.span is not None}:
             if now.get(span) != self._values[span]:
                 evicted.add(span)

@@ -105,18 +105,22 @@ class Admission:
         """Whether a write of theirs is under way."""
         return any(draft.writing for draft, _ in list(self._drafts.values()))
 
-    def _refuse(self, wanted: Wanted) -> None:
-        """A purge: what is under way of this is never READY, and erased before its space is free.
+    def _refuse(self, wanted: Wanted) -> list[SpanRecord]:
+        """A purge: what is under way of this is never READY, and erased before its space is free;
+        where that lies.
 
         What the committer is at this moment may be READY all the same.
         """
         for stored, root in list(self._begun.items()):  # first: from there they go to the drafts
             if wanted(self._namespace, root):
                 stored.refused = stored.refused or "purged"
+        refused = []
         for draft, stored in list(self._drafts.values()):
             if wanted(draft.record.namespace, draft.record.root):
                 self._home.leaving.spoil([draft.record.span_id])
                 stored.refused = stored.refused or "purged"
+                refused.append(draft.record)
+        return refused
 
     def _done(self, draft: Draft, held: Sequence[Held]) -> None:
         """The committer is through with a draft."""

@@ -27,6 +27,7 @@ from tiers.ssd import SsdTier
 
 #: A write that takes longer than this is stuck; its store fails.
 WRITE_TIMEOUT_S: Final = 120.0
+_NOT_FOUND: Final = "an error came before all that was stored could be found"
 
 
 class Batches:
@@ -48,13 +49,14 @@ class Batches:
         self._counters = counters
         self._duties = duties
         self._fail = fail
-        # In the index, or about to be, and not yet in the tree.
+        # In the index, or about to be, and not yet in the tree, nor out of both again.
         self._unseen: dict[int, SpanRecord] = {}
         self._strays: list[SpanRecord] = []  # of these, those that never came into the tree
         self._swaps = Swaps(index, headers, catalog, history, duties, self._delete, self._unseen)
         self.names: dict[bytes, str] = index.names()
         """Root key -> what its namespace is called, in the index."""
         self._undone = Batch()  # deletes that failed
+        self._left: list[Batch] = []  # whose deletes are to be added to these
         self.undone = ""
         """Why spans that were deleted are still in the index; empty: none are."""
 
@@ -85,29 +87,37 @@ class Batches:
             act(*args)
         except Exception as err:
             told = err if isinstance(err, StoreFailed) else failed(err, "the committer failed: ")
-            self._fail(told)
+            self._tell(told)
             return told
         return None
 
+    def _tell(self, error: StoreFailed) -> None:
+        """The next flush. Whoever waits for the job is told all the same."""
+        with contextlib.suppress(MemoryError):
+            self._fail(error)
+
     def retry(self) -> None:
         """Delete what could not be deleted before, in a transaction of its own."""
-        if self._unseen:
-            self._take_back()
+        if self._unseen or self._left:
+            self.undone = self.undone or _NOT_FOUND  # until that is done, a purge fails
+        while self._left:
+            self._add_undone(self._left[-1])
+            self._left.pop()
+        self.attempt(self._take_back)
         if self.undone:
             self._commit(self._undone)
 
     def _take_back(self) -> None:
         """Out of the index, and of the tree what it shows of them: a purge would not find them."""
-        # Until that is done, a purge fails.
-        self.undone = self.undone or "an error came before all that was stored could be found"
-        spans = [*self._unseen]
-        below = [span for one in spans for span in self._catalog.quarantine(one)]
-        strays = [record for span, record in self._unseen.items() if not self._catalog.knows(span)]
-        spans = [*dict.fromkeys(spans + [span for span in below if span in self._catalog.own])]
-        self._duties.spoil(spans)
-        self._add_undone(Batch(deletes=spans))
-        self._strays += strays
-        self._unseen.clear()
+        for span, record in [*self._unseen.items()]:
+            below = self._catalog.quarantine(span)
+            spans = [span, *(one for one in below if one != span and one in self._catalog.own)]
+            is_stray = not self._catalog.knows(span)
+            self._duties.spoil(spans)
+            self._add_undone(Batch(deletes=spans))
+            if is_stray:
+                self._strays.append(record)
+            del self._unseen[span]
 
     def _answer(self, job: Asked, act: Callable[[Any], None]) -> None:
         try:
@@ -116,7 +126,8 @@ class Batches:
             job.error = err
         except Exception as err:
             job.error = failed(err, "the committer failed: ")
-        job.ended.set()
+        finally:
+            job.ended.set()
 
     def _give_up(self, job: GiveUp) -> None:
         with contextlib.suppress(StoreFailed):  # a write that failed has ended too
@@ -148,11 +159,13 @@ class Batches:
 
     def _abandon(self, batch: Batch, err: StoreFailed) -> None:
         """Whoever waits for its stores is told; what was to be deleted is deleted again."""
-        for job in batch.stores:
-            job.stored.settle(job.stored.refused, err)  # of those READY nothing changes
-        if batch.deletes or batch.forget:
-            self._add_undone(batch)
-            self.undone = str(err)
+        try:
+            if batch.deletes or batch.forget:
+                self.undone = self.undone or _NOT_FOUND
+                self._left.append(batch)
+        finally:
+            for job in batch.stores:
+                job.stored.settle(job.stored.refused, err)  # of those READY nothing changes
 
     def _delete(self, spans: list[int]) -> None:
         self._commit(Batch(deletes=spans))
@@ -160,7 +173,10 @@ class Batches:
     # ---- one batch -------------------------------------------------------------------------
 
     def _commit(self, batch: Batch) -> None:
-        written = [job for job in batch.stores if self._write_header(job)]
+        written: list[StoreJob] = []
+        for job in batch.stores:
+            if err := self.attempt(self._write_header, job, written):
+                job.stored.settle(job.stored.refused, err)
         puts = {job.draft.record.span_id: encode_index(job.draft.record) for job in written}
         names = {
             job.draft.record.root: job.name
@@ -179,7 +195,7 @@ class Batches:
                 ]
                 self._index.commit(
                     puts, batch.deletes, born, names, wear, changes, forget=batch.forget,
-                    erase=self._duties.spoilt,
+                    erase=self._duties.spoilt, intend=batch.records,
                     unname=[root for root in batch.roots if root not in self.names],
                 )  # fmt: skip
         except Exception as err:  # the transaction is whole or nothing, memory or none
@@ -189,24 +205,29 @@ class Batches:
             if isinstance(err, StoreFailed | MediumError):
                 self._duties.trouble(str(told))
             for job in written:
-                self._drop(job, told)
+                self.attempt(self._drop, job, told)
             if batch.deletes or batch.forget:
                 self._keep(batch, str(told))
             if written:
                 self.retry()  # alone: it may have been the stores that did not go
             return
         if batch is self._undone:
-            self._undone, self.undone = Batch(), ""
+            self._undone = Batch()
+            self.undone = _NOT_FOUND if self._unseen or self._left else ""
             strays, self._strays = self._strays, []
             self._duties.reclaim(strays)  # who follows this index may have read them
         self.names.update(names)
-        added = {job.draft.record.span_id: self._publish(job) for job in written}
-        superfluous = {span: n for span, n in added.items() if n is not None and n <= 0}
+        added: dict[int, int] = {}
+        for job in written:
+            self.attempt(self._publish, job, added)
+        superfluous = {span: n for span, n in added.items() if n <= 0}
         if superfluous:
             # What was before them may have been purged: nothing is left of these, nor in the log.
             lost = [span for span, n in superfluous.items() if n < 0]
             self._duties.spoil(lost)
             self._commit(Batch(deletes=[*superfluous], forget=bool(lost)))
+            for span in superfluous:
+                self._unseen.pop(span, None)
         own = self._catalog.own  # an index that was copied names another shard's, too
         self._duties.reclaim(self._catalog.deleted(span for span in batch.deletes if span in own))
 
@@ -221,10 +242,11 @@ class Batches:
         undone = self._undone
         deletes = [*dict.fromkeys(undone.deletes + batch.deletes)]
         forget, roots = undone.forget or batch.forget, undone.roots | batch.roots
-        self._undone = Batch(deletes=deletes, forget=forget, roots=roots)
+        records = undone.records + batch.records
+        self._undone = Batch(deletes=deletes, forget=forget, roots=roots, records=records)
 
-    def _write_header(self, job: StoreJob) -> bool:
-        """Wait for the rows, then write the header. False when there is nothing to commit."""
+    def _write_header(self, job: StoreJob, written: list[StoreJob]) -> None:
+        """Wait for the rows, then write the header: then it is one of the `written`."""
         draft = job.draft
         try:
             draft.settle(WRITE_TIMEOUT_S)
@@ -240,30 +262,33 @@ class Batches:
             ):
                 self._duties.trouble(str(err.__cause__ or err))
             self._drop(job, told)
-            return False
-        if not is_new:  # not above: what fails in giving its space back must not give it back again
+            return
+        if is_new:
+            written.append(job)
+        else:  # not above: what fails in giving its space back must not give it back again
             self._drop(job, None)
-        return is_new
 
-    def _publish(self, job: StoreJob) -> int | None:
-        """Windows it added to the tree; not above 0: its span is retired. None: an error came, and
-        what there is of it is taken back with the next turn."""
-        record, added, lost = job.draft.record, None, None
+    def _publish(self, job: StoreJob, added: dict[int, int]) -> None:
+        """Notes how many windows of its span it `added` to the tree; not above 0: it is retired.
+        Nothing where an error came: what there is of it is taken back with the next turn."""
+        record, n_windows, lost = job.draft.record, 0, None
         try:
-            added = self._catalog.publish(record, job.draft.prefix)
-            self._unseen.pop(record.span_id, None)
-            if added < 0:
+            n_windows = added[record.span_id] = self._catalog.publish(record, job.draft.prefix)
+            if n_windows > 0:
+                self._unseen.pop(record.span_id, None)
+            elif n_windows < 0:
                 lost = StoreFailed("store: the prefix before these rows went bad meanwhile")
         except Exception as err:
             lost = failed(err, "the committer failed: ")
         if lost is not None:
-            self._fail(lost)
-        job.done()
-        job.stored.settle(error=lost)
-        n_windows = max(added or 0, 0)
-        self._counters.add("stored_tokens", n_windows * record.window)
-        self._counters.add("stored_bytes", record.data_bytes if n_windows else 0)
-        return added
+            self._tell(lost)
+        try:
+            job.done()
+        finally:
+            job.stored.settle(error=lost)
+        if n_windows > 0:
+            self._counters.add("stored_tokens", n_windows * record.window)
+            self._counters.add("stored_bytes", record.data_bytes)
 
     def _give_back(self, job: StoreJob | GiveUp) -> None:
         """Its space, once none of its writes can land there any more: one may be stuck."""
@@ -275,8 +300,10 @@ class Batches:
         job.draft.give_up(free)
 
     def _drop(self, job: StoreJob, error: Exception | None) -> None:
-        self._give_back(job)
-        job.stored.settle(job.stored.refused, error)
+        try:
+            self._give_back(job)
+        finally:
+            job.stored.settle(job.stored.refused, error)
         if error is not None:
             self._counters.add("refused/failed")
             self._fail(error)

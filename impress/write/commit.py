@@ -89,11 +89,12 @@ class Committer:
             raise StoreFailed(f"index: no commit within {timeout_s:g} s")
         return self.undone
 
-    def erase(self, spans: list[int], roots: Collection[bytes]) -> None:
-        """As `delete`; the log of changes forgets all it says, and these roots have no name."""
+    def erase(self, spans: list[int], roots: Collection[bytes], records: list[SpanRecord]) -> None:
+        """As `delete`; the log of changes forgets all it says, and these roots have no name. Where
+        `records` lie, which are in the index no more or not yet, is noted until it is erased."""
         for root in roots:  # until a store brings it again
             self.names.pop(root, None)
-        self._put(Erase(spans, roots))
+        self._put(Erase(spans, roots, records))
 
     def give_up(self, draft: Draft, done: Callable[[], None]) -> None:
         """A refused store: its space is free again when its last write has ended."""
@@ -183,15 +184,8 @@ class Committer:
         while working:
             with contextlib.suppress(MemoryError):  # what was not drawn is still queued
                 working = self._turn()
-        self._batches.attempt(self._batches.retry)
-        try:
-            self._settle()
-            if self.undone:
-                log.warning("%d deleted spans are back at the next open", len(self.undeleted))
-            wear = self._duties.wear()  # also of what came to nothing
-            self._index.commit({}, heat=self._catalog.heat(), wear=wear, last=True)
-        except StoreFailed as err:
-            self.fail(err)
+        for last in (self._batches.retry, self._settle, self._save_heat):
+            self._batches.attempt(last)
 
     def _turn(self) -> bool:
         """Deal with all that waits; False when that was the last of it."""
@@ -224,6 +218,13 @@ class Committer:
             self._settle_asked = False
             self._duties.settle()
 
+    def _save_heat(self) -> None:
+        """At the end; and what came to nothing was written, too."""
+        if self.undone:
+            log.warning("%d deleted spans are back at the next open", len(self.undeleted))
+        heat, wear = self._catalog.heat(), self._duties.wear()
+        self._index.commit({}, heat=heat, wear=wear, last=True)
+
     def _save_history(self) -> None:
         tick = self._history.tick
         values, ledgers = self._history.dump(), self._ledgers.dump()
@@ -233,5 +234,7 @@ class Committer:
             try:
                 self._index.save_history(values, tick, ledgers, warmer)
                 self._heat = heat
-            except StoreFailed as err:  # forgotten; requests will show it again
+            except StoreFailed as err:
+                self._history.not_saved()
+                self._ledgers.not_saved()
                 self._duties.trouble(str(err))

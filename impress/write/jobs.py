@@ -34,11 +34,13 @@ class GiveUp:
 class Erase:
     """Retired spans of which nothing may be left: out of the index, and out of its log.
 
-    `roots`: whose namespaces' names go too.
+    `roots`: whose namespaces' names go too. `records`: of what the index names no more, or not yet,
+    and what must be erased all the same, after a crash too.
     """
 
     spans: list[int]
     roots: Collection[bytes]
+    records: list[SpanRecord]
 
 
 @dataclass(slots=True)
@@ -127,6 +129,7 @@ class Batch:
     deletes: list[int] = field(default_factory=list)
     forget: bool = False  # nothing of what was before may be left in the log
     roots: set[bytes] = field(default_factory=set)  # whose names go
+    records: list[SpanRecord] = field(default_factory=list)  # that are noted as to be erased
     given_up: list[GiveUp] = field(default_factory=list)
     intents: list[Intent] = field(default_factory=list)
     swaps: list[SwapJob] = field(default_factory=list)
@@ -143,6 +146,7 @@ class Batch:
                 self.deletes += job.spans
                 self.forget = True
                 self.roots.update(job.roots)
+                self.records += job.records
             case GiveUp():
                 self.given_up.append(job)
             case Intent():

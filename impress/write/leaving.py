@@ -55,7 +55,8 @@ class Leaving:
         """Of that shard; set once, before anything leaves."""
         self.before_evict: Callable[[], None] = lambda: None  # makes more of it evictable
         self.copies: Callable[[], list[SpanRecord]] = list  # of repacks, under way
-        self.refuse: Callable[[Wanted], None] = lambda wanted: None  # stores under way of a purge
+        # Stores under way of a purge: what they may have written.
+        self.refuse: Callable[[Wanted], list[SpanRecord]] = lambda wanted: []
 
     @property
     def in_limbo(self) -> list[SpanRecord]:
@@ -126,7 +127,7 @@ class Leaving:
         undeleted = self._catalog.retired_records(self.committer.undeleted)
         late = [record.span_id for record in undeleted if wanted(record.namespace, record.root)]
         self.spoil(late)
-        self.refuse(wanted)
+        drafts = self.refuse(wanted)
         if not self.committer.barrier(COMMIT_TIMEOUT_S):  # what it was through with is in the tree
             raise StoreFailed(f"{self._path}: not purged: no commit within {COMMIT_TIMEOUT_S:g} s")
         known = {(record.namespace, record.root) for record in self._catalog.all_records()}
@@ -134,11 +135,15 @@ class Leaving:
         gone = [span for root in roots for span in self._catalog.purge(root)]
         spans = late + gone
         owning = [*self._catalog.all_records(), *self.in_limbo]  # evicted or bad, and held yet, too
-        held = {r.span_id for r in owning if wanted(r.namespace, r.root)}
+        held = {r.span_id: r for r in owning if wanted(r.namespace, r.root)}
         self.spoil(held)
+        # Out of the tree: in the index no more, or nobody's to delete, where an error came between.
+        left = held.keys() - {record.span_id for record in self._catalog.records()} - {*gone}
+        left = {span for span in left if span in self._catalog.own}
         names = self.committer.names.copy()  # also of what was evicted before
         named = {r for r, name in names.items() if name and wanted(namespace_digest(name), r)}
-        self.committer.erase(gone, roots | named)
+        records = [*(held[span] for span in left), *drafts]
+        self.committer.erase([*gone, *left], roots | named, records)
         if undone := self.committer.delete_now([], COMMIT_TIMEOUT_S):
             raise StoreFailed(f"{self._path}: not purged: {undone}; purge again, or it comes back")
         self._counters.add("purged_spans", len(spans))
@@ -154,8 +159,9 @@ class Leaving:
                 self._reclaimer.erase_free()
         except MediumError as err:
             raise StoreFailed(f"{self._path}: purged, but not what is free: {err}") from err
-        left = {record.span_id for record in self.in_limbo}
-        return len(spans), len(self._catalog.retired_records(held)) + len(left & held)
+        waiting = {record.span_id for record in self.in_limbo}
+        n_held = len(self._catalog.retired_records(held)) + len(waiting & held.keys())
+        return len(spans), n_held
 
     def could_hold(self, n_bytes: int) -> bool:
         """Whether so much would fit if all else went: within its limit, or what a full file

@@ -49,14 +49,19 @@ class Limbo:
             self._waiting.append(Waiting(record, generation, now_s))
 
     def take(self, readers: Sequence[Seen], now_s: float) -> list[SpanRecord]:
-        """Those whose space may be given to others now: the caller's to free, and then `left`."""
+        """Those whose space may be given to others now: the caller's to free, and then `left`.
+
+        `now_s`: from before the readers were listed. What came since stays: a reader that began in
+        between may have it, and is not among them.
+        """
         free: list[SpanRecord] = []
         with self._lock:
             kept: deque[Waiting] = deque()
             for one in self._waiting:
                 late = now_s - one.since_s > self._limit_s
                 span, generation = one.record.span_id, one.generation
-                if any(reader.may_read(span, generation) for reader in readers) and not late:
+                held = any(reader.may_read(span, generation) for reader in readers)
+                if (held and not late) or one.since_s > now_s:
                     kept.append(one)
                     continue
                 free.append(one.record)

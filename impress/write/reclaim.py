@@ -73,7 +73,8 @@ class Reclaim:
         """Give back what no other process may be reading any more."""
         with self._ours() as ours:
             if ours and self.limbo:
-                self._bury(self.limbo.take(self._readers(), monotonic()))
+                now_s = monotonic()  # before readers are listed: see take
+                self._bury(self.limbo.take(self._readers(), now_s))
 
     def wait_for(self, spans: Collection[int]) -> None:
         """Until these spans' space is free, for a while."""

@@ -24,6 +24,8 @@ from tiers.errors import MediumError
 
 log: Final = logging.getLogger("impress")
 
+_SPEECHLESS: Final = StoreFailed("the committer failed, and could not say of what")
+
 
 class Swaps:
     """Of one shard; for the committer's thread."""
@@ -78,11 +80,17 @@ class Swaps:
             return self._spoilt(job, record, Swapped.FAILED)  # forgotten, what history carried
         if before is None:
             return self._spoilt(job, record, Swapped.GONE)
-        is_shown = self._catalog.replace(job.old, record)
-        self._unseen.pop(record.span_id, None)
+        try:
+            is_shown = self._catalog.replace(job.old, record)
+        except Exception:  # the index names the old one no more: what shows it is taken back, too
+            for old in self._catalog.retired_records([job.old]):
+                self._unseen[job.old] = old
+            raise
         if not is_shown:  # it left since labels_to looked
             job.spoil([record.span_id])
             self._delete([record.span_id])
+        self._unseen.pop(record.span_id, None)
+        if not is_shown:
             return Swapped.GONE
         job.spoil([job.old])
         self._duties.reclaim(self._catalog.deleted([job.old]))
@@ -96,9 +104,15 @@ class Swaps:
 
 
 def failed(err: Exception, what: str = "") -> StoreFailed:
-    """What a store is told of an error; one that no disk and no index says is logged whole."""
-    if not isinstance(err, ImpressError | MediumError):
-        log.error("the committer goes on after an error", exc_info=err)
-    told = StoreFailed(what + (str(err) or type(err).__name__))
-    told.__cause__ = err
-    return told
+    """What a store is told of an error; one that no disk and no index says is logged whole.
+
+    Never raises: there may be no memory for words either, or a handler of the log's that fails.
+    """
+    try:
+        if not isinstance(err, ImpressError | MediumError):
+            log.error("the committer goes on after an error", exc_info=err)
+        told = StoreFailed(what + (str(err) or type(err).__name__))
+        told.__cause__ = err
+        return told
+    except Exception:
+        return _SPEECHLESS
