@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import impress
-from impress.cache.chunks import MARGIN, ChunkCache
+from impress.cache.chunks import MARGIN, ChunkCache, only_fastest
 from impress.policy import AllHeads, Contiguous, Exact, Pages, Paper, Policy, Quality, Recency
 from impress.read.parts import Source
 from impress.read.reading import Reading
-from impress.read.worth import ranks_if_used
+from impress.read.worth import judge, ranks_if_used
 from impress.usage.history import Note
 
 Open = Callable[..., impress.PrefixStore]
@@ -375,6 +376,7 @@ steps = st.one_of(
     st.tuples(st.just("admit"), at, some, ranks),
     st.tuples(st.just("pin"), at, some, ranks),
     st.tuples(st.just("unpin"), at, some, ranks),
+    st.tuples(st.just("unpin and drop"), at, some, ranks),
     st.tuples(st.just("judge"), at, some, ranks),
     st.tuples(st.just("drop"), at, some, ranks),
 )
@@ -404,8 +406,8 @@ def test_a_cache_keeps_its_accounts_and_what_is_worth_most(eviction: str, done: 
             cache.publish(entries)
         elif step == "pin":
             pinned.append(cache.pin(span, layer, 0, WINDOWS))
-        elif step == "unpin" and pinned:
-            cache.unpin(pinned.pop())
+        elif step.startswith("unpin") and pinned:
+            cache.unpin(pinned.pop(), drop=step.endswith("drop"))
         elif step == "judge":
             cache.judge(span, layer, here, None)
         elif step == "drop":
@@ -416,6 +418,42 @@ def test_a_cache_keeps_its_accounts_and_what_is_worth_most(eviction: str, done: 
     cache.check()
     cache.clear()
     assert cache.tier.usage().used == 0
+
+
+def test_a_chunk_in_two_tiers_leaves_the_slower_one() -> None:
+    """Two requests that overlapped had it copied to DRAM and to HBM; each later one gave back its
+    pin in DRAM, having made it the last to go there."""
+    caches = [ChunkCache(CAPACITY * 8192, {0: 4096, 1: 4096}, LAYERS, name) for name in "ab"]
+    for cache in caches:
+        cache.publish(cache.admit(1, WINDOWS, 0, np.arange(3))[1])
+    read_before = caches[1].pin(1, 0, 0, 2)
+    found = [[cache.pin(1, 0, 0, WINDOWS)] for cache in caches]
+    only_fastest(caches, found)
+    assert [(ids >= 0).sum() for (ids,) in found] == [3, 0]
+    assert [int(cache.has(1, 0, np.arange(WINDOWS)).sum()) for cache in caches] == [3, 0]
+    assert caches[1].tier.usage().used == 2 * 8192  # until they have been read
+    caches[1].unpin(read_before)
+    caches[0].unpin(found[0][0])
+    for cache, n in zip(caches, (3, 0), strict=True):
+        cache.check()
+        assert cache.tier.usage().used == n * 8192
+
+
+def test_chunks_of_a_span_too_large_for_history_are_judged_by_their_last_use() -> None:
+    """Those that had climbed kept the rank they came with, and those read in part had one of use
+    at request 0: neither was ever worth more for being used."""
+    cache = ChunkCache(CAPACITY * 8192, {0: 4096, 1: 4096}, LAYERS, eviction="importance")
+    cache.publish(cache.admit(1, WINDOWS, 0, np.arange(3), np.zeros(3))[1])
+    reading = SimpleNamespace(
+        config=SimpleNamespace(eviction="importance"), copies=SimpleNamespace(chunks=[cache]),
+        history=SimpleNamespace(worth=lambda *_, **__: None, tick=5120),
+    )  # fmt: skip
+    source = SimpleNamespace(
+        span=1, order=None, held=SimpleNamespace(record=SimpleNamespace(n_windows=WINDOWS))
+    )
+    worth = judge(reading, source, 0, np.array([1, 4]))
+    assert worth.ranks[[1, 4]].tolist() == [10.0, 10.0]
+    assert sorted(cache._rank[cache._heap.items()].tolist()) == [0.0, 0.0, 10.0]
 
 
 def test_what_is_to_be_learnt_does_not_pile_up(

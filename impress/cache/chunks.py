@@ -90,9 +90,12 @@ class ChunkCache:
             self._heap.discard(there)
             return found
 
-    def unpin(self, entries: Ids) -> None:
+    def unpin(self, entries: Ids, *, drop: bool = False) -> None:
+        """`drop`: they are elsewhere, too; the last reader frees them."""
         with self._lock:
             entries = entries[entries >= 0]
+            if drop:
+                self._forget(entries[self._owner[entries, 0] >= 0])
             self._pins[entries] -= 1
             # Dropped while it was read: its last reader frees it.
             idle = entries[self._pins[entries] == 0]
@@ -309,7 +312,8 @@ def levels_of(entries: Sequence[Ids]) -> Levels:
 
 
 def only_fastest(caches: Sequence[ChunkCache], entries: Sequence[Sequence[Ids]]) -> None:
-    """A chunk being copied up may be in two caches for a moment: give the slower one's pin back.
+    """A chunk being copied up may be in two caches for a moment, or for long where two requests
+    that overlapped had it copied to both: give the slower one's pin back, and drop it.
 
     `entries[cache][part]`: pinned, fastest cache first; those given back become -1.
     """
@@ -318,6 +322,6 @@ def only_fastest(caches: Sequence[ChunkCache], entries: Sequence[Sequence[Ids]])
         for cache, ids in zip(caches[1:], of_part[1:], strict=True):
             twice = found & (ids >= 0)
             if twice.any():
-                cache.unpin(ids[twice])
+                cache.unpin(ids[twice], drop=True)
                 ids[twice] = _ABSENT
             found |= ids >= 0

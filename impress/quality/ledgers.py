@@ -57,6 +57,7 @@ class Ledgers:
         self._lock = threading.Lock()
         self._entries: dict[bytes, Entry] = {}
         self._changed: set[bytes] = set()
+        self._dumped: set[bytes] = set()  # with the last dump
 
     def open(self, namespace: bytes, policy: Any, config: Config) -> bytes:
         """The key of a policy's ledger in a namespace, which is there from now on."""
@@ -116,8 +117,13 @@ class Ledgers:
         """Key -> value, of those that changed since the last dump."""
         with self._lock:
             values = {key: encode(self._entries[key]) for key in self._changed}
-            self._changed.clear()
+            self._changed, self._dumped = set(), self._changed
             return values
+
+    def not_saved(self) -> None:
+        """What the last dump gave did not come into the index: the next one has it again."""
+        with self._lock:
+            self._changed |= self._dumped
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Each ledger as plain data."""

@@ -84,12 +84,12 @@ class Load:
         self.map_spent = Spent()  # finding where the rows lie
         with self.map_spent:
             self.parts = parts_of(sources, layer, positions)
-        self.entries: list[list[Ids]] = [
-            [cache.pin(p.span, layer, p.first, p.count) for p in self.parts] for cache in caches
-        ]
+        self.entries: list[list[Ids]] = [[] for _ in caches]
         self.flight: Flight | None = None  # others may copy what it brings
         self.tickets = {} if tickets is None else tickets
         try:
+            for cache, entries in zip(caches, self.entries, strict=True):
+                entries.extend(cache.pin(p.span, layer, p.first, p.count) for p in self.parts)
             self._begin()
         except BaseException:  # no memory to read into, say
             self.abandon()

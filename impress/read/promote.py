@@ -101,7 +101,7 @@ def notes_of(sources: Sequence[Source], looked: Looked) -> Iterator[Note]:
         )  # fmt: skip
 
 
-def _judged(reading: Reading, sources: Sequence[Source], looked: Looked) -> list[Worth | None]:
+def _judged(reading: Reading, sources: Sequence[Source], looked: Looked) -> list[Worth]:
     """What each source's chunks of a layer are worth now; the caches are told."""
     used = [part.first + np.flatnonzero(used_chunks(part)) for part in looked.brought.parts]
     return [
@@ -112,7 +112,7 @@ def _judged(reading: Reading, sources: Sequence[Source], looked: Looked) -> list
 
 def fetch(
     reading: Reading, sources: Sequence[Source], looked: Sequence[Looked],
-    worths: Sequence[Sequence[Worth | None]],
+    worths: Sequence[Sequence[Worth]],
 ) -> None:  # fmt: skip
     """Queue reads of the chunks that were used, were not read whole, and deserve a faster tier."""
     levels = [cache for cache in reading.copies.chunks if cache.capacity]
@@ -152,7 +152,7 @@ class _Wanted:
 
 
 def _wanted(
-    source: Source, looked: Looked, i: int, worth: Worth | None, levels: Sequence[ChunkCache]
+    source: Source, looked: Looked, i: int, worth: Worth, levels: Sequence[ChunkCache]
 ) -> list[_Wanted]:
     """For each level, the used chunks of source i that lie just below it and did not climb."""
     part = looked.brought.parts[i]
@@ -160,9 +160,7 @@ def _wanted(
     if levels_above(looked.brought):
         used &= ~ready_of(part, places_of(looked.brought, i))
     chunks = part.first + np.flatnonzero(used)
-    ranks = np.zeros(source.held.record.n_windows)
-    if worth is not None and levels[0].by_rank:
-        ranks = worth.ranks
+    ranks = worth.ranks if levels[0].by_rank else np.zeros(source.held.record.n_windows)
     there = [cache.has(source.span, looked.layer, chunks) for cache in levels]
     found = []
     for level in range(len(levels)):
@@ -243,8 +241,10 @@ def _read(
         for first, count in _runs(chunks, len(chunks))
     ]
     caches = [] if below is None else [below]
-    pinned = [[cache.pin(p.span, layer, p.first, p.count) for p in parts] for cache in caches]
+    pinned: list[list[Ids]] = [[] for _ in caches]
     try:
+        for cache, entries in zip(caches, pinned, strict=True):
+            entries.extend(cache.pin(p.span, layer, p.first, p.count) for p in parts)
         runs = [whole(parts, plane) for plane in (K, V)]
         plan = plan_reads(parts, layer, (K, V), runs, pinned, caches, dests)
         for _, reads in plan.home:

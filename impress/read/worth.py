@@ -14,14 +14,15 @@ import numpy as np
 from impress.cache.chunks import Ids, Ranks
 from impress.read.parts import Source
 from impress.read.reading import Reading
-from impress.usage.history import Worth
+from impress.usage.history import HALF_LIFE, Worth
 from impress.usage.prefix_lru import prefix_lru
 
 
-def judge(reading: Reading, source: Source, layer: int, used: Ids) -> Worth | None:
-    """Tell every cache what the chunks of a layer are worth now; None: nothing is known.
+def judge(reading: Reading, source: Source, layer: int, used: Ids) -> Worth:
+    """Tell every cache what the chunks of a layer are worth now.
 
-    `used`: chunks of the span that the request noted last has used.
+    `used`: chunks of the span that the request noted last has used. Where nothing is known, since
+    the span is too large for history, that use is all they are judged by.
     """
     by_uses = reading.config.eviction == "lfu"
     worth = reading.history.worth(source.span, layer, _ordinals(source, layer), by_uses=by_uses)
@@ -29,9 +30,12 @@ def judge(reading: Reading, source: Source, layer: int, used: Ids) -> Worth | No
         ranks = np.full(source.held.record.n_windows, np.nan)  # what was not used stays as it was
         ranks[used] = _by_prefix(source, used, reading.history.tick)
         worth = Worth(ranks, None if worth is None else worth.shares)
-    if worth is not None:
-        for cache in reading.copies.chunks:
-            cache.judge(source.span, layer, worth.ranks, worth.shares)
+    elif worth is None:
+        ranks = np.full(source.held.record.n_windows, np.nan)
+        ranks[used] = reading.history.tick / HALF_LIFE
+        worth = Worth(ranks, None)
+    for cache in reading.copies.chunks:
+        cache.judge(source.span, layer, worth.ranks, worth.shares)
     return worth
 
 

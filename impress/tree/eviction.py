@@ -81,18 +81,20 @@ class ByWorth:
     Being stored counts as one use; a span nobody has leased yet is taken to be leased once, or it
     would go before all that were. Uses fade from the last one on, by half every HALF_LIFE leases,
     so that the order of two spans that are left alone never changes. `shares`: span -> mean share
-    of rows that mattered; a span without one counts by its uses alone.
+    of rows that mattered; a span without one has the mean of theirs: taken for the best, what is
+    not in memory since the store was opened would outlive what is in use.
     """
 
     def __init__(self, shares: Mapping[int, float]) -> None:
         self._spans = np.array(sorted(shares), dtype=np.int64)
         self._log2 = np.log2([max(shares[s], LEAST_SHARE) for s in self._spans.tolist()])
+        self._other = float(self._log2.mean()) if shares else 0.0
 
     def __call__(self, span: Ids, hits: Ids, used: Ids, end: Ids) -> Floats:
         worth = np.log2(np.maximum(hits, 1) + 1.0) + used / HALF_LIFE
         if len(self._spans):
             at = np.minimum(np.searchsorted(self._spans, span), len(self._spans) - 1)
-            worth += np.where(self._spans[at] == span, self._log2[at], 0.0)
+            worth += np.where(self._spans[at] == span, self._log2[at], self._other)
         return np.asarray(worth)
 
 

@@ -103,6 +103,7 @@ class History:
         self._lock = threading.Lock()
         self._spans: OrderedDict[int, Remembered] = OrderedDict()
         self._changed: set[int] = set()  # since the last dump
+        self._dumped: set[int] = set()  # with it
         self._unsaved_bytes = 0  # of these
         self._saved_tick = tick
 
@@ -258,10 +259,17 @@ class History:
         """Span -> value, of those that changed since the last dump. Compresses outside the lock."""
         with self._lock:
             copies = {span: self._spans[span].copy() for span in self._changed}
-            self._changed.clear()
+            self._changed, self._dumped = set(), self._changed
             self._unsaved_bytes = 0
             self._saved_tick = self.tick
         return {span: encode(known) for span, known in copies.items()}
+
+    def not_saved(self) -> None:
+        """What the last dump gave did not come into the index: the next one has it again."""
+        with self._lock:
+            again = (self._dumped & self._spans.keys()) - self._changed
+            self._changed |= again
+            self._unsaved_bytes += sum(self._spans[span].n_bytes for span in again)
 
     def check(self) -> None:
         """Assert that the accounts agree."""
