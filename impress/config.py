@@ -69,7 +69,7 @@ class Config(BaseModel):
     """A file of 16 to 64 secret bytes, readable by its owner alone, mixed into every key as a MAC
     key. Set by whoever serves, never by a tenant; another secret finds nothing of what is there."""
     io_engine: Literal["auto", "aio", "io_uring", "preadv", "kvikio", "aiofiles"] = "auto"
-    """How segments are read; `impress doctor` says which go here and measures each."""
+    """How segments are read; `impress doctor` says which work here and measures each."""
     shard: int | None = Field(default=None, ge=0, lt=4096)
     """The part of the directory this process writes: it has one writer, and every process reads all
     (docs/FORMAT.md). 0 is called main. None: the first that nobody writes to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from impress.demo import CHECKPOINTS, SIZES, n_asked
+from impress.demo import CHECKPOINTS, SIZES, n_asked, story
 from impress.demo.checkpoints import make_tokenizer, unseen
 from impress.demo.documents import documents
 from impress.demo.figures import figures_of
@@ -178,11 +179,20 @@ def test_run_answers_on_the_demos_model_from_its_store(demo):
     found = json.loads(done.stdout)
     assert (found["mode"], found["new_tokens"]) == ("exact", 2)
     assert found["hit_tokens"] >= 1280 and list(found["bytes_by_tier"]) == ["ssd"]
-    args += ["--store", folder / "store", "--max-new-tokens", 1, "--json"]
+    args += ["--store", folder / "store", "--max-new-tokens", 1, "--disk-gib", 1, "--json"]
     done = run("run", *args, "--policy", "quality", "--max-missing-mass", 0.5)
     found = json.loads(done.stdout)
     assert (found["mode"], found["policy"]) == ("sparse", "quality")
     assert 0 < found["chosen_rows_share"] < 1 and found["estimated_missing_mass"] <= 0.5
+
+
+def test_commands_it_shows_are_called_as_it_was(monkeypatch):
+    """`make demo` puts nothing on the path, and the first command that one copied was not found."""
+    monkeypatch.setattr("sys.argv", [".venv/bin/impress", "demo"])
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert story.command() == ".venv/bin/impress"
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert story.command() == "impress"
 
 
 def test_run_looks_things_up_in_a_store_the_demo_left(demo):

@@ -29,7 +29,7 @@ def doctor(
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """Say which I/O engines go here, why the others do not, and how fast the disk is by each.
+    """Say which I/O engines work here, why the others do not, and how fast the disk is by each.
 
     Measures verified reads on the file system of the store's directory (which need not exist yet):
     256 MiB of test data are written beside it, or in it where it is a mount point, and removed.

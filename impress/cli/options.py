@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
 
-from impress.config import default_store_dir
+from impress.config import MOST_BYTES, default_store_dir
 from impress.errors import BadInput
 from impress.policy import Exact, Paper, Policy, Quality
 from impress.terminal import line_of
@@ -31,6 +31,13 @@ Store = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+DiskGib = Annotated[
+    int | None,
+    typer.Option(
+        "--disk-gib", min=1, max=MOST_BYTES >> 30, help="Most GiB on disk.",
+        show_default="all there is",
+    ),
+]  # fmt: skip
 PolicyName = Annotated[
     str,
     typer.Option("--policy", metavar="NAME", help="What to load of a hit: exact, paper, quality."),

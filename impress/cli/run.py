@@ -10,6 +10,7 @@ import typer
 
 from impress.cli.models import check_length, check_model_dir, engine_module, load, query_ids
 from impress.cli.options import (
+    DiskGib,
     Json,
     Keep,
     MissingMass,
@@ -19,6 +20,7 @@ from impress.cli.options import (
     print_json,
     store_dir,
 )
+from impress.config import Config
 from impress.errors import BadInput
 from impress.policy import Policy
 from impress.terminal import err, out, size
@@ -45,13 +47,15 @@ def run(
     policy: PolicyName = "exact",
     keep: Keep = None,
     max_missing_mass: MissingMass = None,
+    disk_gib: DiskGib = None,
     as_json: Json = False,
 ) -> None:
     """Answer a question about a text; the text is computed once and reused ever after.
 
     The prompt is the text followed by the question, tokenised apart so that the text's tokens do
     not depend on the question. The longest stored prefix of it is read from the store, the rest is
-    computed and stored. Decoding is greedy. Families: OPT, Llama, Qwen2, Qwen3, Mistral. Nothing
+    computed and stored, until the disk or --disk-gib is full; then what is worth least goes.
+    Decoding is greedy. Families: OPT, Llama, Qwen2, Qwen3, Mistral. Nothing
     is fetched from a network. Run it twice to see the difference.
 
     Prints the answer, then how much of the prompt came from the store, the time to the first
@@ -66,12 +70,14 @@ def run(
 
     **Examples**
 
-    impress run --model demo-out/model --prefix demo-out/documents/json.txt --query "What is it?"
+    impress run --model demo-out/model --prefix demo-out/documents/json.txt
+    --query "What is it?" --store demo-out/store
     """
     text = _text(prefix)
     check_model_dir(model)
     chosen = policy_of(policy, keep, max_missing_mass)
-    found = _answer(model, text, query, store_dir(store), max_new_tokens, chosen)
+    config = Config() if disk_gib is None else Config(disk_bytes=disk_gib << 30)
+    found = _answer(model, text, query, store_dir(store), max_new_tokens, chosen, config)
     if as_json:
         print_json(found)
     else:
@@ -86,7 +92,7 @@ def _text(path: Path) -> str:
 
 
 def _answer(
-    model_dir: Path, text: str, query: str, where: Path, n_new: int, policy: Policy
+    model_dir: Path, text: str, query: str, where: Path, n_new: int, policy: Policy, config: Config
 ) -> dict[str, Any]:
     hf = engine_module()
     import torch
@@ -94,7 +100,7 @@ def _answer(
     model, tokenizer = load(model_dir)
     ids = [*tokenizer(text)["input_ids"], *query_ids(tokenizer, query)]
     check_length(model.config, len(ids), n_new)
-    with hf.attach(model, where, policy) as engine, err.status("answering"):
+    with hf.attach(model, where, policy, config=config) as engine, err.status("answering"):
         prompt_ids = torch.tensor([ids], dtype=torch.int64)
         sequences = engine.generate(
             prompt_ids, max_new_tokens=n_new, do_sample=False,

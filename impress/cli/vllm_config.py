@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from impress.cli.options import Store, store_dir
+from impress.cli.options import DiskGib, Store, store_dir
 from impress.config import MIB, MOST_BYTES
 from impress.engines.vllm import CONNECTOR, CONNECTOR_MODULE
 from impress.errors import BadInput
@@ -38,12 +38,7 @@ def vllm_config(
         ),
     ] = None,
     dram_mib: Annotated[int, typer.Option(min=0, max=_MOST_MIB, help="DRAM tier, MiB.")] = 1024,
-    disk_gib: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=_MOST_MIB >> 10, help="Most GiB on disk.", show_default="all there is"
-        ),
-    ] = None,
+    disk_gib: DiskGib = None,
 ) -> None:
     """Print a working **--kv-transfer-config** for `vllm serve`: one line of JSON.
 

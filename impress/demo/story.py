@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import textwrap
 from contextlib import redirect_stdout
@@ -142,7 +143,7 @@ def _explain(figures: dict[str, float]) -> None:
         "larger than rows; both of exact's bytes.",
         f"Estimated missing mass of the worst layer, mean: {', '.join(masses)}.",
         "Times: all of a prefix is 4 MiB here, and bringing that can be quicker than choosing from "
-        "it. What this act shows is answers and bytes; choosing is for prefixes that are large.",
+        "it. What this act shows is answers and bytes.",
     ):
         _say(line)
 
@@ -150,15 +151,22 @@ def _explain(figures: dict[str, float]) -> None:
 def _say_where(folder: Path) -> None:
     place = lookup_place(folder, CHECKPOINTS[-1])
     question = questions(unseen(1)[0], "copa", 1)[0].text
+    impress = command()
     out.print("\nLook at the stores it left, and ask something yourself:", style="bold")
     for line in (
-        f"impress inspect --store {folder / 'store'}",
-        f"impress verify --store {folder / 'store'}",
-        f"impress run --store {place / 'store'} --model {place / 'model'} \\\n"
+        f"{impress} inspect --store {folder / 'store'}",
+        f"{impress} verify --store {folder / 'store'}",
+        f"{impress} run --store {place / 'store'} --model {place / 'model'} \\\n"
         f"    --prefix {place / 'documents' / '0.txt'} --max-new-tokens 1 --policy quality \\\n"
         f'    --query "{question}"',
     ):
         out.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def command() -> str:
+    """How this program is called again: by its name where the shell finds it."""
+    called = Path(sys.argv[0])
+    return "impress" if shutil.which("impress") or called.name != "impress" else str(called)
 
 
 def _head(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What this machine can do for a store: which engines go here, and how fast the disk is by each.
+"""What this machine can do for a store: which engines work here, and how fast the disk is by each.
 
 No torch, no store needed. Data goes to a new directory on the store's disk and is removed again.
 """
