@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from experiments.common import Row, Unable, named
+from experiments.common import Row, Unable, console, named
 from impress.report import commit, host
 
 
@@ -30,11 +30,17 @@ class Cells:
     """
 
     def __init__(self, report: Path | None, *, resume: bool) -> None:
-        """`resume` keeps what the file holds; otherwise it begins empty."""
+        """`resume` keeps what the file holds; otherwise it begins empty, and what it held is put
+        aside: hours may have gone into it."""
         self._path = state_file(report)
         self._done: dict[str, list[dict[str, Any]]] = {}
         if self._path is None:
             return
+        if not resume and self._path.exists() and self._path.stat().st_size:
+            aside = self._path.with_name(f"before.{self._path.name}")
+            with named(self._path):
+                self._path.replace(aside)
+            console.print(f"without --resume all is measured anew; cells of before: {aside}")
         kept = _lines(self._path) if resume and self._path.exists() else []
         for cell in kept:
             if cell.get("host", host()) != host():
@@ -52,8 +58,16 @@ class Cells:
         return any(cell["rows"] for cell in self._done.get(_key(params), ()))
 
     def __getitem__(self, params: Mapping[str, Any]) -> list[Row]:
-        """Rows of every time it was measured, the last ones last."""
-        return [row for cell in self._done[_key(params)] for row in cell["rows"]]
+        """Rows of every time it was measured, the last ones last, each with its commit."""
+        return [
+            {**row, "commit": cell["commit"]}
+            for cell in self._done[_key(params)]
+            for row in cell["rows"]
+        ]
+
+    def others(self, cells: Sequence[Mapping[str, Any]]) -> int:
+        """How many finished cells are none of these."""
+        return len(self._done.keys() - {_key(params) for params in cells})
 
     def add(self, params: Mapping[str, Any], rows: Sequence[Row], took_s: float) -> None:
         """A cell is finished: durable on return where there is a file."""

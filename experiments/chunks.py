@@ -24,7 +24,7 @@ KEEP: Final = 0.25
 #: Knobs of the mix; what overlap they make is measured.
 MIXES: Final = {False: (0.3, 0.6, 0.8, 0.9, 0.96, 0.99, 1.0), True: (0.6, 0.9, 0.99)}
 UNITS: Final = (16, 32, 64, 128, 256)
-#: What is read in turns. Alone: what the packed read before it asked of the disk.
+#: What is read in turns. Alone: what the packed read before it asked of the disk, bare.
 WAYS: Final = ("before", "after", "all", "alone")
 #: Where one figure is to speak for the curve: the measured overlap nearest to this. The paper's
 #: recall of a static order is "over 80 %".
@@ -36,9 +36,9 @@ PACKED_FROM: Final = 0.9
 
 def cells(options: Options) -> list[Cell]:
     return [
-        Cell(  # alone: cells of before know nothing of it
-            {"row_kib": kib, "mix": mix, "alone": True}, partial(measure, options, kib, mix),
-            2.0 + 0.8 * kib,
+        Cell(  # alone: cells of before had its reads cut as the request's were
+            {"row_kib": kib, "mix": mix, "alone": "a slice a thread"},
+            partial(measure, options, kib, mix), 2.0 + 0.8 * kib,
         )
         for kib in ROW_KIB for mix in MIXES[options.quick]
     ]  # fmt: skip

@@ -217,6 +217,8 @@ def _run(
     if after.apart(disk):
         console.print(f"the disk gave {disk.gb_s:.2f} GB/s before and {after.gb_s:.2f} after: what "
                       "is set against its rate is as uncertain as that")  # fmt: skip
+    if others := done.others([params for params, _ in cells]):
+        console.print(f"{others} finished cells are not among these: the report leaves them out")
     rows = [{**cell.params, **row} for params, cell in cells for row in done[params]]
     figures, lines = experiment.figures(rows, options)
     if args.json is not None:

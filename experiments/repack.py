@@ -47,8 +47,9 @@ N_PREFIXES: Final = {False: 8, True: 4}
 
 def cells(options: Options) -> list[Cell]:
     seconds = 30 + 3 * N[options.quick] * 0.12
-    # `behind`: what was measured before turns behind a move counted so is measured again.
-    params = {"part": "repack", "n": N[options.quick], "behind": "during"}
+    # `behind`: what was measured before turns behind a move counted so is measured again; `pass`:
+    # what was measured before its part under load stood apart.
+    params = {"part": "repack", "n": N[options.quick], "behind": "during", "pass": "apart"}
     return [Cell(params, partial(measure, options), seconds)]
 
 
@@ -97,17 +98,20 @@ def _phases(
     times: dict[str, list[float]] = {"held": [], "during": [], "after": []}
     reports: list[Any] = []
     n_behind = 0  # turns of requests behind a move, with the repacker held
+    running_s = 0.0  # of turns with the repacker running
     with _gate() as running:
         thread = threading.Thread(target=lambda: reports.append(store.repack()), daemon=True)
-        begin, n_moved = time.perf_counter(), 0
+        n_moved = 0
         thread.start()
         while thread.is_alive() and len(times["during"]) < n:
             for way in ("held", "during"):
                 running.set() if way == "during" else running.clear()
                 # Nothing is waited for between two: that would keep them out of the way of
                 # what the repacker has under way.
+                begin = time.perf_counter()
                 turn = [one(settled=False).ttft_s for _ in range(TURN)]
                 if way == "during":
+                    running_s += time.perf_counter() - begin
                     # Else some of it had no repacker beside it.
                     times["during"] += turn if thread.is_alive() else []
                     continue
@@ -115,16 +119,18 @@ def _phases(
                 before, n_moved = n_moved, store.counters["repacks/yes"]
                 times["during" if n_moved > before else "held"] += turn
                 n_behind += n_moved > before
+        n_loaded, begin = store.counters["repacks/yes"], time.perf_counter()
         running.set()
-        thread.join(600)
-        took = time.perf_counter() - begin
+        thread.join(600)  # the rest of the pass, without requests
+        alone_s = time.perf_counter() - begin
     served = [one() for _ in range(n // 4)]
     times["after"] = [s.ttft_s for s in served]
     ttft_s = sum(times["after"])
     (report,) = reports
     row: Row = {
         "spans": len(report.spans), "moved": report.moved, "moved_bytes": report.moved_bytes,
-        "data_bytes": data.n_bytes, "took_s": took, "dilation": stretch, "turns_behind": n_behind,
+        "data_bytes": data.n_bytes, "dilation": stretch, "turns_behind": n_behind,
+        "moved_loaded": n_loaded, "running_s": running_s, "alone_s": alone_s,
         "map_share_of_ttft": sum(s.map_s for s in served) / ttft_s,
         "map_cpu_share_of_ttft": sum(s.map_cpu_s for s in served) / ttft_s,
     }  # fmt: skip

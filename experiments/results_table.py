@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from experiments.results_lines import LINES, Line, Ours
 from experiments.systems.clock import MOST_ERROR, PAPER_DISK_GB_S
+from experiments.systems.sizes import checks
 from experiments.systems.sweep import by_cell
 from experiments.ttft import worst_of
 
@@ -75,7 +76,7 @@ class Reports:
             error = report["figures"].get("emulator_error")
             off = "not checked" if "emulated" in meta else ""
             if error is not None:
-                off = f"{error:.1%}"
+                off = f"{error:.1%}{_failed(report['rows'])}"
             size = "quick" if meta.get("quick") else "full"
             commits = ", ".join(f"`{one}`" for one in meta["cells"]["commits"])
             machine = _processor(meta["host"])
@@ -83,6 +84,15 @@ class Reports:
                 f"| {name} | {meta['date'][:10]} | {commits} | {size} | {machine} | {off} |"
             )
         return "\n".join(lines) + "\n"
+
+
+def _failed(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What of the checks was withdrawn and measured again: no cell was measured behind those."""
+    errors = checks(rows)
+    failed = [error for error in errors if error > MOST_ERROR]
+    if not failed:
+        return ""
+    return f" ({len(failed)} of {len(errors)} checks failed, by {max(failed):.1%} at most)"
 
 
 def _processor(host: str) -> str:
@@ -141,11 +151,12 @@ _ACROSS: Final = (
 
 def across_table(report: Mapping[str, Any]) -> str:
     """p50 of some systems, a line for each cell, with the measured fallback share, and the rate of
-    the disk that compute was stretched by."""
+    the disk that compute was stretched by, and the commit where rows say it."""
     heads = [
         "cell",
         "fell back",
         "disk GB/s",
+        "commit",
         *_ACROSS,
         "AS+H2O+LFU ÷ impress",
         "auto ÷ best of three",
@@ -156,10 +167,12 @@ def across_table(report: Mapping[str, Any]) -> str:
         gain = p50["as_h2o_lfu"] / p50["impress"] if {"as_h2o_lfu", "impress"} <= p50.keys() else ""
         worst = worst_of(systems)
         fell = systems["impress"]["fell_back"] if "impress" in systems else ""
+        commits = dict.fromkeys(row.get("commit", "") for row in systems.values())
         rates = [PAPER_DISK_GB_S / row["dilation"] for row in systems.values() if "dilation" in row]
         values = [
             fell,
             rates[0] if rates else "",
+            " ".join(commits),
             *(p50.get(name, "") for name in _ACROSS),
             gain,
             worst or "",

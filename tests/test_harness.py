@@ -68,8 +68,8 @@ def test_a_report_has_figures_rows_and_conditions(tmp_path: Path, report: Path) 
     assert Doubling([1, 2]).run(tmp_path, "--json", str(report), "--disk-gb-s", "1.5") == 0
     said = json.loads(report.read_text())
     assert said["figures"] == {"of1": 2.0, "of2": 4.0}
-    assert said["rows"] == [{"number": 1, "twice": 2}, {"number": 2, "twice": 4}]
     meta = said["meta"]
+    assert said["rows"] == [{"number": n, "twice": 2 * n, "commit": meta["commit"]} for n in (1, 2)]
     assert {"commit", "host", "cpus", "date", "seed", "quick"} <= meta.keys()
     assert meta["disk"] == {"gb_s": 1.5, "by": "given", "runs_gb_s": [], "after_gb_s": 1.5}
     assert meta["cells"]["n"] == 2 and meta["cells"]["kept"] == 0
@@ -189,11 +189,34 @@ def test_a_refused_command_leaves_what_was_measured(tmp_path: Path, report: Path
     assert again.measured == []
 
 
-def test_without_resume_everything_is_measured_again(tmp_path: Path, report: Path) -> None:
+def test_without_resume_everything_is_measured_again(
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what there was is not lost: hours had gone into it, and a word was forgotten."""
     assert Doubling([1]).run(tmp_path, "--json", str(report)) == 0
+    state = tmp_path / "doubling.cells.jsonl"
+    before = state.read_text()
+    again = Doubling([1], stop_at=1)
+    assert again.run(tmp_path, "--json", str(report)) == 130
+    assert not state.read_text()
+    aside = tmp_path / "before.doubling.cells.jsonl"
+    assert aside.read_text() == before and aside.name in capsys.readouterr().out
+    assert again.run(tmp_path, "--json", str(report)) == 130
+    assert aside.read_text() == before  # of nothing
     again = Doubling([1])
     assert again.run(tmp_path, "--json", str(report)) == 0
     assert again.measured == [1]
+
+
+def test_cells_that_a_report_leaves_out_are_counted(
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With fewer --cells it was written over that of all: the worst of some stood for the worst."""
+    assert Doubling([1, 2, 3]).run(tmp_path, "--json", str(report)) == 0
+    assert "the report leaves" not in capsys.readouterr().out
+    args = ("--json", str(report), "--resume", "--cells", "2")
+    assert Doubling([1, 2, 3]).run(tmp_path, *args) == 0
+    assert "2 finished cells are not among these" in capsys.readouterr().out
 
 
 def test_a_line_cut_short_is_measured_again(tmp_path: Path, report: Path) -> None:

@@ -28,7 +28,7 @@ from impress.selection.choices import Selection, n_kept, top_k
 from impress.store import PrefixStore
 from impress.types import Geometry
 from tiers.base import Read
-from tiers.coalesce import coalesce
+from tiers.coalesce import coalesce, slices
 from tiers.iopool import Lane
 from tiers.slots import aligned
 
@@ -129,21 +129,23 @@ class Rows:
 
     def read_alone(self, name: str) -> Row:
         """What the last sparse request asked of the disk, once more: layer by layer the same
-        slices, by the same threads, but planned beforehand and neither verified nor put in order.
+        bytes, but planned beforehand and neither verified nor put in order.
+
+        One slice for each thread, however the request was sliced: a yardstick that is cut as what
+        it is held against moves with it.
         """
         store, (wanted, layers) = self.stores[name], self._last[name]
         sizes = [sum(len(read.dest) for some in layer for read in some) for layer in layers]
         memory, io_s = aligned(max(sizes)), 0.0
         memory.fill(0)  # the pool's has been used before, too
-        for slices in layers:
-            at, tasks = 0, []
-            for some in slices:
-                bare = []
-                for read in some:
-                    dest = memory[at : at + len(read.dest)]
-                    bare.append(read._replace(dest=dest, sums=None))
-                    at += len(dest)
-                tasks.append(partial(store.ssd.read, bare))
+        for asked, size in zip(layers, sizes, strict=True):
+            at, bare = 0, []
+            for read in sorted((r for some in asked for r in some), key=lambda read: read.off):
+                dest = memory[at : at + len(read.dest)]
+                bare.append(read._replace(dest=dest, sums=None))
+                at += len(dest)
+            each = -(-size // store._pool.n_threads)
+            tasks = [partial(store.ssd.read, some) for some in slices(bare, each)]
             begin = perf_counter()
             done = store._pool.submit(Lane.DEMAND, tasks).wait(60)
             io_s += perf_counter() - begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -110,6 +111,15 @@ def checked(rows: list[Row]) -> tuple[dict[str, float], bool]:
     error = max(errors)
     console.print(emulator.verdict(error))
     return {"emulator_error": error}, error > MOST_ERROR
+
+
+def checks(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """By how much each check among these rows was off, failed ones too, in their order."""
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        if row.get("part") == "check":
+            errors.setdefault(row["mode"], []).append(row["error"])
+    return [max(each) for each in zip(*errors.values(), strict=True)]
 
 
 def meta(
