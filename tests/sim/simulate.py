@@ -10,6 +10,11 @@ from typing import Any
 
 from world import World
 
+from impress.errors import ImpressError, StoreFailed
+from impress.write import batches, swap
+from impress.write.swap import failed
+from tiers.errors import MediumError
+
 LIVES = 8
 
 
@@ -23,9 +28,21 @@ def simulate(folder: Path, seed: int, lives: int = LIVES) -> World:
 
         logging.disable(logging.CRITICAL)  # every fault would say so
         stack.callback(logging.disable, logging.NOTSET)
+        bugs: list[Exception] = []
+
+        def noted(err: Exception, what: str = "") -> StoreFailed:
+            """The committer goes on after a bug: here its seed does not."""
+            if not isinstance(err, ImpressError | MediumError):
+                bugs.append(err)
+            return failed(err, what)
+
+        for module in (swap, batches):
+            patch(module, "failed", noted)
         world = World(folder, seed, patch)
         try:
             world.run(lives)
+            if bugs:
+                raise bugs[0]
         except Exception:
             world.crash()  # else its threads stay parked for good, its index open
             raise
