@@ -58,6 +58,24 @@ def two_together(store: impress.PrefixStore) -> tuple[impress.Stored, impress.St
         return put_prompt(store, prompt(64, 1)), put_prompt(store, prompt(64, 2))
 
 
+def two_of_the_same(store: impress.PrefixStore) -> list[writer.Writer]:
+    """Writers with all rows of one prompt: what either stores the other has, too."""
+    writers = [store.writer(prompt(64, 1)).__enter__() for _ in range(2)]
+    for begun in writers:
+        for layer in range(store.geometry.n_layers):
+            begun.put(layer, 0, *(rows[layer] for rows in kv_of(prompt(64, 1), store.geometry)))
+    return writers
+
+
+def nothing_is_back(store: impress.PrefixStore, open_store: Open) -> None:
+    """With the next open, after a purge."""
+    geometry = store.geometry
+    store.close()
+    again = open_store(geometry)
+    assert again.ssd.usage().used == 0
+    sound(again, [])
+
+
 def sound(store: impress.PrefixStore, seeds: list[int]) -> None:
     """What was READY is served, what is stored now comes to be, and all space is somebody's."""
     assert store._home.committer is not None
@@ -133,10 +151,7 @@ def test_a_failure_behind_the_transaction_is_told_to_all_and_takes_no_space_from
     assert_serves(store, prompt(64, 9), 64)
     assert store.purge() == (1, 0)
     assert store.ssd.usage().used == 0  # what none of them is seen of, too
-    store.close()
-    again = open_store(geometry)
-    assert again.ssd.usage().used == 0
-    sound(again, [])
+    nothing_is_back(store, open_store)
 
 
 def test_a_copy_that_the_tree_does_not_show_is_not_back_after_a_purge(
@@ -153,10 +168,7 @@ def test_a_copy_that_the_tree_does_not_show_is_not_back_after_a_purge(
     assert store.ssd.usage().used == 0
     with pytest.raises(StoreFailed, match="MemoryError"):
         store.flush()
-    store.close()
-    again = open_store(geometry)
-    assert again.ssd.usage().used == 0
-    sound(again, [])
+    nothing_is_back(store, open_store)
 
 
 def test_what_a_copy_that_is_not_shown_was_made_of_is_given_up_too(
@@ -191,10 +203,7 @@ def test_what_another_was_before_is_not_back_after_an_error_and_a_purge(
     store = open_store(geometry)
     committer = store._home.committer
     assert committer is not None
-    writers = [store.writer(prompt(64, 1)).__enter__() for _ in range(2)]
-    for begun in writers:
-        for layer in range(geometry.n_layers):
-            begun.put(layer, 0, *(rows[layer] for rows in kv_of(prompt(64, 1), geometry)))
+    writers = two_of_the_same(store)
     with monkeypatch.context() as patch:
         commit = committer._batches._commit
 
@@ -209,10 +218,7 @@ def test_what_another_was_before_is_not_back_after_an_error_and_a_purge(
     assert sum(begun.stored.ready for begun in writers) == 2
     assert len([*store.index.spans()]) == 2
     store.purge()
-    store.close()
-    again = open_store(geometry)
-    assert again.ssd.usage().used == 0
-    sound(again, [])
+    nothing_is_back(store, open_store)
 
 
 def test_a_span_that_left_the_tree_and_was_told_to_nobody_goes_with_a_purge(
@@ -227,10 +233,7 @@ def test_a_span_that_left_the_tree_and_was_told_to_nobody_goes_with_a_purge(
             store._home.leaving._take_out(1)
     assert_serves(store, prompt(64, 1), 0)
     store.purge()
-    store.close()
-    again = open_store(geometry)
-    assert again.ssd.usage().used == 0
-    sound(again, [])
+    nothing_is_back(store, open_store)
 
 
 def test_a_store_whose_end_fails_is_its_own_error(
@@ -267,10 +270,7 @@ def test_no_memory_even_to_say_so_leaves_nobody_waiting_and_forgets_nothing(
         with pytest.raises(StoreFailed, match="not purged"):
             store.purge()
     store.purge()
-    store.close()
-    again = open_store(geometry)
-    assert again.ssd.usage().used == 0
-    sound(again, [])
+    nothing_is_back(store, open_store)
 
 
 def test_what_cannot_be_taken_back_yet_keeps_no_other_delete(
@@ -478,11 +478,7 @@ def test_what_fails_behind_a_give_back_gives_no_space_back_twice(
     the committer gave it back once more: to two owners, had somebody reserved it meanwhile."""
     store = open_store(geometry)
     done = admission.Admission._done
-    writers = [store.writer(prompt(64, 1)).__enter__() for _ in range(2)]
-    for begun in writers:
-        for layer in range(geometry.n_layers):
-            k, v = (rows[layer] for rows in kv_of(prompt(64, 1), geometry))
-            begun.put(layer, 0, k, v)
+    writers = two_of_the_same(store)
     writers[0].__exit__(None, None, None)
     assert writers[0].stored.wait(60)
     with monkeypatch.context() as patch:

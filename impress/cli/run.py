@@ -55,8 +55,8 @@ def run(
     The prompt is the text followed by the question, tokenised apart so that the text's tokens do
     not depend on the question. The longest stored prefix of it is read from the store, the rest is
     computed and stored, until the disk or --disk-gib is full; then what is worth least goes.
-    Decoding is greedy. Families: OPT, Llama, Qwen2, Qwen3, Mistral. Nothing
-    is fetched from a network. Run it twice to see the difference.
+    Decoding is greedy. Families: OPT, Llama, Qwen2, Qwen3, Mistral. Nothing is fetched from a
+    network. Run it twice to see the difference.
 
     Prints the answer, then how much of the prompt came from the store, the time to the first
     token (TTFT), bytes by tier, and the mode with why it was taken: recompute, exact (a stored

@@ -91,7 +91,7 @@ class Batches:
             return told
         return None
 
-    def _tell(self, error: StoreFailed) -> None:
+    def _tell(self, error: Exception) -> None:
         """The next flush. Whoever waits for the job is told all the same."""
         with contextlib.suppress(MemoryError):
             self._fail(error)
@@ -234,7 +234,7 @@ class Batches:
     def _keep(self, batch: Batch, why: str) -> None:
         """These deletes are to be tried again: their spans would come back with the next open."""
         if batch is not self._undone:
-            self._fail(StoreFailed(why))
+            self._tell(StoreFailed(why))
             self._add_undone(batch)
         self.undone = why
 
@@ -306,6 +306,6 @@ class Batches:
             job.stored.settle(job.stored.refused, error)
         if error is not None:
             self._counters.add("refused/failed")
-            self._fail(error)
+            self._tell(error)
         elif job.stored.refused:
             self._counters.add(f"refused/{job.stored.refused}")

@@ -138,12 +138,12 @@ class Leaving:
         held = {r.span_id: r for r in owning if wanted(r.namespace, r.root)}
         self.spoil(held)
         # Out of the tree: in the index no more, or nobody's to delete, where an error came between.
-        left = held.keys() - {record.span_id for record in self._catalog.records()} - {*gone}
-        left = {span for span in left if span in self._catalog.own}
+        out = held.keys() - {record.span_id for record in self._catalog.records()} - {*gone}
+        left = [held[span] for span in out if span in self._catalog.own]
         names = self.committer.names.copy()  # also of what was evicted before
         named = {r for r, name in names.items() if name and wanted(namespace_digest(name), r)}
-        records = [*(held[span] for span in left), *drafts]
-        self.committer.erase([*gone, *left], roots | named, records)
+        gone += [record.span_id for record in left]
+        self.committer.erase(gone, roots | named, left + drafts)
         if undone := self.committer.delete_now([], COMMIT_TIMEOUT_S):
             raise StoreFailed(f"{self._path}: not purged: {undone}; purge again, or it comes back")
         self._counters.add("purged_spans", len(spans))
