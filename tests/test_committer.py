@@ -273,6 +273,25 @@ def test_no_memory_even_to_say_so_leaves_nobody_waiting_and_forgets_nothing(
     nothing_is_back(store, open_store)
 
 
+def test_what_cannot_even_be_told_is_deleted_with_the_next_turn(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory to note the error for the next flush, either: deletes that failed are kept, or
+    evicted spans would be back with the next open."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(64, 1)).wait(60)
+    committer = store._home.committer
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "commit", no_memory)
+        patch.setattr(committer._batches, "_fail", no_memory)
+        assert store.evict(1) == 0
+    assert committer.undone
+    put_prompt(store, prompt(64, 2)).wait(60)
+    assert not committer.undone
+    assert len([*store.index.spans()]) == 1
+    sound(store, [2])
+
+
 def test_what_cannot_be_taken_back_yet_keeps_no_other_delete(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
