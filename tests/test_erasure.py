@@ -229,6 +229,35 @@ def test_a_purge_reaches_stores_that_were_handed_over_before_it(
     assert store.stats()["refused"] == {"purged": 1}
     store.flush()
     store.check()
+    store.close()
+    assert rebuild_store(store.path).spans == 1  # his was under way, too: nothing to be erased
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["given up", "stored"])
+def test_a_purge_reaches_what_was_evicted_where_another_store_is_to_write(
+    open_store: Open, stored: bool
+) -> None:
+    """It erased what was free: that space was another's, who gave it back unwritten."""
+    store, hers, his = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1), prompt(64, 2)
+    put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
+    put_prompt(store, prompt(64, 3), wait_s=60).wait(60)  # keeps the segment
+    assert_serves(store, prompt(64, 3), 64)
+    assert store.evict(1) > 0
+    keys, values = kv_of(his, GEOMETRY)
+    with store.writer(his, tenant="his", wait_s=60) as writer:
+        assert row_of(hers) in everything_in(segments(store.path))
+        assert store.purge("hers") == (0, 0)
+        assert len(store.index.to_erase()) == 1  # a crash is made good, too
+        for layer in range(2 * stored):
+            writer.put(layer, 0, keys[layer], values[layer])
+    assert writer.stored.wait(60) == stored
+    store.flush()
+    assert row_of(hers) not in everything_in(segments(store.path))
+    assert_serves(store, his, 64 * stored, tenant="his")
+    assert_serves(store, prompt(64, 3), 64)
+    put_prompt(store, prompt(64, 4), wait_s=60).wait(60)
+    assert not store.index.to_erase()
+    store.check()
 
 
 def test_a_purge_reaches_a_store_that_waits_for_its_space(

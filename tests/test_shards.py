@@ -127,6 +127,27 @@ def test_a_prompt_goes_on_in_another_shard(pair: Pair, open_store: Open) -> None
     assert verified.exit_code == 0 and "3 spans" in verified.stdout, verified.output
 
 
+def test_what_hung_from_a_span_that_another_shard_evicted_is_no_problem_of_the_store(
+    pair: Pair, open_store: Open
+) -> None:
+    """Nothing was wrong, and `verify` ended with 1 until a writer of that shard came again."""
+    a, b = pair
+    ready(a, prompt(512, 1)[:192])
+    b.follow()
+    ready(b, prompt(512, 1), start=192)
+    b.close()
+    assert a.evict(1 << 40) > 0
+    a.close()
+    done, found = run_json("verify", "--store", a.path)
+    assert (done.returncode, found["sound"], found["spans"], found["orphans"]) == (0, True, 1, 1)
+    said = CliRunner().invoke(app, ["verify", "--store", str(a.path)]).stdout
+    assert "1 behind what another shard evicted" in " ".join(said.split())
+    with open_store(a.geometry, shard=1):
+        pass
+    done, found = run_json("verify", "--store", a.path)
+    assert (done.returncode, found["spans"], found["orphans"]) == (0, 0, 0)
+
+
 def test_readers_follow_by_themselves(open_store: Open, geometry: impress.Geometry) -> None:
     writer = open_store(geometry)
     ready(writer, prompt(128, 1))

@@ -29,6 +29,8 @@ def verify(store: Store = None, as_json: Json = False) -> None:
     agree with each other, that no two spans share space and that the radix tree they make is
     sound. Writes nothing, and works while another process writes to the store. A span that does
     not verify is no danger to a running model: its reads fail and the prompt is computed again.
+    One that hangs from what another shard has evicted is counted ("orphans"), and is no problem:
+    the next writer of its own shard deletes it.
 
     **Exit status**
 
@@ -64,6 +66,8 @@ def _print(verdict: Verdict, where: Path) -> None:
     read = f"{verdict.spans} spans, {verdict.pieces} pieces, {size(verdict.n_bytes)} of rows"
     if verdict.gone:
         read += f"; {verdict.gone} evicted by the store's writer meanwhile"
+    if verdict.orphans:
+        read += f"; {verdict.orphans} behind what another shard evicted, to go with its next writer"
     if not verdict.problems:
         out.print(f"{where}: sound ({read})", markup=False, soft_wrap=True)
         return

@@ -2,7 +2,9 @@
 
 index values → headers → every piece of every span. Beside a live writer: a span whose index value
 is gone or replaced by the end was evicted meanwhile, and whatever was found about it is dropped.
-A span that hangs in the air is told only where every shard, read again, has nothing before it.
+A span that hangs in the air is told only where every shard, read again, has nothing before it; it
+is no problem where another shard's writer may have evicted that: the next writer of its own will
+delete it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Final
 
 import numpy as np
 
-from impress.blockhash import key_after
 from impress.errors import FormatError, StoreFailed
 from impress.spans.format import (
     ProbeRecord,
@@ -31,9 +31,8 @@ from impress.spans.format import (
 from impress.spans.layout import K, SpanLayout, V
 from impress.spans.params import NONE, Params
 from impress.spans.records import wrong_record
-from impress.tree.catalog import Catalog
+from impress.upkeep.hanging import hanging_of, index_values
 from impress.write.directory import Identity, Shard, read_identity, shards_of
-from impress.write.index import Index
 from tiers.base import Read, Slot, Sums, round_up, sums_of
 from tiers.coalesce import locate
 from tiers.errors import MediumError
@@ -67,10 +66,11 @@ class Verdict:
     pieces: int = 0
     n_bytes: int = 0  # of rows; headers not counted
     gone: int = 0  # spans evicted while this ran
+    orphans: int = 0  # spans that hang from what another shard's writer evicted
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, other: Verdict) -> None:
-        for name in ("spans", "pieces", "n_bytes", "gone"):
+        for name in ("spans", "pieces", "n_bytes", "gone", "orphans"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.problems += other.problems
 
@@ -106,11 +106,13 @@ def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
     shards = shards_of(path)
     values = {shard.number: _values(shard, total) for shard in shards}
     everything = {span: value for by_span in values.values() for span, value in by_span.items()}
+    shared = len(shards) > 1 and not total.problems
     pool = IoPool(_THREADS, "impress-verify")
     try:
         for shard in shards:
             if values[shard.number]:
-                one = _Verification(path, identity, shard, values[shard.number], everything, pool)
+                mine = values[shard.number]
+                one = _Verification(path, identity, shard, mine, everything, pool, shared=shared)
                 total.add(one.run(progress or (lambda done, of: None)))
     finally:
         pool.close(0.1)  # its threads are daemons: one stuck in a read does not hold the process
@@ -119,15 +121,8 @@ def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
 
 def _values(shard: Shard, total: Verdict) -> dict[int, bytes]:
     """A shard's index values; what keeps them from being read is a problem. Raises StoreFailed."""
-    if not shard.index.is_dir():
-        total.problems.append(Problem(f"index: {shard.index} is missing"))
-        return {}
     try:
-        index = Index(shard.index, create=False)
-        try:
-            return dict(index.spans())
-        finally:
-            index.close()
+        return index_values(shard)
     except FormatError as err:
         total.problems.append(Problem(str(err)))
     return {}
@@ -138,15 +133,17 @@ class _Verification:
 
     def __init__(
         self, path: Path, identity: Identity, shard: Shard, values: dict[int, bytes],
-        everything: dict[int, bytes], pool: IoPool,
+        everything: dict[int, bytes], pool: IoPool, *, shared: bool,
     ) -> None:  # fmt: skip
         """`values`: read before the segments are listed: all they name exist; `everything`: of all
-        shards, as a prefix may go from one to another."""
+        shards, as a prefix may go from one to another; `shared`: there are several, all read."""
         self._path = path
         self._identity = identity
         self._shard = shard
         self._values = values
         self._everything = everything
+        self._shared = shared
+        self._orphans: set[int] = set()
         try:
             self._ssd = SsdTier(
                 shard.segments, PART_BYTES, None, read_only=True, number=shard.number
@@ -209,47 +206,19 @@ class _Verification:
 
     def _check_tree(self, records: list[SpanRecord]) -> None:
         """The tree these spans make is sound, and no span hangs in the air."""
-        catalog = Catalog(self._identity.window)
         sound = {record.span_id for record in records}
         wrong = self._values.keys() - sound
+        others = {s: v for s, v in self._everything.items() if s not in wrong}
         try:
-            loose, _ = catalog.load(
-                ((s, v) for s, v in self._everything.items() if s not in wrong), {}
-            )
-            catalog.check()
+            hanging, damaged = hanging_of(sound, others, self._identity, self._path)
         except AssertionError as err:
             self._report(f"tree: {err}")
             return
-        hanging = catalog.retired_records(span for span in loose if span in sound)
-        hanging = [record for record in hanging if record.first_window]
-        known = [*self._decoded(self._everything)] if hanging else []
-        # One shard is read after the other: one goes on from what was stored in another meanwhile.
-        for shard in shards_of(self._path) if hanging else ():
-            known += self._decoded(_values(shard, Verdict()))
-        for record in hanging:
-            # One that repeats what other spans hold is only waiting to be reclaimed.
-            if not self._follows(record, known):
-                self._report("the windows before it are not stored, so it is never found",
-                             record.span_id)  # fmt: skip
-
-    def _decoded(self, values: dict[int, bytes]) -> Iterator[SpanRecord]:
-        """Records, where they are sound."""
-        geometry, window = self._identity.geometry, self._identity.window
-        for span, value in values.items():
-            with suppress(FormatError, ValueError, struct.error):
-                record = decode_index(span, *split_index(value))
-                if not wrong_record(record, geometry, window):
-                    yield record
-
-    def _follows(self, record: SpanRecord, records: list[SpanRecord]) -> bool:
-        """Whether some span reaches the window this one begins behind."""
-        for other in records:
-            n_windows = record.first_window - other.first_window
-            if other.root == record.root and 0 < n_windows <= other.n_windows:
-                labels = other.labels[: n_windows * 4 * record.window]
-                if key_after(other.key_before, labels, record.window) == record.key_before:
-                    return True
-        return False
+        if self._shared and not wrong and not damaged:
+            self._orphans.update(hanging)
+            return
+        for span in hanging:
+            self._report("the windows before it are not stored, so it is never found", span)
 
     # ---- the segments ----------------------------------------------------------------------
 
@@ -377,10 +346,12 @@ class _Verification:
         else:  # it cannot be told
             self._verdict.add(again)
             return
-        for span in {p.span for p in self._verdict.problems if p.span is not None}:
+        found = {p.span for p in self._verdict.problems if p.span is not None}
+        for span in found | self._orphans:
             if now.get(span) != self._values[span]:
                 evicted.add(span)
         self._verdict.gone = len(evicted)
+        self._verdict.orphans = len(self._orphans - evicted)
         self._verdict.problems = [p for p in self._verdict.problems if p.span not in evicted]
         self._verdict.problems.sort(key=lambda p: (p.span or 0, p.segment or 0, p.what))
 

@@ -47,6 +47,8 @@ class Admission:
         self.fitter = fitter
         # Begun and without a writer yet: by their root keys.
         self._begun: dict[Stored, bytes] = {}
+        # Of these, those that a purge met: what it erases may lie in the space they have by now.
+        self._soiled: set[Stored] = set()
         # Space reserved, not yet READY or given back.
         self._drafts: dict[int, tuple[Draft, Stored]] = {}
         home.leaving.refuse = self._refuse
@@ -63,6 +65,7 @@ class Admission:
             return self._begin(stored, root, labels, start, wait_s)
         finally:
             del self._begun[stored]
+            self._soiled.discard(stored)
 
     def _begin(
         self, stored: Stored, root: bytes, labels: bytes, start: int, wait_s: float
@@ -94,6 +97,8 @@ class Admission:
             raise
         if draft is not None:
             self._drafts[draft.record.span_id] = draft, stored
+            if stored in self._soiled:
+                self._home.leaving.spoil([draft.record.span_id])
         return writer
 
     def drafts(self) -> list[SpanRecord]:
@@ -106,21 +111,22 @@ class Admission:
         return any(draft.writing for draft, _ in list(self._drafts.values()))
 
     def _refuse(self, wanted: Wanted) -> list[SpanRecord]:
-        """A purge: what is under way of this is never READY, and erased before its space is free;
-        where that lies.
+        """A purge: what is under way of this is never READY. Where all that is under way lies: it
+        is erased before its space is free, whoever's, as what was evicted may have lain there.
 
         What the committer is at this moment may be READY all the same.
         """
         for stored, root in list(self._begun.items()):  # first: from there they go to the drafts
+            self._soiled.add(stored)
             if wanted(self._namespace, root):
                 stored.refused = stored.refused or "purged"
-        refused = []
+        records = []
         for draft, stored in list(self._drafts.values()):
+            self._home.leaving.spoil([draft.record.span_id])
             if wanted(draft.record.namespace, draft.record.root):
-                self._home.leaving.spoil([draft.record.span_id])
                 stored.refused = stored.refused or "purged"
-                refused.append(draft.record)
-        return refused
+            records.append(draft.record)
+        return records
 
     def _done(self, draft: Draft, held: Sequence[Held]) -> None:
         """The committer is through with a draft."""

@@ -187,7 +187,8 @@ class Index:
         `history`: what requests have shown of spans of `put`, as of `tick`.
         `changes`: what of it followers are told; `forget`: and nothing any more of those before.
         `erase`: where those of `delete` lie that are in it is noted, until they are `erased`.
-        `intend`: where these lie is noted, too; what is put is to be erased no more.
+        `intend`: where these lie is noted, too, unless they are here; what is put is to be erased
+        no more.
         `unname`: roots whose names go, but for those of `names`.
         `last`: no header is written after it; ids go on where they ended.
         """
@@ -199,7 +200,8 @@ class Index:
                 txn.put(_id(span), value, db=self._dbs["spans"])
                 txn.delete(_id(span), db=self._dbs["erase"])
             for record in intend:
-                self._note_erasure(txn, record.span_id, encode_index(record))
+                if txn.get(_id(record.span_id), db=self._dbs["spans"]) is None:
+                    self._note_erasure(txn, record.span_id, encode_index(record))
             if history:
                 self._put_history(txn, history, tick)
             for root in unname:

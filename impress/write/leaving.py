@@ -55,7 +55,7 @@ class Leaving:
         """Of that shard; set once, before anything leaves."""
         self.before_evict: Callable[[], None] = lambda: None  # makes more of it evictable
         self.copies: Callable[[], list[SpanRecord]] = list  # of repacks, under way
-        # Stores under way of a purge: what they may have written.
+        # Of stores under way, at a purge: where they write, over what may have been evicted there.
         self.refuse: Callable[[Wanted], list[SpanRecord]] = lambda wanted: []
 
     @property
@@ -116,10 +116,10 @@ class Leaving:
         """Erase everything under the root keys of what is `wanted`: (spans, how many are held yet).
 
         Their bytes are overwritten on the medium before the space is free; what a lease still
-        holds, when it ends, or at `close`; what a crash leaves, at the next open. Stores begun
-        before are refused, and erased when they end. Whatever is free is erased too: what was
-        evicted, and what a crash cut off, whoever's. Raises StoreFailed where the index takes no
-        writes, or the disk no erasing.
+        holds, when it ends, or at `close`; what a crash leaves, at the next open. Stores of it that
+        were begun before are refused, and erased when they end. Whatever is free is erased too:
+        what was evicted, and what a crash cut off, whoever's; of stores under way, where they come
+        to nothing. Raises StoreFailed where the index takes no writes, or the disk no erasing.
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')

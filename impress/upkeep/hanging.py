@@ -1,0 +1,70 @@
+"""Spans that hang in the air: nothing that is stored reaches the window they begin behind."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from impress.blockhash import key_after
+from impress.errors import FormatError
+from impress.spans.format import SpanRecord, decode_index, split_index
+from impress.spans.records import wrong_record
+from impress.tree.catalog import Catalog
+from impress.write.directory import Identity, Shard, shards_of
+from impress.write.index import Index
+
+
+def index_values(shard: Shard) -> dict[int, bytes]:
+    """Span -> what a shard's index holds of it. Raises FormatError (none, damaged), StoreFailed."""
+    if not shard.index.is_dir():
+        raise FormatError(f"index: {shard.index} is missing")
+    index = Index(shard.index, create=False)
+    try:
+        return dict(index.spans())
+    finally:
+        index.close()
+
+
+def hanging_of(
+    mine: Collection[int], values: Mapping[int, bytes], identity: Identity, path: Path
+) -> tuple[list[int], list[int]]:
+    """Of the spans that are `mine`: those that hang in the air; and of all the damaged ones.
+
+    `values`: of all shards, as a prefix may go from one to another; read a moment ago, so every
+    shard is read again before a span is said to hang. Raises AssertionError where the tree that
+    they make is not sound.
+    """
+    catalog = Catalog(identity.window)
+    loose, damaged = catalog.load(values.items(), {})
+    catalog.check()
+    found = catalog.retired_records(span for span in loose if span in mine)
+    hanging = [record for record in found if record.first_window]
+    known = [*_decoded(values, identity)] if hanging else []
+    # One shard is read after the other: one goes on from what was stored in another meanwhile.
+    for shard in shards_of(path) if hanging else ():
+        with suppress(FormatError):
+            known += _decoded(index_values(shard), identity)
+    # One that repeats what other spans hold is only waiting to be reclaimed.
+    return [r.span_id for r in hanging if not _follows(r, known)], damaged
+
+
+def _decoded(values: Mapping[int, bytes], identity: Identity) -> Iterator[SpanRecord]:
+    """Records, where they are sound."""
+    for span, value in values.items():
+        with suppress(FormatError, ValueError, struct.error):
+            record = decode_index(span, *split_index(value))
+            if not wrong_record(record, identity.geometry, identity.window):
+                yield record
+
+
+def _follows(record: SpanRecord, records: list[SpanRecord]) -> bool:
+    """Whether some span reaches the window this one begins behind."""
+    for other in records:
+        n_windows = record.first_window - other.first_window
+        if other.root == record.root and 0 < n_windows <= other.n_windows:
+            labels = other.labels[: n_windows * 4 * record.window]
+            if key_after(other.key_before, labels, record.window) == record.key_before:
+                return True
+    return False
