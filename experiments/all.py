@@ -1,6 +1,6 @@
 """Every experiment of the paper's figures and of what came before, each in a process of its own.
 
-    python -m experiments.all --quick            some 20 minutes on two quiet cores
+    python -m experiments.all --quick            13 to 22 minutes on two quiet cores
     python -m experiments.all --resume           the full sizes; goes on where a run stopped
 
 Reports and plots go to docs/results, over those that are there, and the tables of docs/RESULTS.md

@@ -22,11 +22,13 @@ _READS: Final = ("sparse", "exact")
 #: What a sample still counts for when the next one has come.
 _DECAY: Final = 0.9
 #: Choices against a way of reading after which it is measured again, though it seems slower: the
-#: least, and the most, which twice as many each time it still is.
+#: least, and the most, which twice as many each time it still is. More, where what it takes longer
+#: is more than _LOOK_SHARE of what so many requests take.
 _LOOK_AGAIN: Final = (16, 128)
+_LOOK_SHARE: Final = 0.02
 #: The same where the policy's own is wanted for more than its time (docs/decisions/0011).
 _WANTED: Final = 3
-#: What the first forwards say of recomputing may be so many times too much.
+#: What the first forward says of recomputing may be so many times too much.
 _FIRST_IS_SLOWER: Final = 4.0
 #: The policy's own mode is left only for a gain of both: estimates of small things are noise, and
 #: a caller who named a mode is surprised by another.
@@ -182,7 +184,8 @@ class Rates:
                 self._passed_over[mode] += 1
             else:
                 n = self._passed_over[mode]
-                self._passed_over[mode], self._patience[mode] = 0, min(2 * n, _LOOK_AGAIN[1])
+                most = _most_patience(seconds[mode], seconds[choice.mode])
+                self._passed_over[mode], self._patience[mode] = 0, min(2 * n, most)
                 if mode in self._reads:
                     self._reads[mode].age(n)
                 return Choice(mode, f"{mode}: measured again, not taken for {n} requests")
@@ -196,7 +199,20 @@ class Rates:
         n_samples = self._forwards["recompute"].n_samples
         if n_samples >= _KNOWN or not cost or not best:
             return False
-        return n_samples == 0 or cost < _FIRST_IS_SLOWER * best
+        return n_samples == 0 or cost < _too_much(n_samples) * best
+
+
+def _most_patience(seconds: float | None, best: float | None) -> int:
+    """After how many choices against it a way is measured again at the latest."""
+    if not seconds or not best:
+        return _LOOK_AGAIN[1]
+    return max(_LOOK_AGAIN[1], round((seconds / best - 1) / _LOOK_SHARE))
+
+
+def _too_much(n_samples: int) -> float:
+    """How many times too much so many forwards say, of which the first was slower."""
+    weights = _DECAY ** np.arange(n_samples)
+    return float(1 + (_FIRST_IS_SLOWER - 1) * weights[-1] / weights.sum())
 
 
 def decide(

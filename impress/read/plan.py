@@ -224,12 +224,14 @@ def plan_reads(
         entries = [by_part[i] for by_part in cached]
         is_cached = any((ids >= 0).any() for ids in entries)
         home: list[Read] = []
+        known: Runs | None = None  # planes with the same pieces share theirs
         for plane, plane_runs, dest in zip(planes, runs, dests, strict=True):
             if not is_cached:
                 home += home_reads(part, layer, plane, plane_runs[i], dest)
                 continue
-            n = part.source.layout.planes[plane].pieces
-            at_home, copied = _apart(plane_runs[i], part.count, n, entries)
+            if plane_runs[i] is not known:
+                known, n = plane_runs[i], part.source.layout.planes[plane].pieces
+                at_home, copied = _apart(known, part.count, n, entries)
             home += home_reads(part, layer, plane, at_home, dest)
             for (pieces, to), cache, ids in zip(copied, caches, entries, strict=True):
                 if len(pieces):
