@@ -37,7 +37,7 @@ class Line:
 
 _SLICE: Final = "a slice of the layers on a slower disk; compute waits, reads are real"
 _AT: Final = "where choices overlap the average order by .85 (measured); chunks.units.png has all"
-_EPYC: Final = "on the EPYC, earlier"
+_EPYC: Final = "on the EPYC"
 _SMALL: Final = "two small trained models, not OPT"
 
 
