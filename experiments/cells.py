@@ -43,7 +43,7 @@ class Cells:
             console.print(f"without --resume all is measured anew; cells of before: {aside}")
         kept = _lines(self._path) if resume and self._path.exists() else []
         for cell in kept:
-            if cell.get("host", host()) != host():
+            if cell.get("host", _machine()) != _machine():
                 raise Unable(
                     f"{self._path} holds cells of another machine ({cell['host']}): name another "
                     "--json FILE, or begin anew without --resume"
@@ -73,7 +73,7 @@ class Cells:
         """A cell is finished: durable on return where there is a file."""
         cell = {
             "params": dict(params), "rows": list(rows), "took_s": round(took_s, 3),
-            "commit": commit(), "host": host(),
+            "commit": commit(), "host": _machine(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
         text = json.dumps(cell, default=_plain)
@@ -89,6 +89,11 @@ class Cells:
         """The commits that these cells were measured at, in order of first use."""
         times = (cell for params in cells for cell in self._done[_key(params)])
         return list(dict.fromkeys(cell["commit"] for cell in times))
+
+
+def _machine() -> str:
+    """Its kind, and as much of it as this process may use. (A disk does not say what it is.)"""
+    return f"{host()}, {len(os.sched_getaffinity(0))} processors"
 
 
 def _key(params: Mapping[str, Any]) -> str:

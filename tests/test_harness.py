@@ -237,15 +237,19 @@ def test_a_line_that_is_no_cell_is_named(
     assert f"{state} line 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("of", ["elsewhere", f"{host()}, 100000 processors"])
 def test_cells_of_another_machine_are_not_resumed(
-    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str], of: str
 ) -> None:
+    """Of as many processors: a machine of two and one of sixteen often name theirs alike."""
     assert Doubling([1]).run(tmp_path, "--json", str(report)) == 0
     state = state_file(report)
     assert state is not None
-    state.write_text(state.read_text().replace(json.dumps(host()), '"elsewhere"'))
+    cell = json.loads(state.read_text())
+    assert cell["host"].startswith(host())
+    state.write_text(json.dumps({**cell, "host": of}) + "\n")
     assert Doubling([1, 2]).run(tmp_path, "--json", str(report), "--resume") == 2
-    assert "another machine (elsewhere)" in capsys.readouterr().err
+    assert f"another machine ({of})" in capsys.readouterr().err
 
 
 def test_the_estimate_counts_only_what_is_left(
