@@ -260,6 +260,31 @@ def test_a_purge_reaches_what_was_evicted_where_another_store_is_to_write(
     store.check()
 
 
+def test_a_purge_reaches_what_was_evicted_where_a_store_has_just_got_its_space(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in no list of stores under way yet."""
+    store, hers, reserve = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1), SsdTier.reserve
+    put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
+    put_prompt(store, prompt(64, 3), wait_s=60).wait(60)  # keeps the segment
+    assert_serves(store, prompt(64, 3), 64)
+    assert store.evict(1) > 0
+
+    def purged_before_it_is_told(ssd: SsdTier, n_bytes: int, least: int) -> Slot | None:
+        slot = reserve(ssd, n_bytes, least)
+        monkeypatch.undo()
+        assert store.purge("hers") == (0, 0)
+        return slot
+
+    monkeypatch.setattr(SsdTier, "reserve", purged_before_it_is_told)
+    with store.writer(prompt(64, 2), tenant="his", wait_s=60) as writer:
+        assert row_of(hers) in everything_in(segments(store.path))
+    assert not writer.stored.wait(60)
+    store.flush()
+    assert row_of(hers) not in everything_in(segments(store.path))
+    store.check()
+
+
 def test_a_purge_reaches_a_store_that_waits_for_its_space(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

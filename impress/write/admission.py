@@ -47,8 +47,7 @@ class Admission:
         self.fitter = fitter
         # Begun and without a writer yet: by their root keys.
         self._begun: dict[Stored, bytes] = {}
-        # Of these, those that a purge met: what it erases may lie in the space they have by now.
-        self._soiled: set[Stored] = set()
+        self._n_purges = 0
         # Space reserved, not yet READY or given back.
         self._drafts: dict[int, tuple[Draft, Stored]] = {}
         home.leaving.refuse = self._refuse
@@ -65,11 +64,11 @@ class Admission:
             return self._begin(stored, root, labels, start, wait_s)
         finally:
             del self._begun[stored]
-            self._soiled.discard(stored)
 
     def _begin(
         self, stored: Stored, root: bytes, labels: bytes, start: int, wait_s: float
     ) -> Writer:
+        n_purges = self._n_purges
         held = self._home.catalog.hold(root, labels, count=False)  # ancestors stay until the commit
         first = sum(h.count for h in held)
         n_windows = stored.n_tokens // self._window
@@ -97,7 +96,7 @@ class Admission:
             raise
         if draft is not None:
             self._drafts[draft.record.span_id] = draft, stored
-            if stored in self._soiled:
+            if self._n_purges != n_purges:  # what it erases may lie in space that was taken by then
                 self._home.leaving.spoil([draft.record.span_id])
         return writer
 
@@ -116,8 +115,8 @@ class Admission:
 
         What the committer is at this moment may be READY all the same.
         """
+        self._n_purges += 1
         for stored, root in list(self._begun.items()):  # first: from there they go to the drafts
-            self._soiled.add(stored)
             if wanted(self._namespace, root):
                 stored.refused = stored.refused or "purged"
         records = []
