@@ -30,6 +30,7 @@ from impress.read.session import Lease
 from impress.selection import probes
 from impress.selection.probes import LowBit
 from impress.selection.scores import suffix_lse_of
+from tiers.engines import why_not
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -341,3 +342,30 @@ def test_a_damaged_piece_is_a_loss_in_a_sparse_session_too(open_store: Open, at:
     store.check()
     wait_for_promotions(store)
     assert store.buffers.used_bytes == 0
+
+
+@pytest.mark.parametrize(("engine", "least"), [("preadv", 4), ("aio", 1)])
+def test_scattered_rows_are_cut_for_threads_only_where_a_thread_reads_one_by_one(
+    engine: str, least: int, tmp_path: Path
+) -> None:
+    """A queue has all of a slice's requests under way at once: more slices only hand the
+    interpreter round. Without one, requests wait for each other within a slice."""
+    if why := why_not(engine):
+        pytest.skip(f"io_engine {engine}: {why}")
+    geometry = impress.Geometry(1, 16, 16, 64, "float16")  # rows of 2 KiB
+    config = impress.Config(io_engine=engine, dram_bytes=0, read_gap_bytes=0)
+    tokens, shape = prompt(2048), (16, 2048, 64)
+    with impress.PrefixStore.open(tmp_path / "store", geometry, "cut", config) as store:
+        if not store.ssd.direct:
+            pytest.skip("this file system refuses O_DIRECT: no queue is used")
+        rows = [torch.randn(shape, dtype=torch.float16) for _ in range(2)]
+        store.store(tokens, [rows[0]], [rows[1]]).wait()
+        store.flush()
+        slices: list[int] = []
+        read = store.ssd.read
+        store.ssd.read = lambda reads: (slices.append(len(reads)), read(reads))[1]  # type: ignore[method-assign]
+        with store.lease(tokens) as lease, lease.session(Random(0.125)) as session:
+            k, v, positions = session.retrieve(0, None)
+        assert torch.equal(k, rows[0][:, positions]) and torch.equal(v, rows[1][:, positions])
+        assert sum(slices) > 100  # scattered
+        assert least <= len(slices) <= 2 * least + 4

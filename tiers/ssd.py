@@ -100,6 +100,11 @@ class SsdTier:
         """Whether it goes past the page cache, as far as is known."""
         return self._files.direct
 
+    @property
+    def sends_many(self) -> bool:
+        """Whether one thread has many reads under way at once, as far as is known."""
+        return self.engine in ("aio", "io_uring") and self._queues and self.direct
+
     def claim(self, extents: Iterable[Extent]) -> None:
         """At open: mark what an index says is in use. Raises ValueError when two overlap."""
         with self._lock:
