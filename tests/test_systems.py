@@ -306,6 +306,21 @@ def test_the_mode_is_chosen_by_what_things_cost(dilation: float, mode: str, data
             assert server._mode(lease.n_tokens, stored) == mode
 
 
+def test_the_mode_is_learnt_while_caches_are_warmed(data: Data) -> None:
+    """It began each cell knowing one forward, and had to look at the two other ways once within
+    forty requests: of Llama's that was 6 % of the mean by itself."""
+    systems = chosen(["exact", "auto"])
+    with Bench(systems, data, Load(n_measured=1, n_warm=3, most_windows=1), 1.0) as bench:
+        bench.warm()
+        exact, auto = bench.servers
+        assert exact._rates is None and auto._rates is not None
+        learnt = auto._rates
+        assert sum(fit.n_samples for fit in learnt._forwards.values()) == 4  # and the one before
+        assert bench.clock.dilation == 1.0
+        bench.measure()
+        assert auto._rates is learnt
+
+
 def test_zero_hit_times_what_the_engine_calls() -> None:
     """It once wrapped a method that had moved, and nobody ran it."""
     from experiments import zero_hit

@@ -107,8 +107,9 @@ class Server:
         return served
 
     def choose_modes(self, n_tokens: int) -> None:
-        """From now on, where the system does: it knows what the prefixes cost when they came."""
-        if self.system.auto:
+        """From now on, where the system does: it knows what the prefixes cost when they came.
+        Idempotent."""
+        if self.system.auto and self._rates is None:
             self._rates = Rates()
             seconds = self._compute.layer(n_tokens, 0) * self._compute.shape.n_layers
             self._rates.note_forward("recompute", n_tokens, seconds)

@@ -74,9 +74,10 @@ def estimate(
     `times` as long."""
     kinds = {system.data for system in systems} - {""}
     layers = n_layers * max(shape.row_bytes / SHAPES[BASE["shape"]].row_bytes, 0.4)
-    warmed = load.n_warm * load.most_windows * layers * _WARM_S
-    measured = load.n_measured * (_REQUEST_S + layers * _LAYER_S * times)
-    return n_prefixes * len(kinds) * layers * _PREFIX_S + len(systems) * (warmed + measured)
+    n_warmed, on_the_clock = load.n_warm * load.most_windows, _REQUEST_S + layers * _LAYER_S * times
+    each = n_warmed * layers * _WARM_S + load.n_measured * on_the_clock
+    modes = sum(system.auto for system in systems) * n_warmed * on_the_clock
+    return n_prefixes * len(kinds) * layers * _PREFIX_S + len(systems) * each + modes
 
 
 def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
