@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,6 +280,135 @@ def test_a_purge_reaches_what_was_evicted_where_a_store_has_just_got_its_space(
     with store.writer(prompt(64, 2), tenant="his", wait_s=60) as writer:
         assert row_of(hers) in everything_in(segments(store.path))
     assert not writer.stored.wait(60)
+    store.flush()
+    assert row_of(hers) not in everything_in(segments(store.path))
+    store.check()
+
+
+def evicted_beside_a_kept_one(store: impress.PrefixStore, hers: np.ndarray) -> None:
+    """Her rows lie in free space of a segment that is not empty."""
+    put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
+    put_prompt(store, prompt(64, 3), wait_s=60).wait(60)
+    store.lease(prompt(64, 3)).release()
+    assert store.evict(1) > 0
+    assert row_of(hers) in everything_in(segments(store.path))
+
+
+def begun_beside_a_purge(store: impress.PrefixStore, begin: Callable[[], object]) -> list[object]:
+    """What `begin` gave, on another thread, when the purge had refused what was under way and not
+    yet erased what is free."""
+    wait_for, made = Reclaim.wait_for, list[object]()
+
+    def meanwhile(reclaim: Reclaim, spans: Any) -> None:
+        other = threading.Thread(target=lambda: made.append(begin()))
+        other.start()
+        other.join(60)
+        wait_for(reclaim, spans)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Reclaim, "wait_for", meanwhile)
+        assert store.purge("hers") == (0, 0)
+    return made
+
+
+def test_a_purge_reaches_what_a_store_begun_beside_it_gives_back(open_store: Open) -> None:
+    """It asked once who was under way, and later passed over what was taken by then."""
+    store, hers, his = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1), prompt(64, 2)
+    evicted_beside_a_kept_one(store, hers)
+    (writer,) = begun_beside_a_purge(store, lambda: store.writer(his, tenant="his", wait_s=60))
+    assert len(store.index.to_erase()) == 1  # a crash is made good, too
+    writer.close(keep=False)
+    store.flush()
+    assert row_of(hers) not in everything_in(segments(store.path))
+    store.check()
+
+
+def test_a_purge_reaches_room_for_rows_whose_header_found_none(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was nobody's store yet: its space went back as it lay."""
+    store, hers = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1)
+    evicted_beside_a_kept_one(store, hers)
+    leaving = store._home.leaving
+    reserve = leaving.reserve
+
+    def in_vain(n_bytes: int, whole: int = 0, least: int | None = None) -> Slot | None:
+        if least is None:
+            return reserve(n_bytes, whole)
+        assert store.purge("hers") == (0, 0)  # while room for the header is waited for
+        return None
+
+    monkeypatch.setattr(leaving, "reserve", in_vain)
+    with store.writer(prompt(64, 2), tenant="his") as writer:
+        assert writer.stored.refused == "disk full"
+    store.flush()
+    assert row_of(hers) not in everything_in(segments(store.path))
+    store.check()
+
+
+def test_a_purge_reaches_what_a_header_did_not_need(open_store: Open) -> None:
+    """The space behind a header went back as it lay, and with READY the note that was to have it
+    erased was gone."""
+    n, geometry = 1024, impress.Geometry(2, 4, 2, 128, "float32")
+    store = open_store(geometry, dram_bytes=0, segment_bytes=8 * MIB, write_buffer_bytes=8 * MIB)
+    rng = np.random.default_rng(1)
+    hers = [rng.standard_normal((2, n, 128), dtype=np.float32) for _ in range(4)]
+    assert store.store(prompt(n, 1), hers[:2], hers[2:], tenant="hers", wait_s=60).wait(60)
+    put_prompt(store, prompt(64, 3), wait_s=60).wait(60)
+    store.lease(prompt(64, 3)).release()
+    assert store.evict(1) > 0
+    rows = [row.tobytes() for plane in hers for row in plane.transpose(1, 0, 2)]
+    his = prompt(512, 2)
+    keys, values = kv_of(his, geometry)
+    with store.writer(his, tenant="his", wait_s=60) as writer:
+        reserved = writer.draft.record.meta.length
+        assert store.purge("hers") == (0, 0)
+        for layer in range(2):
+            writer.put(layer, 0, keys[layer], values[layer])
+    assert writer.stored.wait(60)
+    store.flush()
+    assert writer.draft.record.meta.length < reserved
+    left = everything_in(segments(store.path))
+    assert not any(row in left for row in rows)
+    assert_serves(store, his, 512, tenant="his")
+    store.check()
+
+
+def test_a_purge_reaches_what_a_trial_of_the_disk_takes(open_store: Open) -> None:
+    store, hers = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1)
+    evicted_beside_a_kept_one(store, hers)
+    room = store._home.leaving.reserve(64 * GEOMETRY.token_bytes)
+    assert store.purge("hers") == (0, 0)
+    store._home.committer.try_writing(room, 60)
+    assert row_of(hers) not in everything_in(segments(store.path))
+    store.check()
+
+
+def test_a_purge_reaches_a_span_between_tree_and_limbo(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last lease ended, and no list had it while the purge looked."""
+    store, hers = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1)
+    put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
+    put_prompt(store, prompt(64, 3), wait_s=60).wait(60)
+    lease = store.lease(hers, tenant="hers")
+    store._home.leaving.quarantine(lease.held[0].record.span_id)
+    store.flush()
+    add, forgotten, go_on = Reclaim.add, threading.Event(), threading.Event()
+
+    def late(*told: Any) -> None:
+        forgotten.set()
+        assert go_on.wait(60)
+        add(*told)
+
+    monkeypatch.setattr(Reclaim, "add", late)
+    letting_go = threading.Thread(target=lease.release)
+    letting_go.start()
+    assert forgotten.wait(60)
+    store.purge("hers")
+    go_on.set()
+    letting_go.join(60)
+    monkeypatch.undo()
     store.flush()
     assert row_of(hers) not in everything_in(segments(store.path))
     store.check()
@@ -621,13 +750,13 @@ def test_a_store_that_closes_beside_a_purge_touches_nothing_any_more(
         store.close()
         ended.set()
 
-    def erasing(ssd: SsdTier, within: Extent) -> None:
+    def erasing(ssd: SsdTier, within: Extent, kept: Sequence[Extent]) -> None:
         if not turns:
             closing.set()
             while store._home.reclaimer._open:  # it waits for this turn by now
                 ended.wait(0.01)
         turns.append(ended.is_set())
-        erase(ssd, within)
+        erase(ssd, within, kept)
 
     monkeypatch.setattr(SsdTier, "erase_free", erasing)
     thread = threading.Thread(target=closes)
@@ -645,7 +774,7 @@ def test_a_purge_that_cannot_erase_what_is_free_says_so(
     for seed, tenant in ((1, "alice"), (2, "bob")):
         put_prompt(store, prompt(64, seed), tenant=tenant).wait(60)
 
-    def failing(ssd: SsdTier, within: Extent) -> None:
+    def failing(ssd: SsdTier, within: Extent, kept: Sequence[Extent]) -> None:
         raise MediumError("ssd: 00000000.seg: Input/output error")
 
     monkeypatch.setattr(SsdTier, "erase_free", failing)

@@ -24,7 +24,7 @@ from impress.spans.tables import read_header
 from impress.upkeep.verify import verify_store
 from impress.write.writer import Writer
 from tiers.base import PAGE, Bytes, Slot
-from tiers.iopool import Lane
+from tiers.iopool import IoPool, Lane
 from tiers.slots import Buffer
 from tiers.ssd import SsdTier
 
@@ -352,6 +352,29 @@ def test_a_write_that_fails_for_whatever_reason_is_told(
     with pytest.raises(impress.StoreFailed, match="MemoryError"):
         store.flush()
     assert not stored.ready and store.lookup(prompt(256, 1)) == 0
+    assert_all_comes_back(store)
+
+
+def test_a_put_that_is_interrupted_holds_up_no_other_store(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the pool's lock was waited for: a write was counted that nobody ran, and every
+    store, purge and flush waited two minutes for it."""
+    store, queue = open_store(geometry, **QUIET), IoPool._queue
+
+    def interrupted(pool: IoPool, lane: Lane, *rest: Any) -> None:
+        if lane is Lane.STORE:
+            raise KeyboardInterrupt
+        queue(pool, lane, *rest)
+
+    monkeypatch.setattr(IoPool, "_queue", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        put_prompt(store, prompt(256, 1))
+    monkeypatch.undo()
+    assert not store._admission.writing
+    assert put_prompt(store, prompt(256, 2)).wait(60)
+    store.flush()
+    assert not store._admission.drafts()
     assert_all_comes_back(store)
 
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impress.read.tickets import when_all
-from tiers.base import PAGE
+from tiers.base import PAGE, Extent
 from tiers.errors import Cancelled
 from tiers.iopool import IoPool, Lane, Ticket
 from tiers.slots import BufferPool, aligned, size_class
-from tiers.space import LEAST_PART, Space
+from tiers.space import LEAST_PART, Space, outside
 
 
 @settings(max_examples=200)
@@ -52,6 +52,34 @@ def test_space_agrees_with_a_bitmap(steps: list[tuple[bool, int]]) -> None:
     again.claim_all([part for parts in owned for part in parts])
     again.check()
     assert again.free_bytes == space.free_bytes
+
+
+_PLACES = st.sets(st.tuples(st.integers(0, 1), st.integers(0, 11)), max_size=16)
+
+
+@given(_PLACES, _PLACES)
+@settings(max_examples=200, deadline=None)
+def test_what_of_some_extents_is_in_none_of_others(
+    parts: set[tuple[int, int]], others: set[tuple[int, int]]
+) -> None:
+    found = outside(_extents(parts), sorted(_extents(others)))
+    assert [place for extent in found for place in _places(extent)] == sorted(parts - others)
+
+
+def _extents(places: set[tuple[int, int]]) -> list[Extent]:
+    """One for each run of pages."""
+    merged: list[Extent] = []
+    for segment, page in sorted(places):
+        if merged and (merged[-1].segment, sum(merged[-1][1:])) == (segment, page * PAGE):
+            merged[-1] = merged[-1]._replace(length=merged[-1].length + PAGE)
+        else:
+            merged.append(Extent(segment, page * PAGE, PAGE))
+    return merged
+
+
+def _places(extent: Extent) -> list[tuple[int, int]]:
+    first, n = extent.off // PAGE, extent.length // PAGE
+    return [(extent.segment, page) for page in range(first, first + n)]
 
 
 def _largest_run(taken: np.ndarray) -> int:

@@ -354,6 +354,31 @@ class SsdContract(TierContract):
         assert tier.usage() == before
         tier.check()
 
+    def test_what_is_taken_while_what_is_free_is_erased_is_erased_when_it_is_given_back(
+        self, tier: SsdTier
+    ) -> None:
+        """But for what is kept: its bytes are its own. What is taken later is clean already."""
+        data = noise(96 << 10)
+        lying = tier.reserve(5 * len(data))
+        for i in range(5):
+            tier.write(lying, i * len(data), data + np.uint8(i))
+        tier.free(lying)
+        kept, taken = tier.reserve(len(data)), tier.reserve(2 * len(data))  # unwritten, both
+
+        def lies(i: int) -> bool:
+            held = b"".join(path.read_bytes() for path in sorted(tier.folder.iterdir()))
+            return (data[: 4 << 10] + np.uint8(i)).tobytes() in held
+
+        for turn in tier.turns():
+            tier.erase_free(turn, sorted(kept.parts))
+        assert [lies(i) for i in range(5)] == [True, True, True, False, False]
+        tier.write(taken, 0, data)
+        tier.free(taken)
+        assert [lies(i) for i in range(5)] == [True, False, False, False, False]
+        tier.free(kept)
+        assert lies(0)
+        tier.check()
+
     def test_who_finds_no_room_while_what_is_free_is_erased_waits_for_it(
         self, tier: SsdTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:

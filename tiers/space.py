@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tiers.base import Extent
 
@@ -19,6 +19,9 @@ class Space:
         self.sizes: dict[int, int] = {}
         self._free: dict[int, list[tuple[int, int]]] = {}  # segment -> sorted (off, length)
         self.free_bytes = 0
+        # Used when all that was free was erased, and maybe never written: to be erased before it is
+        # free.
+        self._stale: list[Extent] = []
 
     @property
     def total_bytes(self) -> int:
@@ -117,9 +120,30 @@ class Space:
                     found.append(Extent(segment, first, end - first))
         return found
 
+    def sweep(self, within: Extent, kept: Sequence[Extent]) -> list[Extent]:
+        """Claim what is free there, to be erased. What else is there is stale from now on, but for
+        what is `kept` (sorted): written whole by whoever has it."""
+        free = self.free_parts([within])
+        self.claim(free)
+        stale = outside(outside([within], kept), free)
+        self._stale = sorted([*outside(self._stale, [within]), *stale])
+        return free
+
+    def stale_parts(self, extents: Iterable[Extent]) -> list[Extent]:
+        """What of these used extents is stale."""
+        if not self._stale:
+            return []
+        parts = sorted(extents)
+        return outside(parts, outside(parts, self._stale))
+
+    def cleaned(self, extents: Iterable[Extent]) -> None:
+        """These have been erased."""
+        self._stale = outside(self._stale, sorted(extents))
+
     def drop(self, segment: int) -> int:
         """Forget a segment that is wholly free; the bytes it had."""
         assert self._free[segment] == [(0, self.sizes[segment])], "segment in use"
+        self.cleaned([Extent(segment, 0, self.sizes[segment])])
         n_bytes = self.sizes.pop(segment)
         self.free_bytes -= n_bytes
         del self._free[segment]
@@ -140,3 +164,20 @@ class Space:
                 total += length
             assert end <= self.sizes[segment], f"segment {segment}: free past the end"
         assert total == self.free_bytes, f"free bytes {self.free_bytes}, counted {total}"
+
+
+def outside(parts: Iterable[Extent], others: Sequence[Extent]) -> list[Extent]:
+    """What of these parts is in none of the others, which are sorted and apart. Pure."""
+    found = []
+    for segment, begin, length in parts:
+        off, end = begin, begin + length
+        at = bisect.bisect_right(others, Extent(segment, off, 1 << 62))
+        at -= at > 0 and others[at - 1].segment == segment  # it may reach into the part
+        while at < len(others) and (others[at].segment, others[at].off) < (segment, end):
+            other, at = others[at], at + 1
+            if other.off > off:
+                found.append(Extent(segment, off, other.off - off))
+            off = max(off, other.off + other.length)
+        if off < end:
+            found.append(Extent(segment, off, end - off))
+    return found

@@ -136,8 +136,22 @@ class SsdTier:
             return self._space.missing(round_up(n_bytes), least)
 
     def free(self, slot: Slot) -> None:
-        with self._lock:
-            self._space.give(slot.parts)
+        """What of it was not erased with all that was free, nor written since, is erased first."""
+        while True:
+            with self._lock:
+                stale = self._space.stale_parts(slot.parts)
+                if not stale:
+                    self._space.give(slot.parts)
+                    return
+            try:
+                self._erase_now(Slot(tuple(stale)))
+            except MediumError as err:  # it is free all the same, and the next to erase finds it
+                log.error("ssd: %s: free, and not erased as it was to be: %s", self.folder, err)
+                with self._lock:
+                    self._space.give(slot.parts)
+                return
+            with self._lock:
+                self._space.cleaned(stale)
 
     def write(self, slot: Slot, off: int, data: Bytes) -> None:
         for segment, start, length in locate(slot, off, len(data)):
@@ -225,23 +239,27 @@ class SsdTier:
             for segment, n_bytes in sizes.items() for off in range(0, n_bytes, ERASE_BYTES)
         ]  # fmt: skip
 
-    def erase_free(self, within: Extent) -> None:
-        """Erase and sync what is free there: rows that were evicted, or that a crash cut off.
+    def erase_free(self, within: Extent, kept: Sequence[Extent] = ()) -> None:
+        """Erase and sync what is free there: rows that were evicted, or that a crash cut off. So
+        will be what somebody has there and gives back, but for what is `kept`: sorted, written
+        whole.
 
         Who finds no room meanwhile waits for it, as for a new segment. Raises MediumError.
         """
         with self._growing:
             with self._lock:
-                slot = Slot(tuple(self._space.free_parts([within])))
-                self._space.claim(slot.parts)
+                slot = Slot(tuple(self._space.sweep(within, kept)))
                 self._erasing = slot.n_bytes
             try:
-                self.erase(slot)
-                self.sync([slot])
+                self._erase_now(slot)
             finally:
                 with self._lock:
                     self._space.give(slot.parts)
                     self._erasing = 0
+
+    def _erase_now(self, slot: Slot) -> None:
+        self.erase(slot)
+        self.sync([slot])
 
     @property
     def capacity_bytes(self) -> int | None:

@@ -47,7 +47,6 @@ class Admission:
         self.fitter = fitter
         # Begun and without a writer yet: by their root keys.
         self._begun: dict[Stored, bytes] = {}
-        self._n_purges = 0
         # Space reserved, not yet READY or given back.
         self._drafts: dict[int, tuple[Draft, Stored]] = {}
         home.leaving.refuse = self._refuse
@@ -68,7 +67,6 @@ class Admission:
     def _begin(
         self, stored: Stored, root: bytes, labels: bytes, start: int, wait_s: float
     ) -> Writer:
-        n_purges = self._n_purges
         held = self._home.catalog.hold(root, labels, count=False)  # ancestors stay until the commit
         first = sum(h.count for h in held)
         n_windows = stored.n_tokens // self._window
@@ -96,8 +94,6 @@ class Admission:
             raise
         if draft is not None:
             self._drafts[draft.record.span_id] = draft, stored
-            if self._n_purges != n_purges:  # what it erases may lie in space that was taken by then
-                self._home.leaving.spoil([draft.record.span_id])
         return writer
 
     def drafts(self) -> list[SpanRecord]:
@@ -115,7 +111,6 @@ class Admission:
 
         What the committer is at this moment may be READY all the same.
         """
-        self._n_purges += 1
         for stored, root in list(self._begun.items()):  # first: from there they go to the drafts
             if wanted(self._namespace, root):
                 stored.refused = stored.refused or "purged"

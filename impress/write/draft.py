@@ -195,13 +195,23 @@ class Draft:
                 buffer.release()
                 return
             self._writing += 1
+        taken: list[bool] = []
         try:
-            self._media.pool.submit(Lane.STORE, [partial(self._run, task, buffer)])
-        except Exception:  # no memory: nobody runs it, and `settle` would wait for it
-            self._ended(buffer)
+            self._media.pool.submit(Lane.STORE, [partial(self._run, task, buffer, taken)])
+        except BaseException:  # no memory, Ctrl-C: if it was not queued, `settle` would wait for it
+            if self._take(taken):
+                self._ended(buffer)
             raise
 
-    def _run(self, task: Callable[[], None], buffer: Buffer) -> None:
+    def _take(self, taken: list[bool]) -> bool:
+        """Whether the caller is the first: a write is run, or given up, once."""
+        with self._lock:
+            taken.append(True)
+            return len(taken) == 1
+
+    def _run(self, task: Callable[[], None], buffer: Buffer, taken: list[bool]) -> None:
+        if not self._take(taken):
+            return
         try:
             task()
         except Exception as err:  # whatever it is: it must not pass for written

@@ -20,7 +20,7 @@ from impress.tree.merged import MergedCatalog
 from impress.usage.history import History
 from impress.write.commit import Committer
 from impress.write.reclaim import Reclaim
-from tiers.base import Slot
+from tiers.base import Extent, Slot
 from tiers.errors import MediumError
 from tiers.ssd import SsdTier
 
@@ -118,8 +118,8 @@ class Leaving:
         Their bytes are overwritten on the medium before the space is free; what a lease still
         holds, when it ends, or at `close`; what a crash leaves, at the next open. Stores of it that
         were begun before are refused, and erased when they end. Whatever is free is erased too:
-        what was evicted, and what a crash cut off, whoever's; of stores under way, where they come
-        to nothing. Raises StoreFailed where the index takes no writes, or the disk no erasing.
+        what was evicted, and what a crash cut off, whoever's; of stores under way, what they give
+        back. Raises StoreFailed where the index takes no writes, or the disk no erasing.
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
@@ -156,12 +156,31 @@ class Leaving:
         self._ssd.trim()
         try:
             if self._reclaimer is not None:
-                self._reclaimer.erase_free()
+                self._reclaimer.erase_free(self._ready())
         except MediumError as err:
             raise StoreFailed(f"{self._path}: purged, but not what is free: {err}") from err
+        self._note_begun(drafts)
         waiting = {record.span_id for record in self.in_limbo}
         n_held = len(self._catalog.retired_records(held)) + len(waiting & held.keys())
         return len(spans), n_held
+
+    def _ready(self) -> list[Extent]:
+        """Where one's own spans lie that have been READY, sorted: every byte is their own."""
+        records = {r.span_id: r for r in (*self._catalog.all_records(), *self.in_limbo)}
+        mine = (record for span, record in records.items() if span in self._catalog.own)
+        return sorted(part for record in mine for part in (record.meta, *record.parts))
+
+    def _note_begun(self, known: Iterable[SpanRecord]) -> None:
+        """Of a purge: stores that were begun beside it, where all that is free was not yet erased:
+        a crash is made good for these, too."""
+        assert self.committer is not None
+        before = {record.span_id for record in known}
+        new = [r for r in self.refuse(lambda *_: False) if r.span_id not in before]
+        if not new:
+            return
+        self.committer.erase([], (), new)
+        if undone := self.committer.delete_now([], COMMIT_TIMEOUT_S):
+            raise StoreFailed(f"{self._path}: purged, but not all is noted: {undone}; purge again")
 
     def could_hold(self, n_bytes: int) -> bool:
         """Whether so much would fit if all else went: within its limit, or what a full file

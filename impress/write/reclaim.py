@@ -24,7 +24,7 @@ from impress.write.directory import Shard
 from impress.write.index import Index
 from impress.write.limbo import Limbo
 from impress.write.readers import ANYBODY, Seen, present
-from tiers.base import PAGE, Slot
+from tiers.base import PAGE, Extent, Slot
 from tiers.errors import MediumError
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
@@ -105,8 +105,9 @@ class Reclaim:
             if ours:
                 self._bury([record])
 
-    def erase_free(self) -> None:
-        """Erase what is nobody's, so much at a time that `close` waits for little.
+    def erase_free(self, kept: Sequence[Extent]) -> None:
+        """Erase what is nobody's, so much at a time that `close` waits for little; and of what is
+        somebody's, but for what is `kept` (sorted: spans that are READY), what is given back.
 
         Raises MediumError; StoreFailed where the store was closed meanwhile.
         """
@@ -114,7 +115,7 @@ class Reclaim:
             with self._ours() as ours:
                 if not ours:
                     raise StoreFailed(f"{self._shard.path}: closed before what is free was erased")
-                self._ssd.erase_free(turn)
+                self._ssd.erase_free(turn, kept)
 
     def _readers(self) -> list[Seen]:
         """Who reads here; where that cannot be told, somebody who may read anything."""
