@@ -54,6 +54,8 @@ def fill(page: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit("usage: python -m experiments.reliability_table")
     docs = Path(__file__).resolve().parent.parent / "docs"
     fill(docs / "RELIABILITY.md", docs / "results" / "reliability")
     sys.exit(0)

@@ -162,6 +162,8 @@ def tenant_secret(config: Config) -> bytes:
         return b""
     path = Path(config.tenant_secret_file)
     try:
+        if path.is_dir():
+            raise ConfigError(f"config: tenant_secret_file: {path} is a directory; name a file")
         if path.stat().st_mode & 0o077:
             raise ConfigError(f"config: tenant_secret_file: {path} is open to others: chmod 600")
         secret = path.read_bytes()

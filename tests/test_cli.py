@@ -331,7 +331,8 @@ def test_inspect_shows_scores_and_shares_once_requests_have_told(path):
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_no_store_is_one_line_and_2(tmp_path, command):
-    assert_refused(run(command, "--store", tmp_path / "none"), "no store here")
+    assert_refused(run(command, "--store", tmp_path / "none"), "no store here", "IMPRESS_STORE")
+    assert_refused(run(command, "--store", ""), "--store", "empty")  # not where one happens to be
     (tmp_path / "file").write_text("x")
     assert_refused(run(command, "--store", tmp_path / "file"), "not a directory")
 

@@ -553,8 +553,8 @@ def test_a_tenants_purge_that_was_killed_is_finished_by_the_same_again(tmp_path:
     path = cut_off(tmp_path, "purge")
     marks = [row_of(prompt(256, 1)), prompt(256, 1).tobytes()[:256]]
     assert all(mark in everything_in(path) for mark in marks)
-    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--tenant", ""])
-    assert done.exit_code == 2 and "nothing of tenant '' is stored here" in done.stderr
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--tenant", "x"])
+    assert done.exit_code == 2 and "nothing of tenant 'x' is stored here" in done.stderr
     assert not any(mark in everything_in(path) for mark in marks)
 
 
@@ -584,6 +584,23 @@ def test_a_tenant_that_has_nothing_is_no_success(
     assert mark not in everything_in(path)
 
 
+def test_an_empty_tenant_is_no_name_for_everything_that_has_none(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Of `--tenant "$T"` with T not set: it erased all of every namespace, and ended with 0."""
+    with open_store(geometry, namespace="one") as store:
+        put_prompt(store, prompt(128, 1)).wait(60)
+        put_prompt(store, prompt(128, 2), tenant="acme").wait(60)
+        path = store.path
+    purge = ["purge", "--store", str(path), "--tenant", ""]
+    refused = CliRunner().invoke(app, purge)
+    assert refused.exit_code == 2 and "--namespace" in refused.stderr
+    assert row_of(prompt(128, 1)) in everything_in(path)
+    assert CliRunner().invoke(app, [*purge, "--namespace", "one"]).exit_code == 0
+    left = everything_in(path)
+    assert row_of(prompt(128, 1)) not in left and row_of(prompt(128, 2)) in left
+
+
 def test_an_index_that_was_replaced_goes_though_a_purge_was_killed_before_it_could(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
@@ -607,7 +624,8 @@ def test_an_index_that_was_set_aside_goes_with_a_purge(
         path = store.path
     rebuild_store(path)
     assert (path / "shards/main/index.old").is_dir()
-    assert CliRunner().invoke(app, ["purge", "--store", str(path), "--tenant", ""]).exit_code == 0
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--namespace", "test"])
+    assert done.exit_code == 0
     assert prompt(256, 1).tobytes()[:256] not in everything_in(path)
 
 

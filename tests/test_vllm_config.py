@@ -129,7 +129,7 @@ def test_an_unknown_policy_is_one_line() -> None:
     done = _printed("--policy", "papr")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "policy must be one of exact, paper, quality" in done.stderr
+    assert ": want one of exact, paper, quality" in done.stderr
 
 
 def test_the_container_is_made_as_the_environment_of_the_tests_is() -> None:

@@ -92,6 +92,10 @@ def explain(
     check_json(json_file)
     if query is not None and model is None:
         raise BadInput("--query needs --model DIR: the model that is to be asked")
+    if query is None and (keep is not None or max_missing_mass is not None):
+        raise BadInput(
+            "--keep and --max-missing-mass need --query TEXT: without it nothing chooses"
+        )
     found = _explained(store_dir(store), prefix, query, model, chosen)
     if json_file is not None:
         write_json(json_file, found)

@@ -20,12 +20,20 @@ from impress.terminal import line_of
 
 P = ParamSpec("P")
 
+
+def _directory(given: str) -> Path:
+    """Not of nothing: a variable that is not set would be the directory one is in."""
+    if not given:
+        raise typer.BadParameter("it is empty: name a directory")
+    return Path(given)
+
+
 Store = Annotated[
     Path | None,
     typer.Option(
         "--store",
         metavar="DIR",
-        readable=False,  # said by the command itself, in one line
+        parser=_directory,
         help="The store's directory.",
         show_default="$IMPRESS_STORE, else impress/store in the user's cache directory",
     ),

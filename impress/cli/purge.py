@@ -67,6 +67,10 @@ def purge(
     """
     if namespace is None and tenant is None:
         raise BadInput("purge: say what: --namespace NAME, --tenant NAME, or both")
+    if tenant == "" and namespace is None:  # of a variable that is not set, say
+        raise BadInput(
+            "purge: --tenant is empty: that is all that has no tenant; say of which --namespace"
+        )
     where = store_dir(store)
     secret = None if tenant_secret_file is None else str(tenant_secret_file)
     digests, spans, freed = _erased(where, namespace, tenant, secret)

@@ -186,6 +186,8 @@ def read_token_file(path: Path) -> Tokens:
             ids: Any = _array(path)
         else:
             text = path.read_text()
+            if not text.strip():
+                raise ValueError("empty")
             ids = from_json(text) if text.lstrip().startswith("[") else _integers(text)
     except ValueError as err:
         raise BadInput(f"{path}: not token ids: {err}") from None
@@ -217,4 +219,9 @@ def _array(path: Path) -> Any:
 
 
 def _integers(text: str) -> Sequence[int]:
-    return [int(word) for word in text.split()]
+    words = text.split()
+    try:
+        return [int(word) for word in words]
+    except ValueError:
+        odd = next((word for word in words if not word.lstrip("+-").isdecimal()), words[0])
+        raise ValueError(f"{odd[:20]!r} is no number") from None

@@ -60,9 +60,13 @@ def _config(
     settings: dict[str, Any] = {"dram_bytes": dram_mib * MIB}
     if disk_gib is not None:
         settings["disk_bytes"] = disk_gib << 30
-    extra: dict[str, Any] = {"store": store, "policy": _named(policy), "config": settings}
+    extra: dict[str, Any] = {
+        "store": store,
+        "policy": _named("--policy", policy),
+        "config": settings,
+    }
     if floor is not None:
-        extra["floor"] = _named(floor)
+        extra["floor"] = _named("--floor", floor)
         if policy not in ("exact", floor):  # as the connector has it, whose settings need torch
             raise BadInput(
                 f"--floor {floor} does not allow --policy {policy} to every request: name {policy} "
@@ -77,7 +81,7 @@ def _config(
     }
 
 
-def _named(policy: str) -> dict[str, Any]:
+def _named(option: str, policy: str) -> dict[str, Any]:
     if policy not in _FLOORS:
-        raise BadInput(f"policy must be one of {', '.join(_FLOORS)}, got {policy!r}")
+        raise BadInput(f"{option} {policy}: want one of {', '.join(_FLOORS)}")
     return _FLOORS[policy]

@@ -80,13 +80,18 @@ def _read_raw(path: Path) -> tuple[int, dict[str, Any]]:
             raise TypeError(f"format {version!r}")
         return version, raw
     except FileNotFoundError:
-        raise FormatError(f"{path}: no store here (no {IDENTITY})") from None
+        raise FormatError(
+            f"{path}: no store here (no {IDENTITY}): nothing is stored yet, or name it by --store "
+            "or IMPRESS_STORE"
+        ) from None
     except NotADirectoryError:
         raise FormatError(f"{path}: not a directory") from None
     except PermissionError as err:
         raise StoreFailed(f"{file}: {err.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as err:
-        raise FormatError(f"{file}: not a store's identity ({err})") from None
+        raise FormatError(
+            f"{file}: not a store's identity ({err}); move it away, then impress rebuild"
+        ) from None
 
 
 def make_identity(path: Path, geometry: Geometry, window: int) -> None:

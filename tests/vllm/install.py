@@ -103,4 +103,6 @@ print(json.dumps(missing))
 
 
 if __name__ == "__main__":
+    if not 2 <= len(sys.argv) <= 3 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python -m tests.vllm.install FOLDER [VERSION]")
     main(Path(sys.argv[1]).absolute(), *sys.argv[2:3])
