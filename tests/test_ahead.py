@@ -18,6 +18,7 @@ from test_sparse import N_TOKENS, SHAPES, asked, fill, kv
 
 import impress
 from impress.policy import AllHeads, Contiguous, Paper, Policy, Quality, Random
+from impress.read import tickets
 from impress.read.ahead import Places, cost, preferred, within
 from impress.read.early import Early
 from impress.read.session import Lease
@@ -97,7 +98,7 @@ def ended(session: Any) -> None:
     """Let the read ahead end, whatever comes of it."""
     now = session._foresight._now
     if now is not None and now._ticket is not None:
-        now._ticket._done.wait(60)
+        tickets.ended([now._ticket], 60)
 
 
 def bring(
@@ -345,7 +346,7 @@ def test_reads_that_were_not_begun_are_never_begun(open_store: Open) -> None:
         assert early is not None
         go.set()
         assert blockers.wait(60)
-        early._ticket._done.wait(60)
+        tickets.ended([early._ticket], 60)
         assert early.asked_bytes == 0 and store.counters["ahead_bytes"] == before
 
 

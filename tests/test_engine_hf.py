@@ -349,6 +349,24 @@ def test_a_returned_cache_stays_whole_while_later_requests_run(tmp_path):
         assert cache.get_seq_length() == 204
 
 
+def test_the_system_may_not_take_the_pages_of_a_returned_cache(tmp_path, monkeypatch):
+    """It came back to a pool of its own, which marks what it keeps beyond 256 MiB as free to take:
+    short of memory, the next turn went on from zeros."""
+    model, ids, marked = tiny(), prompts(200), []
+    monkeypatch.setattr("tiers.slots._may_be_taken", marked.append)
+    monkeypatch.setattr(hf, "BufferPool", lambda budget: BufferPool(budget, keep_bytes=0))
+    with attach(model, tmp_path) as engine:
+        for _ in range(2):  # a miss, then a hit
+            kept = engine.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
+            engine.flush()
+            held = {
+                t.data_ptr() for la in kept.past_key_values.layers for t in (la.keys, la.values)
+            }
+            assert len(held) == 4
+            for memory in marked:
+                assert not any(0 <= at - memory.ctypes.data < len(memory) for at in held)
+
+
 def test_a_store_given_stays_open_and_serves_again(tmp_path):
     model, ids = tiny(), prompts(130)
     geometry = hf_models.geometry_of(model.config, model.dtype)

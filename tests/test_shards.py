@@ -723,7 +723,7 @@ def test_a_reader_outlives_the_index_that_it_opened(
     ready(a, prompt(128, 1))
     reader = open_store(small, mode="r", **APART)
     a.close()
-    done = CliRunner().invoke(app, ["purge", "--store", str(a.path), "--tenant", ""])
+    done = CliRunner().invoke(app, ["purge", "--store", str(a.path), "--namespace", "test"])
     assert done.exit_code == 0, done.output
     with open_store(small, **APART) as again:
         ready(again, prompt(128, 2))

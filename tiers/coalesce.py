@@ -16,7 +16,7 @@ RUN_VIEWS = 256
 #: A slice of reads for one thread: at least this, so that small reads do not drown in hand-offs.
 LEAST_SLICE: Final = 256 << 10
 #: The same where more slices bring nothing any sooner: every thread has work already, or a thread
-#: sends all of a slice's requests at once (rows of 1 to 4 KiB came 4 to 7 % sooner so).
+#: has many of its slice's requests under way at once (rows of 1 to 4 KiB came 4 to 7 % sooner so).
 LARGE_SLICE: Final = RUN_BYTES
 MOST_SLICE: Final = 2 << 20
 #: Slices for each thread, of what comes from a disk. It shares what it gives among all that was

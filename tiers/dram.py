@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -68,5 +69,6 @@ def _mapped(n_bytes: int, name: str) -> Bytes:
             f"{name}: {n_bytes:,} bytes of memory asked for: {err.strerror}: lower {name}_bytes"
         ) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        area.madvise(mmap.MADV_HUGEPAGE)  # measured: a first copy at a quarter of the CPU
+        with suppress(OSError):  # advice: a kernel may have none
+            area.madvise(mmap.MADV_HUGEPAGE)  # measured: a first copy at a quarter of the CPU
     return np.frombuffer(area, dtype=np.uint8)

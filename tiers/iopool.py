@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
+from functools import partial
 from time import monotonic
 from typing import Final
 
@@ -34,21 +35,22 @@ class Lane(IntEnum):
 class Ticket:
     """A batch of tasks under way. Done when each has run, failed or been cancelled."""
 
-    __slots__ = ("_callbacks", "_cancelled", "_done", "_error", "_left", "_lock")
+    __slots__ = ("_callbacks", "_cancelled", "_error", "_gates", "_left", "_lock", "handed")
 
     def __init__(self, n_tasks: int) -> None:
         self._lock = threading.Lock()
-        self._done = threading.Event()
+        # Of those who wait, released at the end. No Event: what a signal raises as one is waited
+        # for can leave its lock taken, and whoever sets it hangs.
+        self._gates: list[threading.Lock] = []
         self._left = n_tasks
         self._error: BaseException | None = None
         self._cancelled = False
         self._callbacks: list[Callback] = []
-        if n_tasks == 0:
-            self._done.set()
+        self.handed = False  # to a pool, which ends it
 
     @property
     def done(self) -> bool:
-        return self._done.is_set()
+        return self._left == 0
 
     @property
     def given_up(self) -> bool:
@@ -60,11 +62,28 @@ class Ticket:
 
         Raises the first task's error, Cancelled where one did not run.
         """
-        if not self._done.wait(timeout_s):
+        if self._left and not self._wait(timeout_s):
             return False
         if self._error is not None:
             raise self._error
         return True
+
+    def _wait(self, timeout_s: float) -> bool:
+        gate = threading.Lock()
+        gate.acquire()
+        with self._lock:
+            if self._left:
+                self._gates.append(gate)
+            else:
+                gate.release()
+        if gate.acquire(timeout=timeout_s):
+            gate.release()
+            return True
+        with self._lock:
+            if gate in self._gates:  # else it is being released
+                self._gates.remove(gate)
+                gate.release()
+        return not self._left
 
     def cancel(self) -> None:
         """Tasks that have not started will not run; one under way goes on to its end."""
@@ -95,10 +114,19 @@ class Ticket:
         with self._lock:
             self._left -= 1
             callbacks = self._callbacks if self._left == 0 else []
-        if self._left == 0:
-            self._done.set()
+            gates: list[threading.Lock] = []
+            if self._left == 0:
+                gates, self._gates = self._gates, gates
+        for gate in gates:
+            gate.release()
         for callback in callbacks:
             _call(callback)
+
+
+def _cancel(jobs: Iterable[tuple[Ticket, Task]]) -> None:
+    for ticket, task in jobs:
+        ticket.cancel()
+        ticket.run(task)
 
 
 def _call(callback: Callback) -> None:
@@ -119,8 +147,10 @@ class IoPool:
     def __init__(self, n_threads: int, name: str = "impress-io", n_behind: int = 1) -> None:
         self.n_threads = n_threads
         self._lanes: tuple[deque[tuple[Ticket, Task]], ...] = tuple(deque() for _ in Lane)
-        lock = threading.Lock()
-        self._wake, self._quiet = threading.Condition(lock), threading.Condition(lock)
+        # Entered bare: Condition.__enter__ is Python, and what a signal raises in it, the lock
+        # just taken, would leave it taken for good.
+        self._lock = threading.Lock()
+        self._wake, self._quiet = (threading.Condition(self._lock) for _ in range(2))
         self._open = True
         self._n_behind = n_behind
         self._at = [0, 0]  # threads at what somebody waits for, and at what nobody does
@@ -143,26 +173,32 @@ class IoPool:
         returned a signal's exception would leave reads under way that nobody waits for.
         """
         ticket = Ticket(len(tasks)) if ticket is None else ticket
-        if after is None:
-            self._queue(lane, tasks, ticket)
-        else:
-            after.then(lambda: self._queue(lane, tasks, ticket))
+        jobs = iter([(ticket, task) for task in tasks])
+        try:
+            ticket.handed = True
+            if after is None:
+                self._queue(lane, jobs)
+            else:
+                after.then(partial(self._queue, lane, jobs))
+        except BaseException:  # a signal: what nobody took is cancelled, and what is queued begun
+            _cancel(jobs)
+            with self._lock:
+                self._wake.notify_all()
+            raise
         return ticket
 
-    def _queue(self, lane: Lane, tasks: Sequence[Task], ticket: Ticket) -> None:
-        with self._wake:
+    def _queue(self, lane: Lane, jobs: Iterator[tuple[Ticket, Task]]) -> None:
+        with self._lock:
             if self._open:
-                self._lanes[lane].extend((ticket, task) for task in tasks)
-                self._wake.notify(len(tasks))
-                return
-        ticket.cancel()
-        for task in tasks:
-            ticket.run(task)
+                queued = self._lanes[lane]
+                queued.extend(jobs)  # all or none: no signal comes between
+                self._wake.notify(len(queued))
+        _cancel(jobs)
 
     def run_here(self, lane: Lane, tickets: Iterable[Ticket]) -> None:
         """Run on the caller's thread what no thread has begun of these: it waits for no turn."""
         wanted = set(tickets)
-        with self._wake:
+        with self._lock:
             queued = self._lanes[lane]
             jobs = [job for job in queued if job[0] in wanted]
             left = [job for job in queued if job[0] not in wanted]
@@ -179,7 +215,7 @@ class IoPool:
 
     def idle(self, timeout_s: float) -> bool:
         """True once nothing is queued or under way; False when timeout_s passed first."""
-        with self._quiet:
+        with self._lock:
             return self._quiet.wait_for(
                 lambda: not any(self._at) and not any(self._lanes), timeout_s
             )
@@ -191,7 +227,7 @@ class IoPool:
 
     def close(self, timeout_s: float) -> bool:
         """Run what is queued, stop the threads; False when one is stuck past timeout_s."""
-        with self._wake:
+        with self._lock:
             self._open = False
             self._wake.notify_all()
         deadline = monotonic() + timeout_s
@@ -200,7 +236,7 @@ class IoPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _next(self) -> tuple[Lane, Ticket, Task] | None:
-        with self._wake:
+        with self._lock:
             while True:
                 free = self._n_behind - self._at[1]
                 for lane in Lane if free else _WAITED_FOR:
@@ -222,7 +258,7 @@ class IoPool:
                 self._since[number] = 0.0
                 # A waiting worker must not keep the last ticket's buffers alive.
                 del job, ticket, task
-                with self._quiet:
+                with self._lock:
                     self._at[lane >= Lane.PROMOTE] -= 1
                     if not any(self._at) and not any(self._lanes):
                         self._quiet.notify_all()

@@ -51,7 +51,11 @@ def aligned(n_bytes: int) -> Bytes:
     if not huge:
         return np.frombuffer(area, dtype=np.uint8)
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % _HUGE
-    area.madvise(mmap.MADV_HUGEPAGE, begin, size // _HUGE * _HUGE)
+    with suppress(OSError):  # no more than advice: of a kernel without them, or out of mappings
+        if size % _HUGE:  # the rest is not to be huge
+            area.madvise(mmap.MADV_HUGEPAGE, begin, size // _HUGE * _HUGE)
+        else:  # all of it, so that mappings side by side are one
+            area.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(area, dtype=np.uint8, count=size, offset=begin)
 
 
@@ -156,7 +160,10 @@ class BufferPool:
     """
 
     def __init__(self, budget_bytes: int | None, keep_bytes: int = 256 << 20) -> None:
-        self.lock = threading.Condition()
+        self.lock = (
+            threading.RLock()
+        )  # bare, as every lock that a request takes: see tiers/iopool.py
+        self._freed = threading.Condition(self.lock)
         self.dropped: deque[Bytes] = deque()  # lent, and looked at no more
         self.budget_bytes = budget_bytes
         self.used_bytes = 0  # rented
@@ -187,7 +194,7 @@ class BufferPool:
                 left = deadline - monotonic()
                 if left <= 0:
                     return None
-                self.lock.wait(left)
+                self._freed.wait(left)
 
     def _take(self, need: int) -> Bytes | None:
         """A kept buffer of need..2·need bytes, else a new one if the budget allows.
@@ -218,12 +225,12 @@ class BufferPool:
         """Called by Buffer under `lock` when its last reference goes."""
         self.used_bytes -= len(memory)
         self._keep(memory)
-        self.lock.notify_all()
+        self._freed.notify_all()
 
     def lend(self, memory: Bytes) -> None:
         """Called by Buffer under `lock`: it is rented no more."""
         self.used_bytes -= len(memory)
-        self.lock.notify_all()
+        self._freed.notify_all()
 
     def _collect(self) -> None:
         while self.dropped:

@@ -90,12 +90,7 @@ def explain(
     """
     chosen = policy_of(policy, keep, max_missing_mass)
     check_json(json_file)
-    if query is not None and model is None:
-        raise BadInput("--query needs --model DIR: the model that is to be asked")
-    if query is None and (keep is not None or max_missing_mass is not None):
-        raise BadInput(
-            "--keep and --max-missing-mass need --query TEXT: without it nothing chooses"
-        )
+    _check(query, model, idle=keep is not None or max_missing_mass is not None)
     found = _explained(store_dir(store), prefix, query, model, chosen)
     if json_file is not None:
         write_json(json_file, found)
@@ -103,6 +98,14 @@ def explain(
         print_match(found)
         if "request" in found:
             print_request(found)
+
+
+def _check(query: str | None, model: Path | None, *, idle: bool) -> None:
+    """`idle`: settings of the policy were given. Raises BadInput where nothing would use them."""
+    if query is not None and model is None:
+        raise BadInput("--query needs --model DIR: the model that is to be asked")
+    if query is None and idle:
+        raise BadInput("--keep and --max-missing-mass need --query: without it nothing chooses")
 
 
 def _explained(

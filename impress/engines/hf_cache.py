@@ -299,7 +299,8 @@ class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
     def as_dynamic(self) -> DynamicCache:
         """The same rows as a stock cache, for a caller who asked for past_key_values.
 
-        The stock cache never writes in place, so it may be used while these rows are stored.
+        The stock cache never writes in place, so it may be used while these rows are stored. The
+        memory is the caller's: given back, the system might take its pages when it runs short.
         """
         stock = DynamicCache()
         for rows in self.layers:
@@ -307,6 +308,7 @@ class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
             layer.lazy_initialization(rows.keys, rows.values)
             layer.keys, layer.values = rows.keys, rows.values
             stock.layers.append(layer)
+            rows.forsake()
         return stock
 
     def forsake(self, untouched: Callable[[], bool]) -> None:

@@ -19,11 +19,13 @@ from impress.read.parts import Mask, Part, used_chunks
 from impress.read.placement import Brought, whole_at
 from impress.read.plan import runs_of
 from impress.read.reading import Reading
+from impress.read.tickets import submit
 from impress.read.worth import ranks_if_used
 from impress.spans.layout import PlaneLayout
 from tiers.base import Bytes, Read, verify
 from tiers.errors import MediumError
 from tiers.iopool import Lane, Ticket
+from tiers.slots import Buffer
 
 log = logging.getLogger("impress")
 
@@ -42,13 +44,30 @@ def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
     if load.reading.crowded or not load.reading.waiting.take(n_bytes):
         load.reading.counters.add("promotions_skipped")
         return None
-    for buffer in load.buffers:
-        buffer.retain()
-    ticket = load.reading.pool.submit(Lane.PROMOTE, [partial(_climb, load, brought, levels)], after)
-    for buffer in load.buffers:
-        ticket.then(buffer.release)
-    ticket.then(partial(load.reading.waiting.give, n_bytes))
-    return ticket
+    noted: list[Ticket] = []
+    held: list[Buffer] = []
+
+    def let_go() -> None:
+        load.reading.waiting.give(n_bytes)
+        while held:
+            held.pop().release()
+
+    def note(ticket: Ticket) -> None:
+        for buffer in load.buffers:
+            buffer.retain()
+            held.append(buffer)
+        ticket.then(let_go)
+        noted.append(ticket)
+
+    try:
+        submit(
+            load.reading.pool, Lane.PROMOTE, [partial(_climb, load, brought, levels)], note, after
+        )
+    except BaseException:
+        if not noted:
+            let_go()
+        raise
+    return noted[0]
 
 
 def levels_above(brought: Brought) -> list[ChunkCache]:

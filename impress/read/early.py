@@ -21,6 +21,7 @@ from impress.read.ahead import Floats, Mask, Places, Positions, preferred, withi
 from impress.read.parts import Part, Source, parts_of
 from impress.read.plan import Gather, gather, home_reads
 from impress.read.reading import Reading
+from impress.read.tickets import submit
 from tiers.base import Bytes, Read
 from tiers.coalesce import slices
 from tiers.iopool import Lane, Ticket
@@ -49,10 +50,14 @@ class Early:
         self._parts = parts_of(sources, layer, positions)
         gap = reading.config.read_gap_bytes
         gathers = [gather(self._parts, plane, gap) for plane in planes]
-        self._dests = [
-            self._rent(g.n_pieces * shape.piece_bytes)
-            for g, shape in zip(gathers, self._shapes, strict=True)
-        ]
+        try:
+            self._dests = [
+                self._rent(g.n_pieces * shape.piece_bytes)
+                for g, shape in zip(gathers, self._shapes, strict=True)
+            ]
+        except BaseException:  # no memory for the second: nobody knows of the first
+            self._give_back()
+            raise
         self._runs = [g.runs for g in gathers]
         self._begun = [np.zeros(g.n_pieces, dtype=bool) for g in gathers]  # pieces of dest
         self._there = [np.zeros(g.n_pieces, dtype=bool) for g in gathers]  # read and verified
@@ -85,8 +90,10 @@ class Early:
             for i in range(len(self._planes))
             for first, some in self._slices(i)
         ]
-        self._ticket = Ticket(len(tasks))
-        self._reading.pool.submit(Lane.AHEAD, tasks, ticket=self._ticket)
+        submit(self._reading.pool, Lane.AHEAD, tasks, self._note)
+
+    def _note(self, ticket: Ticket) -> None:
+        self._ticket = ticket
 
     def _slices(self, i: int) -> list[tuple[int, list[Read]]]:
         """One plane's reads by thread, and the piece of dest each slice begins at: in its order."""

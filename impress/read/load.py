@@ -26,7 +26,7 @@ from impress.read.plan import (
 )
 from impress.read.reading import Reading
 from impress.read.takes import Ahead, Takes
-from impress.read.tickets import when_all
+from impress.read.tickets import submit, when_all
 from impress.spans.layout import K, PlaneLayout, V
 from impress.spans.rows import as_tensor, dense_bytes, take_rows, unpack
 from impress.stats import Spent
@@ -51,7 +51,7 @@ _COPYING: Final = 2 * len(os.sched_getaffinity(0))
 class Load:
     """Some planes of a layer being read, whole or chosen rows; started by the constructor.
 
-    Exactly one of `abandon`, or `wait` and later `give_back`, ends it.
+    `abandon`, or `wait` and later `give_back`, ends it; the first of these counts.
     """
 
     def __init__(
@@ -89,11 +89,16 @@ class Load:
         with self.map_spent:
             self.parts = parts_of(sources, layer, positions)
         self.entries: list[list[Ids]] = [[] for _ in caches]
+        self._pinned: list[tuple[ChunkCache, Ids]] = []
+        self._over = False
         self.flight: Flight | None = None  # others may copy what it brings
         self.tickets = {} if tickets is None else tickets
         try:
             for cache, entries in zip(caches, self.entries, strict=True):
-                entries.extend(cache.pin(p.span, layer, p.first, p.count) for p in self.parts)
+                for part in self.parts:
+                    entries.append(cache.pin(part.span, layer, part.first, part.count))
+                    if (entries[-1] >= 0).any():
+                        self._pinned.append((cache, entries[-1]))
             self._begin()
         except BaseException:  # no memory to read into, say
             self.abandon()
@@ -114,8 +119,9 @@ class Load:
         plan = self._plan([g.read for g in gathers])
         self._key = self._shared_key()
         self._followed = None if self._key is None else self.reading.flights.under_way(self._key)
+        self.bytes_by_tier = plan.n_bytes
         if plan.home:  # first: it takes longest
-            self._submit_home(plan.home)
+            self._submit_home(plan.home, self.bytes_by_tier["ssd"])
         for cache in self.caches:
             if plan.copies[cache.tier.name]:
                 self._submit(cache, plan.copies[cache.tier.name])
@@ -123,7 +129,6 @@ class Load:
         if ahead is not None:
             self._takes = Takes(ahead, self.planes, self.shapes, self._dests)
             self._take(self._takes, [g.taken for g in gathers])
-        self.bytes_by_tier = plan.n_bytes
         self.rows_by_tier: dict[str, int] = {}  # once `wait` returned
 
     def _divided(self) -> Direct | None:
@@ -192,11 +197,9 @@ class Load:
         self, name: str, lane: Lane, tasks: Sequence[Task], after: Ticket | None = None
     ) -> None:
         """Noted before it is queued: `abandon` must know of it whatever comes between."""
-        ticket = self.tickets[name] = Ticket(len(tasks))
-        self.reading.pool.submit(lane, tasks, after, ticket)
+        submit(self.reading.pool, lane, tasks, partial(self.tickets.__setitem__, name), after)
 
-    def _submit_home(self, by_part: list[tuple[Part, list[Read]]]) -> None:
-        n_bytes = sum(len(read.dest) for _, reads in by_part for read in reads)
+    def _submit_home(self, by_part: list[tuple[Part, list[Read]]], n_bytes: int) -> None:
         few = self.positions is not None and self.reading.ssd.sends_many
         size = self._slice_bytes(n_bytes, self.reading.pool.n_threads, TURNS, few=few)
         tasks = [
@@ -270,12 +273,14 @@ class Load:
         `since_s`: when its turn came, if that was after its start: the time limit begins there.
         """
         try:
-            lost = self._failure(max(self.started_s, since_s))
+            self._wait(max(self.started_s, since_s))
         except BaseException:
             self.abandon()
             raise
+
+    def _wait(self, begin_s: float) -> None:
+        lost = self._failure(begin_s)
         if lost is not None:
-            self.abandon()
             # What is read behind requests has no right to be in time, and costs none of them.
             if self._lane is Lane.DEMAND or lost.reason not in ("late", "shortage"):
                 self.reading.counters.add(f"lost/{lost.reason}")
@@ -301,12 +306,8 @@ class Load:
                 if not ticket.wait(max(begin_s + limit_s - monotonic(), 0.0)):
                     return PrefixLost("late", f"layer {self.layer} took more than {limit_s:g} s")
             except MediumError as err:
-                span = self._bad_span.get(medium)  # None: it is not to blame
-                if span is not None:
-                    for cache in self.caches:
-                        cache.drop_span(span)
-                    if medium == "ssd":
-                        self.reading.quarantine(span)
+                if medium in self._bad_span:  # else none is to blame
+                    self.reading.went_bad(self._bad_span[medium], medium, self.caches)
                 return PrefixLost(err.reason, str(err))
         return None
 
@@ -334,11 +335,8 @@ class Load:
     def tensors(self) -> Tensors:
         """K and V as [n_kv_heads, m, head_dim], in `outs` where they were given."""
         assert self.planes == (K, V)
-        k, v = (
-            self._tensor(0, self.reading.geometry.head_dim),
-            self._tensor(1, self.reading.geometry.v_dim),
-        )
-        return k, v
+        g = self.reading.geometry
+        return self._tensor(0, g.head_dim), self._tensor(1, g.v_dim)
 
     def tensor(self, at: Positions | None = None) -> torch.Tensor:
         """The only plane, K or V, as [n_kv_heads, m, head_dim]; `at`: some rows of what it has."""
@@ -372,6 +370,8 @@ class Load:
 
     def abandon(self) -> None:
         """Nobody will take it: its buffers and pins go when its last read has ended."""
+        if self._over:
+            return
         if self.flight is not None:
             self.reading.flights.end(self._key, self.flight)
         for ticket in self.tickets.values():
@@ -385,12 +385,14 @@ class Load:
 
     def _unpin(self) -> None:
         """The copies have been copied out."""
-        for cache, entries in zip(self.caches, self.entries, strict=True):
-            for ids in entries:
-                if (ids >= 0).any():
-                    cache.unpin(ids)
+        while self._pinned:
+            cache, ids = self._pinned.pop()
+            cache.unpin(ids)
 
     def give_back(self) -> None:
         """Nobody looks at the pieces, and at tensors of all rows, any more."""
+        if self._over:
+            return
+        self._over = True
         for buffer in self.buffers:
             buffer.release()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from impress.cache.chunks import ChunkCache
 from impress.cache.copies import Copies
 from impress.config import Config
 from impress.errors import PrefixLost
@@ -70,6 +71,14 @@ class Reading:
             if not self.kept(span):
                 self.copies.drop_span(span)
                 self.history.forget(span)
+
+    def went_bad(self, span: int, medium: str, caches: Sequence[ChunkCache]) -> None:
+        """A span did not read back on a medium: no copy of it is believed, and where that is home
+        it is never a hit again."""
+        for cache in caches:
+            cache.drop_span(span)
+        if medium == "ssd":
+            self.quarantine(span)
 
     def rent(self, n_bytes: int) -> Buffer:
         """A buffer to read into, page-aligned; released by whoever used it last.

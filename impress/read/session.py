@@ -261,12 +261,15 @@ class Session:
         elif out is not None:
             load.outs = out  # read ahead into a buffer: copied out below
         begin_s = monotonic()
-        load.wait(self._came_s)  # all may have been begun at once, and come one after the other
-        self._came_s = monotonic()
-        self._account(load, begin_s)
-        self._keep(layer, [load])
-        k, v = load.tensors()
-        return k, v, None
+        try:
+            load.wait(self._came_s)  # all may have been begun at once, and come one after the other
+            self._came_s = monotonic()
+            self._account(load, begin_s)
+            self._keep(layer, [load])
+            return *load.tensors(), None
+        except BaseException:
+            load.abandon()
+            raise
 
     def _keep(self, layer: int, loads: list[Load]) -> None:
         """Hold what the caller now looks at; let go of what it looked at before."""

@@ -74,7 +74,7 @@ class ShadowSession(SparseSession):
         finally:
             self._keys = None
             for load in used:
-                load.give_back()
+                load.abandon()
         if by_head(self.policy):
             return Weighed(float(masses.max()), chosen.missing_mass_worst_head)
         return Weighed(float(masses.mean()), chosen.estimated_missing_mass)
@@ -82,7 +82,8 @@ class ShadowSession(SparseSession):
     def _all_keys(self, layer: int, used: list[Load]) -> torch.Tensor:
         return self._keys if self._keys is not None else super()._all_keys(layer, used)
 
-    def _read(self, load: Load) -> Load:
+    def _read(self, load: Load, used: list[Load]) -> Load:
+        used.append(load)
         load.wait()
         return load
 

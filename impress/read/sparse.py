@@ -178,25 +178,26 @@ class SparseSession(Session):
             except BaseException:
                 rows.abandon()
                 raise
-            used.append(self._read(rows))
+            self._read(rows, used)
             self._foresight.start()
             k, v = rows.tensors() if keys is None else (keys.tensor(positions), rows.tensor())
+            # Chosen rows are copies; whole planes are views of what was read into.
+            seen = [load for load in used if positions is None and load.planes != (self._plane,)]
+            for load in used:
+                if load not in seen:
+                    load.give_back()
+            self._keep(layer, seen)
+            ahead_bytes = 0 if ahead is None else ahead.asked_bytes
+            self._note(selection, used, rows, begin_s, ahead_bytes)
+            self._looked.append(Looked(positions, selection.by_query, rows.brought()))
         except BaseException:
             for load in used:
-                load.give_back()
+                load.abandon()
             raise
-        # Chosen rows are copies; whole planes are views of what was read into.
-        seen = [load for load in used if positions is None and load.planes != (self._plane,)]
-        for load in used:
-            if load not in seen:
-                load.give_back()
-        self._keep(layer, seen)
-        ahead_bytes = 0 if ahead is None else ahead.asked_bytes
-        self._note(selection, used, rows, begin_s, ahead_bytes)
-        self._looked.append(Looked(positions, selection.by_query, rows.brought()))
         return k, v, positions
 
-    def _read(self, load: Load) -> Load:
+    def _read(self, load: Load, used: list[Load]) -> Load:
+        used.append(load)  # before anything may come between
         load.wait()
         self._climb(load)  # from buffers of its own: close need not wait for the copies
         return load
@@ -243,8 +244,7 @@ class SparseSession(Session):
     def _all_keys(self, layer: int, used: list[Load]) -> torch.Tensor:
         """Keys [n_kv_heads, n_tokens, head_dim] of the whole prefix."""
         load = self._keys_ahead.pop(layer, None) or self._load_keys(layer)
-        used.append(self._read(load))
-        return load.tensor()
+        return self._read(load, used).tensor()
 
     def _records(self, layer: int, all_keys: Any, used: list[Load]) -> Bytes:
         """The layer's probe records, contiguous [groups, probe_bytes]."""
@@ -253,7 +253,7 @@ class SparseSession(Session):
         if self._plane is None:
             return self._codec.encode(host_words(all_keys(), self._r.geometry), self._r.geometry)
         load = self._probes.pop(layer, None) or self._start_probes(layer, self._plane)
-        used.append(self._read(load))
+        self._read(load, used)
         by_window = load.pieces(0).reshape(self.n_tokens // self._window, -1)
         exact = by_window[:, : self._window // self._codec.group * n_bytes]
         return np.ascontiguousarray(exact).reshape(-1, n_bytes)

@@ -48,7 +48,8 @@ class Committer:
         self._heat: dict[int, tuple[int, int]] = {}  # as last saved
         self._jobs: deque[Job] = deque()
         self._pid = os.getpid()
-        self._wake = threading.Condition()
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
         self._open = True
         self._save_asked = False
         self._settle_asked = False
@@ -113,7 +114,7 @@ class Committer:
 
     def save_history(self) -> None:
         """Soon: what requests have shown since it was last saved, and heat. Never raises."""
-        with self._wake:
+        with self._lock:
             self._save_asked = True
             self._wake.notify()
 
@@ -121,7 +122,7 @@ class Committer:
         """Soon: what was let go is reclaimed. Never raises, nor in a fork's child."""
         if os.getpid() != self._pid:  # the thread stayed behind, perhaps with the lock
             return
-        with self._wake:
+        with self._lock:
             self._settle_asked = True
             self._wake.notify()
 
@@ -145,17 +146,17 @@ class Committer:
 
     def fail(self, error: Exception) -> None:
         """Keep an error for the next flush to raise."""
-        with self._wake:
+        with self._lock:
             self._failures.append(error)
 
     def take_failures(self) -> list[Exception]:
-        with self._wake:
+        with self._lock:
             failures, self._failures = self._failures, []
             return failures
 
     def close(self, timeout_s: float) -> None:
         """Finish what is queued, record heat, stop."""
-        with self._wake:
+        with self._lock:
             self._open = False
             self._wake.notify()
         self._thread.join(timeout_s)
@@ -173,7 +174,7 @@ class Committer:
     def _put(self, job: Job) -> None:
         if os.getpid() != self._pid:  # the thread stayed behind, perhaps with the lock
             raise StoreFailed(f"store: {FORKED}")
-        with self._wake:
+        with self._lock:
             if not self._open:
                 raise StoreFailed("the store is closed")
             self._jobs.append(job)
@@ -189,7 +190,7 @@ class Committer:
 
     def _turn(self) -> bool:
         """Deal with all that waits; False when that was the last of it."""
-        with self._wake:
+        with self._lock:
             self._wake.wait_for(self._is_wanted)
             if not self._jobs and not self._open:
                 return False

@@ -161,7 +161,8 @@ class Draft:
         self._sketches = sketches
         self._geometry = geometry
         self._media = media
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._fewer = threading.Condition(self._lock)
         self._writing = 0
         self._then: Callable[[], None] | None = None  # given up: called when nothing is written
         self._error: Exception | None = None
@@ -225,7 +226,7 @@ class Draft:
         buffer.release()
         with self._lock:
             self._writing -= 1
-            self._lock.notify_all()
+            self._fewer.notify_all()
             then = None if self._writing else self._then
         if then is not None:
             then()
@@ -263,7 +264,7 @@ class Draft:
     def settle(self, timeout_s: float) -> None:
         """Wait for its writes. Raises StoreFailed when one failed or is stuck."""
         with self._lock:
-            if not self._lock.wait_for(lambda: self._writing == 0, timeout_s):
+            if not self._fewer.wait_for(lambda: self._writing == 0, timeout_s):
                 late = TimeoutError(f"ssd: a write did not end within {timeout_s:g} s")
                 raise StoreFailed(f"store: {late}") from late
             if self._error is not None:

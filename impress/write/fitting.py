@@ -50,7 +50,8 @@ class Fitter:
         self._ssd = ssd
         self._catalog = catalog
         self._params = params
-        self._state = threading.Condition()
+        self._lock = threading.RLock()
+        self._state = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._busy = False  # a fit is asked for or under way
         self._closing = threading.Event()
@@ -61,7 +62,7 @@ class Fitter:
 
     def poke(self, n_tokens: int) -> None:
         """So many more tokens of this namespace are READY. Starts a fit when there are enough."""
-        with self._state:
+        with self._lock:
             self._n_tokens += n_tokens
             if self._busy or self._n_tokens < ENOUGH_TOKENS or self._closing.is_set():
                 return
@@ -81,12 +82,12 @@ class Fitter:
 
     def wait(self, timeout_s: float) -> None:
         """Return when no fit is under way, or after timeout_s."""
-        with self._state:
+        with self._lock:
             self._state.wait_for(lambda: not self._busy, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Give up a fit under way, after the layer it is at; False: it reads there still."""
-        with self._state:
+        with self._lock:
             self._closing.set()
             self._state.notify_all()
         if self._thread is None:
@@ -108,7 +109,7 @@ class Fitter:
 
     def _work(self) -> None:
         while not self._closing.is_set():
-            with self._state:
+            with self._lock:
                 self._state.wait_for(lambda: self._busy or self._closing.is_set())
             try:
                 if not self._closing.is_set():
@@ -117,7 +118,7 @@ class Fitter:
                 log.warning("probe parameters are not fitted yet: %s", err)
             except Exception:  # a bug: nobody who waits is left waiting
                 log.exception("fitting probe parameters failed")
-            with self._state:
+            with self._lock:
                 self._busy = False
                 self._state.notify_all()
 

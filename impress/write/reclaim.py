@@ -55,7 +55,8 @@ class Reclaim:
         self.spoilt: set[int] = set()  # purged, repacked: their bytes go before their space does
         self.limbo = Limbo(limit_s)
         self._pid = os.getpid()
-        self._state = threading.Condition()
+        self._lock = threading.RLock()
+        self._state = threading.Condition(self._lock)
         self._open = True
         self._n_busy = 0  # threads that write or free
         self._said = False  # that readers cannot be listed
@@ -93,7 +94,7 @@ class Reclaim:
         but for those to be erased. False: a thread is stuck at it and may write yet."""
         self.settle()
         self.wait_for([record.span_id for record in self.limbo.records()])
-        with self._state:
+        with self._lock:
             self._open = False
             ended = self._state.wait_for(lambda: not self._n_busy, WRITE_TIMEOUT_S)
         self._bury(self.limbo.take([], monotonic()))
@@ -136,13 +137,13 @@ class Reclaim:
         if os.getpid() != self._pid:  # before any lock: in a child nobody may ever open it
             yield False
             return
-        with self._state:
+        with self._lock:
             ours = self._open
             self._n_busy += ours
         try:
             yield ours
         finally:
-            with self._state:
+            with self._lock:
                 self._n_busy -= ours
                 self._state.notify_all()
 

@@ -169,6 +169,7 @@ class Scheduler:
         return SimpleNamespace(
             Thread=lambda **options: Thread(self, **options),
             Lock=lambda: Lock(self, module),
+            RLock=lambda: Lock(self, module),  # never taken twice by one thread here
             Condition=lambda lock=None: Condition(self, lock or Lock(self, module)),
             Event=lambda: Event(self),
             local=real.local,

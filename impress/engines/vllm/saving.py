@@ -73,7 +73,8 @@ class Saver:
         self._pending: list[tuple[str, bytes, Stored]] = []  # handed to the committer
         self._stuck_bytes = 0  # in write buffers, as a wait for them ran out
         self._uses: dict[str, tuple[int, int]] = {}  # request -> tokens asked for, admitted
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._reading = threading.Lock()  # held while blocks are looked at
         self._closed = False
         self.n_skipped = 0
@@ -94,7 +95,7 @@ class Saver:
                 self.n_skipped += 1
             life.n_waiting += 1
             self._specs.append(spec)
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def drop(self, keys: Sequence[str]) -> None:
         """Forget these lives: on return nobody looks at their blocks any more."""
@@ -102,7 +103,7 @@ class Saver:
             for key in keys:
                 if key in self._lives:
                     self._lives[key].dropped = True
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def busy(self, request_id: str) -> bool:
         """Whether something of a request still waits to be read from its blocks."""
@@ -117,7 +118,7 @@ class Saver:
         with self._lock:
             for life in self._lives.values():
                 life.ended = life.ended or life.request_id == request_id
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def ready(self) -> list[tuple[str, int]]:
         """(request, tokens) of stores that became READY since the last call."""
@@ -137,12 +138,12 @@ class Saver:
     def pause(self, seconds: float) -> None:
         """Let the thread work for a moment: for a caller with nothing else to do."""
         with self._lock:
-            self._lock.wait(seconds)
+            self._changed.wait(seconds)
 
     def flush(self) -> None:
         """Wait until every spec offered is done and READY. Raises StoreFailed for what failed."""
         with self._lock:
-            if not self._lock.wait_for(self._idle, _FLUSH_S):
+            if not self._changed.wait_for(self._idle, _FLUSH_S):
                 raise StoreFailed(f"saving: {len(self._specs)} still wait after {_FLUSH_S:g} s")
         self._store.flush()
 
@@ -154,7 +155,7 @@ class Saver:
         atexit.unregister(self.close)
         with self._lock:
             self._closed = True
-            self._lock.notify_all()
+            self._changed.notify_all()
         self._thread.join()
 
     # ---- the thread ------------------------------------------------------------------------
@@ -166,7 +167,9 @@ class Saver:
     def _run(self) -> None:
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._closed or self._sweep() or self._next(peek=True))
+                self._changed.wait_for(
+                    lambda: self._closed or self._sweep() or self._next(peek=True)
+                )
                 spec = self._next()
                 if spec is None:
                     if self._closed:
@@ -180,7 +183,7 @@ class Saver:
             finally:
                 with self._lock:
                     self._lives[spec.key].n_waiting -= 1
-                    self._lock.notify_all()
+                    self._changed.notify_all()
         for life in self._lives.values():
             self._give_up(life)
 

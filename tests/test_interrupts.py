@@ -1,0 +1,144 @@
+"""Ctrl-C, and whatever else a signal raises, in the middle of a request: nothing stays taken.
+
+At which moment it comes is chosen here by having one call raise.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MIB, assert_serves, prompt, put_prompt, wait_for_promotions
+
+import impress
+from impress.policy import Exact, Policy, Random
+from impress.read import load as loads
+from impress.read.early import Early
+from impress.read.reading import Reading
+from tiers.base import PAGE
+from tiers.dram import DramTier
+from tiers.errors import ReadFailed
+from tiers.iopool import IoPool, Lane, Ticket
+from tiers.slots import BufferPool, aligned
+
+Open = Callable[..., impress.PrefixStore]
+TOKENS = prompt(256, 1)
+
+
+@pytest.fixture
+def store(open_store: Open, geometry: impress.Geometry) -> impress.PrefixStore:
+    """Half of the prompt is in memory, half on the disk alone."""
+    store = open_store(geometry, dram_bytes=MIB, read_timeout_s=5, repack_every_s=0)
+    assert put_prompt(store, TOKENS, wait_s=60).wait(60)
+    assert_serves(store, TOKENS, 256)
+    wait_for_promotions(store)
+    return store
+
+
+def taken(store: impress.PrefixStore) -> tuple[int, int, int]:
+    """Bytes of buffers, pins of copies, bytes that wait to climb."""
+    assert store._pool.idle(60)
+    pins = sum(int(cache._pins.sum()) for cache in store._copies.chunks)
+    return store.buffers.used_bytes, pins, store._reading.waiting._held
+
+
+def once(real: Callable[..., Any], n: int = 0) -> Callable[..., Any]:
+    """The same, but for call n, which is interrupted before it does anything."""
+    calls: list[int] = []
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == n + 1:
+            raise KeyboardInterrupt
+        return real(*args, **named)
+
+    return interrupted
+
+
+@pytest.mark.parametrize("policy", [Exact(), Random(0.3)], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("n", range(3))
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        (IoPool, "submit"), (loads, "rows_by_tier"), (loads, "plan_reads"),
+        (loads.Load, "_unpin"), (loads.Load, "brought"), (loads.Load, "_tensor"),
+    ],
+    ids=lambda of: getattr(of, "__name__", of),
+)  # fmt: skip
+def test_an_interrupted_request_leaves_nothing_taken(
+    store: impress.PrefixStore, where: Any, what: str, n: int, policy: Policy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A read that was noted and never queued was waited for without end; what came between the
+    end of a read and its session's note of it left buffers and pins taken for good."""
+    store._copies.clear()
+    before = taken(store)
+    with store.lease(TOKENS) as lease:
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+            with lease.session(policy) as session:
+                patched.setattr(where, what, once(getattr(where, what), n))
+                session.prefetch()
+                for layer in range(store.geometry.n_layers):
+                    session.retrieve(layer, None)
+                raise KeyboardInterrupt  # call n never came
+    assert taken(store) == before
+    assert_serves(store, TOKENS, 256)
+
+
+def test_a_signal_behind_the_taking_of_a_lock_does_not_leave_it_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Condition.__enter__ is Python: what a signal raised in it, the lock just taken, left every
+    I/O thread waiting in Buffer.release, and the store a miss for all until a restart."""
+
+    def struck(condition: threading.Condition) -> bool:
+        condition.acquire()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        pool, threads = BufferPool(1 << 20), IoPool(2)
+        patched.setattr(threading.Condition, "__enter__", struck)
+        for _ in range(2):
+            buffer = pool.acquire(PAGE)
+            assert buffer is not None
+            buffer.retain()
+            buffer.release()
+            array = buffer.lent()
+            del buffer, array
+            ticket = Ticket(1)
+            threads.submit(Lane.DEMAND, [lambda: None], ticket=ticket)
+            assert ticket.wait(60)
+            threads.run_here(Lane.DEMAND, [])
+            threads.depth()
+    assert threads.idle(60) and threads.close(60)
+    assert pool.acquire(1 << 20) is not None
+
+
+def test_a_guess_that_finds_no_memory_gives_back_what_it_had(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for the keys was there, none for the values: a MiB went with every session."""
+    reading, rent, rented = store._reading, Reading.rent, list[int]()
+
+    def short(reading: Reading, n_bytes: int) -> Any:
+        rented.append(n_bytes)
+        if len(rented) == 2:
+            raise ReadFailed("shortage", "memory: no more")
+        return rent(reading, n_bytes)
+
+    monkeypatch.setattr(Reading, "rent", short)
+    with store.lease(TOKENS) as lease:
+        with pytest.raises(ReadFailed):
+            Early(reading, lease.sources, 0, (0, 1), np.arange(0, 256, 3))
+    assert len(rented) == 2 and taken(store) == (0, 0, 0)
+
+
+def test_advice_that_a_kernel_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large buffers ask for huge pages; where there are none every read of 2 MiB failed."""
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)
+    assert len(aligned(3 * MIB)) >= 3 * MIB and len(aligned(2 * MIB + PAGE)) >= 2 * MIB + PAGE
+    assert DramTier(4 * MIB).reserve(MIB) is not None
