@@ -60,7 +60,9 @@ class Impress(System):
     def _out(self) -> Any:
         """[n_kv_heads, n_tokens, head_dim] as an engine holds it: token-major, page-aligned."""
         s = self.shape
-        room = np.frombuffer(mmap.mmap(-1, s.n_bytes // s.n_layers // 2), dtype=np.uint8)
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # as torch's own
+        area = mmap.mmap(-1, s.n_bytes // s.n_layers // 2, flags=private)
+        room = np.frombuffer(area, dtype=np.uint8)
         room[:] = 0  # its pages are there before the clock runs
         rows = self._torch.from_numpy(room).view(self._torch.bfloat16)
         return rows.view(s.n_tokens, s.n_kv_heads, s.head_dim).transpose(0, 1)

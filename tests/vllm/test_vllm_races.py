@@ -258,7 +258,7 @@ def test_what_fails_once_does_not_end_the_thread_that_stores(
             saver.offer(SaveSpec(name, f"{name}#0", prompt, 64, blocks))
         for name in "ab":
             with saver._lock:
-                assert saver._lock.wait_for(lambda name=name: not saver.busy(name), 60)
+                assert saver._changed.wait_for(lambda name=name: not saver.busy(name), 60)
         saver.flush()
         assert [store.lookup(prompt.tokens) for prompt in prompts] == [0, 64]
         (said,) = [r.getMessage() for r in caplog.records if "is not stored" in r.getMessage()]
@@ -308,7 +308,7 @@ def test_behind_a_write_that_hangs_one_request_waits_and_no_other(
             for i in names:
                 saver.offer(SaveSpec(f"{i}", f"{i}#0", prompts[i], 2048, [1] * 64))
                 with saver._lock:
-                    assert saver._lock.wait_for(lambda i=i: not saver.busy(f"{i}"), 60)
+                    assert saver._changed.wait_for(lambda i=i: not saver.busy(f"{i}"), 60)
 
         try:
             offer(0, 1, 2, 3, 4)
