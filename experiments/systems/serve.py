@@ -28,7 +28,7 @@ from impress.selection.probes import codec_of
 from impress.spans.rows import as_tensor
 from impress.store import PrefixStore
 from impress.types import Geometry
-from tiers.slots import aligned
+from tiers.slots import aligned, size_class
 
 Outs = list[tuple[Any, Any]]
 #: layer, k, v, positions
@@ -206,14 +206,15 @@ class Server:
         self._clock.spend(score_seconds(self._compute, self._geometry, inner, n_tokens))
 
     def _outs_of(self, n_tokens: int) -> Outs:
-        """Page-aligned memory for every layer, as an engine has it: used before, of the longest."""
+        """Page-aligned memory for every layer, as an engine has it: used before, of the longest,
+        in huge pages where a pool's is."""
         store = self.store
         assert store is not None
         g, n = store.geometry, n_tokens // 64 * 64
         if n > self._room:
             self._room = n
             self._buffers = [
-                (aligned(n * g.k_row_bytes), aligned(n * g.v_row_bytes))
+                (aligned(size_class(n * g.k_row_bytes)), aligned(size_class(n * g.v_row_bytes)))
                 for _ in range(self._geometry.n_layers)
             ]
             for buffer in chain(*self._buffers):
