@@ -233,16 +233,22 @@ def test_a_purge_reaches_stores_that_were_handed_over_before_it(
     assert rebuild_store(store.path).spans == 1  # his was under way, too: nothing to be erased
 
 
+def evicted_beside_a_kept_one(store: impress.PrefixStore, hers: np.ndarray) -> None:
+    """Her rows lie in free space of a segment that is not empty."""
+    put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
+    put_prompt(store, prompt(64, 3), wait_s=60).wait(60)
+    store.lease(prompt(64, 3)).release()
+    assert store.evict(1) > 0
+    assert row_of(hers) in everything_in(segments(store.path))
+
+
 @pytest.mark.parametrize("stored", [False, True], ids=["given up", "stored"])
 def test_a_purge_reaches_what_was_evicted_where_another_store_is_to_write(
     open_store: Open, stored: bool
 ) -> None:
     """It erased what was free: that space was another's, who gave it back unwritten."""
     store, hers, his = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1), prompt(64, 2)
-    put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
-    put_prompt(store, prompt(64, 3), wait_s=60).wait(60)  # keeps the segment
-    assert_serves(store, prompt(64, 3), 64)
-    assert store.evict(1) > 0
+    evicted_beside_a_kept_one(store, hers)
     keys, values = kv_of(his, GEOMETRY)
     with store.writer(his, tenant="his", wait_s=60) as writer:
         assert row_of(hers) in everything_in(segments(store.path))
@@ -265,10 +271,7 @@ def test_a_purge_reaches_what_was_evicted_where_a_store_has_just_got_its_space(
 ) -> None:
     """It is in no list of stores under way yet."""
     store, hers, reserve = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1), SsdTier.reserve
-    put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
-    put_prompt(store, prompt(64, 3), wait_s=60).wait(60)  # keeps the segment
-    assert_serves(store, prompt(64, 3), 64)
-    assert store.evict(1) > 0
+    evicted_beside_a_kept_one(store, hers)
 
     def purged_before_it_is_told(ssd: SsdTier, n_bytes: int, least: int) -> Slot | None:
         slot = reserve(ssd, n_bytes, least)
@@ -283,15 +286,6 @@ def test_a_purge_reaches_what_was_evicted_where_a_store_has_just_got_its_space(
     store.flush()
     assert row_of(hers) not in everything_in(segments(store.path))
     store.check()
-
-
-def evicted_beside_a_kept_one(store: impress.PrefixStore, hers: np.ndarray) -> None:
-    """Her rows lie in free space of a segment that is not empty."""
-    put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
-    put_prompt(store, prompt(64, 3), wait_s=60).wait(60)
-    store.lease(prompt(64, 3)).release()
-    assert store.evict(1) > 0
-    assert row_of(hers) in everything_in(segments(store.path))
 
 
 def begun_beside_a_purge(store: impress.PrefixStore, begin: Callable[[], object]) -> list[object]:

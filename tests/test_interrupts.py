@@ -22,7 +22,7 @@ from impress.read.reading import Reading
 from tiers.base import PAGE
 from tiers.dram import DramTier
 from tiers.errors import ReadFailed
-from tiers.iopool import IoPool, Lane, Ticket
+from tiers.iopool import IoPool, Lane
 from tiers.slots import BufferPool, aligned
 
 Open = Callable[..., impress.PrefixStore]
@@ -60,15 +60,15 @@ def once(real: Callable[..., Any], n: int = 0) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("policy", [Exact(), Random(0.3)], ids=lambda policy: policy.name)
-@pytest.mark.parametrize("n", range(3))
 @pytest.mark.parametrize(
-    ("where", "what"),
+    ("where", "what", "n"),
     [
-        (IoPool, "submit"), (loads, "rows_by_tier"), (loads, "plan_reads"),
-        (loads.Load, "_unpin"), (loads.Load, "brought"), (loads.Load, "_tensor"),
+        *[(IoPool, "_queue", n) for n in range(2)],  # of reads: later ones are of what climbs
+        *[(loads, what, n) for what in ("rows_by_tier", "plan_reads") for n in range(3)],
+        *[(loads.Load, what, n) for what in ("_unpin", "brought", "_tensor") for n in range(3)],
     ],
-    ids=lambda of: getattr(of, "__name__", of),
-)  # fmt: skip
+    ids=lambda of: getattr(of, "__name__", str(of)),
+)
 def test_an_interrupted_request_leaves_nothing_taken(
     store: impress.PrefixStore, where: Any, what: str, n: int, policy: Policy,
     monkeypatch: pytest.MonkeyPatch,
@@ -109,9 +109,7 @@ def test_a_signal_behind_the_taking_of_a_lock_does_not_leave_it_taken(
             buffer.release()
             array = buffer.lent()
             del buffer, array
-            ticket = Ticket(1)
-            threads.submit(Lane.DEMAND, [lambda: None], ticket=ticket)
-            assert ticket.wait(60)
+            assert threads.submit(Lane.DEMAND, [lambda: None]).wait(60)
             threads.run_here(Lane.DEMAND, [])
             threads.depth()
     assert threads.idle(60) and threads.close(60)

@@ -35,7 +35,7 @@ class Lane(IntEnum):
 class Ticket:
     """A batch of tasks under way. Done when each has run, failed or been cancelled."""
 
-    __slots__ = ("_callbacks", "_cancelled", "_error", "_gates", "_left", "_lock", "handed")
+    __slots__ = ("_callbacks", "_cancelled", "_error", "_gates", "_left", "_lock")
 
     def __init__(self, n_tasks: int) -> None:
         self._lock = threading.Lock()
@@ -46,7 +46,6 @@ class Ticket:
         self._error: BaseException | None = None
         self._cancelled = False
         self._callbacks: list[Callback] = []
-        self.handed = False  # to a pool, which ends it
 
     @property
     def done(self) -> bool:
@@ -164,18 +163,19 @@ class IoPool:
 
     def submit(
         self, lane: Lane, tasks: Sequence[Task], after: Ticket | None = None,
-        ticket: Ticket | None = None,
+        note: Callable[[Ticket], object] = lambda ticket: None,
     ) -> Ticket:  # fmt: skip
         """Queue tasks, first in first out within their lane. After close they are cancelled.
 
         `after`: not before that one is done, however it ends; they hold no thread until then.
-        `ticket`: theirs, which the caller has noted already: between queueing and noting what is
-        returned a signal's exception would leave reads under way that nobody waits for.
+        `note`: is given their ticket before they are queued: between queueing and noting what is
+        returned a signal's exception would leave reads under way that nobody waits for. Whatever
+        comes behind it, the ticket ends.
         """
-        ticket = Ticket(len(tasks)) if ticket is None else ticket
+        ticket = Ticket(len(tasks))
         jobs = iter([(ticket, task) for task in tasks])
         try:
-            ticket.handed = True
+            note(ticket)
             if after is None:
                 self._queue(lane, jobs)
             else:

@@ -19,7 +19,6 @@ from impress.read.parts import Mask, Part, used_chunks
 from impress.read.placement import Brought, whole_at
 from impress.read.plan import runs_of
 from impress.read.reading import Reading
-from impress.read.tickets import submit
 from impress.read.worth import ranks_if_used
 from impress.spans.layout import PlaneLayout
 from tiers.base import Bytes, Read, verify
@@ -59,15 +58,13 @@ def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
         ticket.then(let_go)
         noted.append(ticket)
 
+    tasks = [partial(_climb, load, brought, levels)]
     try:
-        submit(
-            load.reading.pool, Lane.PROMOTE, [partial(_climb, load, brought, levels)], note, after
-        )
+        return load.reading.pool.submit(Lane.PROMOTE, tasks, after, note)
     except BaseException:
         if not noted:
             let_go()
         raise
-    return noted[0]
 
 
 def levels_above(brought: Brought) -> list[ChunkCache]:

@@ -21,7 +21,6 @@ from impress.read.ahead import Floats, Mask, Places, Positions, preferred, withi
 from impress.read.parts import Part, Source, parts_of
 from impress.read.plan import Gather, gather, home_reads
 from impress.read.reading import Reading
-from impress.read.tickets import submit
 from tiers.base import Bytes, Read
 from tiers.coalesce import slices
 from tiers.iopool import Lane, Ticket
@@ -90,7 +89,7 @@ class Early:
             for i in range(len(self._planes))
             for first, some in self._slices(i)
         ]
-        submit(self._reading.pool, Lane.AHEAD, tasks, self._note)
+        self._reading.pool.submit(Lane.AHEAD, tasks, note=self._note)
 
     def _note(self, ticket: Ticket) -> None:
         self._ticket = ticket

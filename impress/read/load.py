@@ -26,7 +26,7 @@ from impress.read.plan import (
 )
 from impress.read.reading import Reading
 from impress.read.takes import Ahead, Takes
-from impress.read.tickets import submit, when_all
+from impress.read.tickets import when_all
 from impress.spans.layout import K, PlaneLayout, V
 from impress.spans.rows import as_tensor, dense_bytes, take_rows, unpack
 from impress.stats import Spent
@@ -197,7 +197,7 @@ class Load:
         self, name: str, lane: Lane, tasks: Sequence[Task], after: Ticket | None = None
     ) -> None:
         """Noted before it is queued: `abandon` must know of it whatever comes between."""
-        submit(self.reading.pool, lane, tasks, partial(self.tickets.__setitem__, name), after)
+        self.reading.pool.submit(lane, tasks, after, partial(self.tickets.__setitem__, name))
 
     def _submit_home(self, by_part: list[tuple[Part, list[Read]]], n_bytes: int) -> None:
         few = self.positions is not None and self.reading.ssd.sends_many

@@ -7,25 +7,7 @@ from functools import partial
 from time import monotonic
 
 from tiers.errors import MediumError
-from tiers.iopool import IoPool, Lane, Task, Ticket
-
-
-def submit(
-    pool: IoPool, lane: Lane, tasks: Sequence[Task], note: Callable[[Ticket], object],
-    after: Ticket | None = None,
-) -> None:  # fmt: skip
-    """Queue tasks once their ticket is noted. Whatever comes between the two (Ctrl-C), who waits
-    for what is noted sees it end."""
-    ticket = Ticket(len(tasks))
-    try:
-        note(ticket)
-        pool.submit(lane, tasks, after, ticket)
-    except BaseException:
-        if not ticket.handed:
-            ticket.cancel()
-            for task in tasks:
-                ticket.run(task)
-        raise
+from tiers.iopool import Ticket
 
 
 def when_all(tickets: Sequence[Ticket], callback: Callable[[], object]) -> None:
