@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from impress.cache.chunks import Ids
 from impress.read.parts import Part
 from impress.read.tickets import nothing
+from impress.spans.rows import address_of
 from tiers.base import Bytes, Home, Read, verify
 from tiers.errors import ReadFailed
 from tiers.iopool import Ticket
@@ -126,9 +127,9 @@ def _copied(read: Read, whole: Sequence[Bytes], flight: Flight) -> bool:
 
 def _same_place(part: Bytes, whole: Sequence[Bytes], others: Sequence[Bytes]) -> Bytes:
     """The part of one of `others` that lies where `part` lies in that of `whole`."""
-    at = part.__array_interface__["data"][0]
+    at = address_of(part)
     for mine, other in zip(whole, others, strict=True):
-        off = at - mine.__array_interface__["data"][0]
+        off = at - address_of(mine)
         if 0 <= off < len(mine):
             return other[off : off + len(part)]
     raise AssertionError("a read into strange memory")

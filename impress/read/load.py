@@ -13,6 +13,7 @@ from impress.cache.chunks import ChunkCache, Ids, only_fastest
 from impress.errors import PrefixLost
 from impress.read.direct import Direct, copies_of, divided
 from impress.read.flights import Flight, key_of, take
+from impress.read.outs import Outs
 from impress.read.parts import Mask, Part, Positions, Source, parts_of
 from impress.read.placement import Brought
 from impress.read.plan import (
@@ -28,7 +29,7 @@ from impress.read.reading import Reading
 from impress.read.takes import Ahead, Takes
 from impress.read.tickets import when_all
 from impress.spans.layout import K, PlaneLayout, V
-from impress.spans.rows import as_tensor, dense_bytes, take_rows, unpack
+from impress.spans.rows import address_of, as_tensor, take_rows, unpack
 from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
 from tiers.coalesce import TURNS, slice_bytes, slices
@@ -75,7 +76,7 @@ class Load:
         self._lane = lane
         self.planes = tuple(planes)
         self.positions = positions  # None: every row
-        self.outs = outs  # the caller's tensors, one a plane, or None
+        self.outs = None if outs is None else Outs(outs)  # once under way: copied there
         self.started_s = monotonic()
         self.reading = reading
         self.caches = caches
@@ -137,7 +138,7 @@ class Load:
             return None
         if any(shape.piece_rows > 1 or not shape.dense for shape in self.shapes):
             return None
-        if any(dense_bytes(out) is None for out in self.outs or ()):
+        if self.outs is not None and any(memory is None for memory in self.outs.memory):
             return None
         direct = divided(self.parts, self.entries)
         return direct if direct.mine else None
@@ -156,7 +157,7 @@ class Load:
 
     def _rows_given(self, i: int, n_rows: int) -> Bytes:
         """Where n_rows of a plane go one behind the other: the caller's, or theirs who look."""
-        dense = None if self.outs is None else dense_bytes(self.outs[i])
+        dense = None if self.outs is None else self.outs.memory[i]
         if dense is None:
             return self.reading.rent(n_rows * self.shapes[i].row_bytes).lent()
         return dense
@@ -187,9 +188,9 @@ class Load:
         """Straight into a dense page-aligned out; else a rented buffer, in pieces."""
         shape = self.shapes[i]
         if self._rows[i] is None and self.outs is not None and shape.dense:
-            direct = dense_bytes(self.outs[i])
-            if direct is not None and direct.__array_interface__["data"][0] % PAGE == 0:
-                return direct
+            memory = self.outs.memory[i]
+            if memory is not None and address_of(memory) % PAGE == 0:
+                return memory
         self.buffers.append(self.reading.rent(self._n_pieces[i] * shape.piece_bytes))
         return self.buffers[-1].array
 
@@ -346,7 +347,6 @@ class Load:
 
     def _tensor(self, i: int, dim: int, at: Positions | None = None) -> torch.Tensor:
         shape, data, chosen = self.shapes[i], self._dests[i], self._rows[i]
-        out = None if self.outs is None else self.outs[i]
         if self._direct is not None:
             assert chosen is not None, "what goes directly is rows"
             data, chosen = self._direct.rows(i, data, chosen, shape), at
@@ -359,12 +359,8 @@ class Load:
             unpack(data, dense, shape)
             data = dense
         n_rows = len(data) // shape.row_bytes
-        rows = as_tensor(data, self.reading.geometry, n_rows, dim)
-        if out is not None and data.__array_interface__["data"][0] == out.data_ptr():
-            if dense_bytes(out) is not None:
-                return out
-            rows = rows.clone()  # read there by another view of it, of another order
-        return rows if out is None else out.copy_(rows)
+        rows = partial(as_tensor, data, self.reading.geometry, n_rows, dim)
+        return rows() if self.outs is None else self.outs.filled(i, data, rows)
 
     # ---- ending it -------------------------------------------------------------------------
 

@@ -1,17 +1,51 @@
-"""What a caller gives to be read into: whether it fits, and each layer's lies apart."""
+"""What a caller gives to be read into: whether it fits, lies apart, and has its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from impress.errors import BadInput
-from impress.spans.rows import dense_bytes
+from impress.spans.rows import address_of, dense_bytes
 from impress.types import Geometry
 
 if TYPE_CHECKING:
+    import torch
+
     from impress.read.load import Tensors
+    from tiers.base import Bytes
+
+
+class Outs:
+    """One layer's tensors of a caller's. `memory`: of each, where rows as they lie in a tier fill
+    it; else None."""
+
+    __slots__ = ("_tensors", "memory")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.memory = [dense_bytes(out) for out in tensors]
+
+    def filled(self, i: int, data: Bytes, as_rows: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Tensor number i with the rows of `data`: as they were read into it, or copied."""
+        out, memory = self._tensors[i], self.memory[i]
+        is_there = address_of(data) == out.data_ptr()
+        if is_there and memory is not None:
+            return out
+        rows = as_rows()
+        if is_there:  # by another view of it, of another order
+            rows = rows.clone()
+        return out.copy_(rows)
+
+
+def check_all(outs: Sequence[Tensors], geometry: Geometry, n_tokens: int) -> None:
+    """That they are a pair for each layer that fits, and lie apart. Raises BadInput."""
+    if len(outs) != geometry.n_layers:
+        raise BadInput(f"prefetch: want {geometry.n_layers} pairs, got {len(outs)}")
+    for out in outs:
+        check_fits(out, geometry, n_tokens)
+    check_apart(outs)
 
 
 def check_fits(outs: Tensors, geometry: Geometry, n_tokens: int) -> None:
@@ -33,7 +67,7 @@ def check_apart(outs: Sequence[Tensors]) -> None:
     places = []
     for out in (tensor for pair in outs for tensor in pair):
         if (memory := dense_bytes(out)) is not None:
-            places.append((memory.__array_interface__["data"][0], len(memory)))
+            places.append((address_of(memory), len(memory)))
     for (at, n_bytes), (after, _) in pairwise(sorted(places)):
         if at + n_bytes > after:
             raise BadInput(

@@ -293,7 +293,7 @@ def home_reads(part: Part, layer: int, plane: int, runs: Runs, dest: Bytes) -> l
     columns = (offs, runs.tos * size, (runs.tos + runs.counts) * size, at, at + runs.counts)
     return [
         Read(slot, off, dest[to:to_end], sums[first:end], size)
-        for off, to, to_end, first, end in np.stack(columns, axis=1).tolist()
+        for off, to, to_end, first, end in zip(*map(np.ndarray.tolist, columns), strict=True)
     ]
 
 

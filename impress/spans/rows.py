@@ -176,8 +176,10 @@ def as_tensor(data: Bytes, geometry: Geometry, n_rows: int, head_dim: int) -> to
         shape = (geometry.n_kv_heads, 0, head_dim)
         nothing: torch.Tensor = module.empty(shape, dtype=getattr(module, geometry.dtype))
         return nothing
+    heads = geometry.n_kv_heads
     flat = module.frombuffer(data, dtype=getattr(module, geometry.dtype))
-    rows: torch.Tensor = flat.view(n_rows, geometry.n_kv_heads, head_dim).transpose(0, 1)
+    # One call, not two: after each the interpreter is to be had back (see dense_bytes).
+    rows: torch.Tensor = flat.as_strided((heads, n_rows, head_dim), (head_dim, heads * head_dim, 1))
     return rows
 
 
@@ -205,3 +207,9 @@ def dense_bytes(out: torch.Tensor) -> Bytes | None:
     if any(size > 1 and stride != dense for size, stride, dense in wanted):
         return None
     return np.asarray(_Memory(out))
+
+
+def address_of(memory: Bytes) -> int:
+    """Of its first byte."""
+    address: int = memory.__array_interface__["data"][0]
+    return address
