@@ -6,7 +6,7 @@ Every system is a process in its own environment and has the same prefixes of bf
 cut them into chunks of 256 tokens, all layers in one. A round stores one prefix, reads it cold and
 reads it once more, system after system, in an order that turns from round to round. Before a cold
 read the page cache is dropped for that system's files. Nobody has a tier in memory but the system
-called "impress dram". One that cannot run is named.
+called "impress dram"; "impress outs" reads into its caller's tensors. One that cannot run is named.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from experiments.peers_install import ENVIRONMENTS, PEERS, ROOT, VLLM, install, 
 from experiments.peers_worker import Shape
 
 OURS: Final = "impress"
-SYSTEMS: Final = (OURS, "impress dram", *ENVIRONMENTS)
+SYSTEMS: Final = (OURS, "impress outs", "impress dram", *ENVIRONMENTS)
 MEDIA: Final = ("disk", "tmpfs")
 #: Llama-3.1-8B's rows: 128 KiB a token, 32 MiB a chunk.
 SHAPES: Final = {False: Shape(32, 8, 128, 1024, 256), True: Shape(32, 8, 128, 512, 256)}
-#: On tmpfs every file is memory: a chunk a prefix and few rounds keep all of it below 1 GB.
+#: On tmpfs every file is memory: a chunk a prefix and few rounds keep all of it about 1 GB.
 SHAPE_TMPFS: Final = Shape(32, 8, 128, 256, 256)
 ROUNDS: Final = {("disk", False): 5, ("disk", True): 2, ("tmpfs", False): 3, ("tmpfs", True): 1}
 #: A prefix of no round: what a process does once is done for it.

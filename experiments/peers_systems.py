@@ -5,9 +5,9 @@
     settled  whatever has to pass before they can be read from the medium          not timed
     restore  on return they lie in memory, where an engine would take them from    timed
 
-Peers begin and end in their own pool, so the copy between it and an engine's KV cache is not in
-their time. impress has no such pool: it begins with an engine's tensors and ends in them, packing
-and checksums included. That is in the peers' favour.
+All end in memory of their own, so the copy from there to an engine's KV cache is in nobody's time.
+Peers begin there, too; impress begins with an engine's tensors, packing and checksums included,
+which is in the peers' favour. "impress outs" ends in an engine's tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,17 +56,8 @@ class Impress(System):
         )  # fmt: skip
         self._store = impress.PrefixStore.open(folder, geometry, "peers", config)
         self._planes: Any = None
-        self._outs = [(self._out(), self._out()) for _ in range(shape.n_layers)]
-
-    def _out(self) -> Any:
-        """[n_kv_heads, n_tokens, head_dim] as an engine holds it: token-major, page-aligned."""
-        s = self.shape
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # as torch's own
-        area = mmap.mmap(-1, s.n_bytes // s.n_layers // 2, flags=private)
-        room = np.frombuffer(area, dtype=np.uint8)
-        room[:] = 0  # its pages are there before the clock runs
-        rows = self._torch.from_numpy(room).view(self._torch.bfloat16)
-        return rows.view(s.n_tokens, s.n_kv_heads, s.head_dim).transpose(0, 1)
+        self._got: Any = []
+        self._reading = ExitStack()  # until what came has been compared
 
     def _tensors(self, rows: Rows) -> Any:
         s = self.shape
@@ -87,22 +79,46 @@ class Impress(System):
         assert stored.ready, f"not stored: {stored}"
 
     def restore(self, prefix: int) -> None:
-        with self._store.lease(self._tokens(prefix)) as lease:
-            assert lease.n_tokens == self.shape.n_tokens, "it is not stored"
-            with lease.session() as session:
-                session.prefetch(self._outs)
-                for layer in range(self.shape.n_layers):
-                    session.retrieve(layer, None)
+        self._got = self._read(prefix)
+
+    def _read(self, prefix: int, outs: Any = None) -> Any:
+        lease = self._reading.enter_context(self._store.lease(self._tokens(prefix)))
+        assert lease.n_tokens == self.shape.n_tokens, "it is not stored"
+        session = self._reading.enter_context(lease.session())
+        session.prefetch(outs)
+        return [session.retrieve(layer, None) for layer in range(self.shape.n_layers)]
 
     def same(self, prefix: int, rows: Rows) -> bool:
         want = self._tensors(rows)
-        return all(
+        got, self._got = self._got, []
+        same = all(
             self._torch.equal(k, want[i, 0]) and self._torch.equal(v, want[i, 1])
-            for i, (k, v) in enumerate(self._outs)
+            for i, (k, v, _) in enumerate(got)
         )
+        self._reading.close()
+        return same
 
     def close(self) -> None:
         self._store.close()
+
+
+class ImpressOuts(Impress):
+    """The same into an engine's tensors, closed when they are filled."""
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        super().__init__(folder, shape)
+        s = shape
+        page = mmap.PAGESIZE
+        room = self._torch.empty(s.n_bytes + page, dtype=self._torch.uint8)
+        room = room[-room.data_ptr() % page :][: s.n_bytes]
+        room.zero_()  # its pages are there before the clock runs
+        rows = room.view(self._torch.bfloat16)
+        rows = rows.view(s.n_layers, 2, s.n_tokens, s.n_kv_heads, s.head_dim).transpose(2, 3)
+        self._outs = [(rows[i, 0], rows[i, 1]) for i in range(s.n_layers)]
+
+    def restore(self, prefix: int) -> None:
+        self._got = self._read(prefix, self._outs)
+        self._reading.close()
 
 
 class ImpressDram(Impress):
@@ -282,6 +298,7 @@ class HiCacheFile(System):
 
 SYSTEMS = {
     "impress": Impress,
+    "impress outs": ImpressOuts,
     "impress dram": ImpressDram,
     "lmcache": LMCache,
     "lmcache direct": LMCacheDirect,

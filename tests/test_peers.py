@@ -25,10 +25,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SHAPES", {True: TINY})
 
 
-def test_what_lies_in_memory_stays_below_a_gigabyte() -> None:
+def test_what_lies_in_memory_stays_about_a_gigabyte() -> None:
     """Of every system, one prefix to warm up and those of the rounds."""
     n_prefixes = 1 + max(n for (medium, _), n in ROUNDS.items() if medium == "tmpfs")
-    assert len(SYSTEMS) * n_prefixes * SHAPE_TMPFS.n_bytes < 1e9
+    assert len(SYSTEMS) * n_prefixes * SHAPE_TMPFS.n_bytes < 1.1e9
 
 
 def test_processes_end_with_the_last_round_of_a_medium(small: None, tmp_path: Path) -> None:
