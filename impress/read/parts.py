@@ -74,7 +74,7 @@ def source_of(held: Held, tables: Tables, geometry: Geometry, at: int) -> Source
 class Part:
     """What one layer's read looks at of a source: chunks [first, first + count) of its span.
 
-    Those that hold the wanted rows: of a packed span not the windows held, but where these lie.
+    Those among which the wanted rows lie: of a packed span not the windows held.
     """
 
     source: Source
@@ -100,8 +100,10 @@ def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None)
         begin, end = held.first * window, (held.first + held.count) * window
         if positions is not None:
             at = source.at * window
-            cuts = positions.searchsorted((at, at + end - begin)).tolist()
-            rows = positions[cuts[0] : cuts[1]]
+            rows = positions
+            if len(sources) > 1:  # else all of them
+                cuts = positions.searchsorted((at, at + end - begin)).tolist()
+                rows = positions[cuts[0] : cuts[1]]
             if begin != at:
                 rows = rows + (begin - at)
         elif source.order is not None:
@@ -111,15 +113,26 @@ def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None)
             to += held.count
             continue
         ordinals = source.ordinals(layer, rows)
-        first, count = held.first, 0
-        if len(rows):
-            first = int(np.minimum.reduce(ordinals)) // window
-            count = int(np.maximum.reduce(ordinals)) // window + 1 - first
+        first, count = _chunks_of(source, ordinals)
         parts.append(
             Part(source, first, count, to, ordinals - first * window if first else ordinals)
         )
         to += count
     return parts
+
+
+def _chunks_of(source: Source, ordinals: Positions) -> tuple[int, int]:
+    """The chunks (first, count) among which these rows lie; all of a packed span held whole."""
+    held, window = source.held, source.held.record.window
+    if not len(ordinals):
+        return held.first, 0
+    if source.order is None:
+        first, last = ordinals[0], ordinals[-1]
+    elif held.count == held.record.n_windows:  # to find the least would cost more than it saves
+        return 0, held.count
+    else:
+        first, last = np.minimum.reduce(ordinals), np.maximum.reduce(ordinals)
+    return int(first) // window, int(last) // window + 1 - int(first) // window
 
 
 def used_chunks(part: Part) -> Mask:
