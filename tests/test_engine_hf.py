@@ -325,6 +325,21 @@ def test_equal_prompts_of_a_batch_count_once_as_stored(tmp_path):
         assert engine.last_request.stored_tokens == engine.store.stats()["tokens"] == 2 * 192
 
 
+def test_a_row_that_ends_before_its_first_window_keeps_nothing_from_being_stored(tmp_path):
+    """It was offered to the store, which refused it: rows behind it were lost and flush raised."""
+    model, ids = tiny(), prompts(40, batch=2, seed=3)
+    free = model.generate(ids, max_new_tokens=60)
+    ends = next(t for t in free[0, 40:60].tolist() if t not in free[1, 40:])  # of row 0 alone
+    with attach(model, tmp_path) as engine:
+        out = engine.generate(
+            ids, max_new_tokens=60, eos_token_id=ends, pad_token_id=0,
+            attention_mask=torch.ones_like(ids),
+        )  # fmt: skip
+        engine.flush()
+        assert engine.last_request.stored_tokens == WINDOW
+        assert [engine.store.lookup(row.numpy().astype(np.int32)) for row in out] == [0, WINDOW]
+
+
 def test_a_reading_engine_stores_nothing(tmp_path):
     with attach(tiny(), tmp_path, store_new=False) as engine:
         engine.generate(prompts(200), max_new_tokens=2)

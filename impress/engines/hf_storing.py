@@ -131,9 +131,10 @@ class StoreQueue:
         self._jobs.task_done()
 
     def _store_rows(self, job: Job) -> None:
-        for row, tokens in enumerate(job.tokens):
-            if any(np.array_equal(tokens, earlier) for earlier in job.tokens[:row]):
-                continue  # accepted with that one, of which the store need not know yet
+        # Of equal rows one is stored: of what it has just accepted the store need not know yet.
+        rows_of = {tokens.tobytes(): row for row, tokens in enumerate(job.tokens) if len(tokens)}
+        for row in rows_of.values():
+            tokens = job.tokens[row]
             # From the start, whatever was hit: a prefix that was evicted meanwhile is stored again.
             with self._store.writer(tokens, start=0, wait_s=self._wait_s) as writer:
                 first = writer.stored.n_tokens - writer.stored.n_new
