@@ -19,9 +19,9 @@ from conftest import said_by_a_child, wait_for_promotions
 import impress
 from impress.engines import hf, hf_models
 from impress.engines.hf_cache import RowsCache
-from impress.engines.hf_prefix import end_reads
+from impress.engines.hf_prefix import StoredPrefix, end_reads
 from impress.engines.hf_storing import Job, StoreQueue
-from impress.errors import BadInput, StoreMismatch, Unsupported
+from impress.errors import BadInput, PrefixLost, StoreMismatch, Unsupported
 from tiers.base import PAGE
 from tiers.slots import BufferPool
 
@@ -570,6 +570,25 @@ def test_a_damaged_prefix_is_computed_again_and_the_answer_is_right(tmp_path, fa
         again = engine.generate(ids, max_new_tokens=8)
         assert torch.equal(again, bare)
         assert engine.last_request.hit_tokens == 192  # stored anew
+
+
+def test_a_prefix_lost_before_the_prompt_is_streamed_leaves_it_to_be_heard(tmp_path, monkeypatch):
+    """The second run kept back the prompt that the first had not streamed: TextStreamer, told to
+    skip it, skipped the first token of the answer."""
+
+    def expired(*_):
+        raise PrefixLost("expired", "told to be")
+
+    model, ids = tiny(), prompts(200)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        monkeypatch.setattr(StoredPrefix, "open", expired)
+        heard = Heard()
+        out = engine.generate(ids, max_new_tokens=4, streamer=heard)
+        assert engine.last_request.lost == "expired"
+    assert heard.parts == [ids[0].tolist(), *([token] for token in out[0, 200:].tolist())]
+    assert heard.ended == 1
 
 
 def test_a_streamer_hears_a_hit_as_it_hears_the_bare_model(tmp_path):

@@ -31,22 +31,22 @@ class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
 class PromptOnce:
     """The caller's streamer, which gets the prompt once although a lost prefix runs it twice.
 
-    A second run starts before any token is out, so all that was streamed by then is the prompt.
+    A second run starts before any token is out, so all that was streamed by then is the prompt, if
+    the first came so far.
     """
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
-        self._n_put = 0
-        self._n_runs = 0
+        self._is_heard = False
+        self._is_prompt = True  # what comes next
 
     def begin(self) -> None:
-        self._n_runs += 1
-        self._n_put = 0
+        self._is_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        self._n_put += 1
-        if self._n_put > 1 or self._n_runs == 1:
+        if not (self._is_prompt and self._is_heard):
             self._streamer.put(value)
+        self._is_prompt, self._is_heard = False, True
 
     def end(self) -> None:
         self._streamer.end()
