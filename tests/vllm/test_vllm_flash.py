@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
 
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -22,6 +23,7 @@ from impress.engines import vllm as plugin
 from impress.engines.vllm import settings as vllm_settings
 from impress.engines.vllm.blocks import layouts_of
 from impress.engines.vllm.choosing import Choosing
+from impress.engines.vllm.connector import ImpressConnector
 from impress.errors import Unsupported
 from tests.vllm.flash_on_cpu import flash_on_cpu, strides_of
 from tests.vllm.served import Served, tokens, words
@@ -105,6 +107,23 @@ def test_attention_that_has_no_bridge_is_refused_with_the_setting_to_change() ->
     backend = SimpleNamespace(get_name=lambda: "FLASHINFER")
     with pytest.raises(Unsupported, match=r"model.0.*FLASHINFER.*--attention-backend FLASH_ATTN"):
         layouts_of({"model.0": None}, {"model.0": SimpleNamespace(attn_backend=backend)})
+
+
+def test_blocks_not_of_the_schedulers_size_are_refused_with_the_setting_to_change() -> None:
+    """vLLM may split a block for a kernel: rows went by the scheduler's block ids to blocks of
+    other requests."""
+    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+    layers = {"model.0": SimpleNamespace(attn_backend=backend)}
+    connector: Any = object.__new__(ImpressConnector)  # all of it that the check asks
+    connector.worker, connector._store = None, object()
+    connector._served = SimpleNamespace(layer_names=("model.0",), block_size=256)
+    connector._vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers)
+    )
+    said = "^vLLM keeps model.0 in blocks of 128 tokens and schedules blocks of 256: start with "
+    with pytest.raises(Unsupported, match=said + "--block-size 128$"):
+        connector.register_kv_caches({"model.0": torch.zeros(16, 2, 128, 64)})
+    assert connector.worker is None
 
 
 def test_the_plug_in_takes_the_place_of_flash_attention_on_cuda(

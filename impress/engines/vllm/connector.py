@@ -97,6 +97,13 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         assert self._store is not None
         caches = {name: kv_caches[name] for name in names}
         layouts, streams = layouts_of(caches, layers)
+        for name, layout in zip(names, layouts, strict=True):
+            if layout.block_size != self._served.block_size:  # block ids are the scheduler's
+                raise Unsupported(
+                    f"vLLM keeps {name} in blocks of {layout.block_size} tokens and schedules "
+                    f"blocks of {self._served.block_size}: start with "
+                    f"--block-size {layout.block_size}"
+                )
         self.worker = WorkerSide(
             self._store, caches, layouts, streams, store_new=self._settings.store_new
         )
