@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,11 +20,14 @@ import numpy.typing as npt
 import torch
 
 from impress.engines.hf_cache import RowsCache
+from impress.errors import ImpressError
 from impress.store import PrefixStore
+from impress.write.draft import Stored
 
 log = logging.getLogger("impress")
 
 _WAIT_S: Final = 30.0  # for write buffers, of one put
+_EARLIER_WAIT_S: Final = 10.0  # for the row before that begins alike, to be READY
 _MOST_WAITING: Final = 4  # requests whose caches may be held back for storing
 
 
@@ -133,10 +137,16 @@ class StoreQueue:
     def _store_rows(self, job: Job) -> None:
         # Of equal rows one is stored: of what it has just accepted the store need not know yet.
         rows_of = {tokens.tobytes(): row for row, tokens in enumerate(job.tokens) if len(tokens)}
+        earlier: dict[bytes, Stored] = {}  # by first window
         for row in rows_of.values():
             tokens = job.tokens[row]
+            head = tokens[: self._store.window].tobytes()
+            if head in earlier:  # else what they share is written twice
+                with suppress(ImpressError):  # it failed: its error is flush's to raise
+                    earlier[head].wait(_EARLIER_WAIT_S)
             # From the start, whatever was hit: a prefix that was evicted meanwhile is stored again.
             with self._store.writer(tokens, start=0, wait_s=self._wait_s) as writer:
+                earlier[head] = writer.stored
                 first = writer.stored.n_tokens - writer.stored.n_new
                 for layer, rows in enumerate(job.cache.layers if writer.stored.n_new else ()):
                     k, v = rows.rows(row, first, len(tokens))
