@@ -165,6 +165,27 @@ def test_a_batch_has_the_bits_of_continuing_and_is_cut_to_its_shortest_hit(
     assert_same_bits(mine, continued(model, stored, ids, 128))
 
 
+def test_a_batch_cut_to_its_shortest_hit_is_counted_once(tmp_path):
+    """All was leased, let go and leased again as far as the shortest: two hits for each row. Where
+    a row misses, the others count what they have."""
+    ids = prompts(400, batch=3)
+    with attach(tiny(), tmp_path) as engine:
+        engine.generate(ids[:1, :130], max_new_tokens=1)
+        engine.generate(ids[1:2], max_new_tokens=1)
+        engine.flush()
+        counters = engine.store.counters
+        engine.generate(ids[:2], max_new_tokens=1)
+        assert engine.last_request.hit_tokens == 128
+        assert (counters["hits"], counters["hit_tokens"]) == (2, 2 * 128)
+        assert [n for n, _ in engine.store.catalog.heat().values()] == [1, 1]
+        engine.flush()
+        before = counters["misses/not_stored"]
+        engine.generate(ids[1:], max_new_tokens=1)
+        assert engine.last_request.hit_tokens == 0
+        assert (counters["hits"], counters["hit_tokens"]) == (3, 2 * 128 + 384)
+        assert counters["misses/not_stored"] == before + 1
+
+
 def test_sampling_with_a_seed_draws_the_tokens_of_continuing(tmp_path):
     model, ids = tiny("opt"), prompts(200)
     draw = {"do_sample": True, "temperature": 1.3, "top_k": 50}

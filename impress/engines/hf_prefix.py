@@ -130,6 +130,8 @@ def find_prefix(store: PrefixStore, rows: Sequence[npt.NDArray[np.int32]]) -> St
     The last token is left out: the model must compute at least one.
     """
     longest = len(rows[0]) - 1
+    if len(rows) > 1:  # rows of a batch share their positions: cut to the shortest, if all hit
+        longest = min(store.lookup(row[:longest]) for row in rows) or longest
     while longest >= store.window:
         with ExitStack() as undo:
             leases = [undo.enter_context(store.lease(row[:longest])) for row in rows]
@@ -137,5 +139,5 @@ def find_prefix(store: PrefixStore, rows: Sequence[npt.NDArray[np.int32]]) -> St
             if shortest and all(lease.n_tokens == shortest for lease in leases):
                 undo.pop_all()
                 return StoredPrefix(leases)
-        longest = shortest  # rows of a batch share their positions: cut to the shortest
+        longest = shortest  # something went between the two
     return None
