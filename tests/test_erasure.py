@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import impress
 from impress.cli.main import app
 from impress.errors import StoreFailed
+from impress.tree.merged import MergedCatalog
 from impress.upkeep.rebuild import rebuild_store
 from impress.write.env import compact
 from impress.write.limbo import Limbo
@@ -460,6 +461,36 @@ def test_a_store_under_way_is_purged_and_one_begun_after_it_is_new(
     assert tokens[:64].tobytes() not in everything_in(store.path)
 
 
+def test_a_store_begun_while_a_purge_takes_out_what_it_hangs_from_is_purged(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told that what it hangs from had gone bad, and flush failed."""
+    store, tokens = open_store(GEOMETRY, dram_bytes=0), prompt(256, 1)
+    keys, values = kv_of(tokens, GEOMETRY)
+    tenants, writers, purge = ("hers", "his"), [], MergedCatalog.purge
+    for tenant in tenants:
+        put_prompt(store, tokens[:128], wait_s=60, tenant=tenant).wait(60)
+
+    def begun_before(catalog: MergedCatalog, root: bytes) -> list[int]:
+        writers.extend(store.writer(tokens, wait_s=60, tenant=tenant) for tenant in tenants)
+        return purge(catalog, root)
+
+    monkeypatch.setattr(MergedCatalog, "purge", begun_before)
+    assert store.purge("hers") == (1, 1)
+    for writer, is_kept in zip(writers, (False, True), strict=True):
+        with writer:
+            for layer in range(2):
+                writer.put(layer, 0, keys[layer], values[layer])
+        assert writer.stored.wait(60) == is_kept
+    store.flush()
+    assert writers[0].stored.refused == "purged"
+    assert store.stats()["refused"] == {"purged": 1}
+    assert store.lookup(tokens, tenant="hers") == 0
+    assert_serves(store, tokens, 256, tenant="his")
+    assert put_prompt(store, tokens, wait_s=60, tenant="hers").wait(60)  # begun after it
+    store.check()
+
+
 def test_what_another_shard_stores_behind_what_is_purged_meanwhile_leaves_nothing(
     open_store: Open,
 ) -> None:
@@ -474,7 +505,7 @@ def test_what_another_shard_stores_behind_what_is_purged_meanwhile_leaves_nothin
             writer.put(layer, 128, keys[layer][:, 128:], values[layer][:, 128:])
         a.purge()
         b.follow()
-    with pytest.raises(impress.StoreFailed, match="went bad meanwhile"):
+    with pytest.raises(impress.StoreFailed, match="or the process that wrote it took it out"):
         writer.stored.wait(60)
     with pytest.raises(impress.StoreFailed):
         b.flush()

@@ -103,7 +103,7 @@ class Catalog:
         """Make a READY span visible; the windows it added to the tree.
 
         `prefix`: labels from the root to the span's end. 0 when all of it is stored by now, -1
-        when its ancestors went bad meanwhile: then the span is retired.
+        when its ancestors left the tree meanwhile: then the span is retired.
         """
         with self.lock:
             self._keep(record.span_id, split_index(encode_index(record))[0])

@@ -60,6 +60,9 @@ class Admission:
         stored = Stored(len(labels) // (4 * self._window) * self._window, 0)
         self._begun[stored] = root  # a purge may come while it waits for its space
         try:
+            # In this order: a purge that begins behind the look finds it among the begun.
+            if any(wanted(self._namespace, root) for wanted in [*self._home.leaving.purging]):
+                stored.refused = "purged"
             return self._begin(stored, root, labels, start, wait_s)
         finally:
             del self._begun[stored]
@@ -77,7 +80,7 @@ class Admission:
                 raise BadInput(
                     f"store: start {start} is beyond what is stored ({first * self._window} tokens)"
                 )
-            if n_windows > first:
+            if n_windows > first and not stored.refused:
                 found = self._draft(root, labels, first, n_windows - first, self._before(held))
                 if isinstance(found, Draft):
                     draft = found

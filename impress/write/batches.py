@@ -277,7 +277,10 @@ class Batches:
             if n_windows > 0:
                 self._unseen.pop(record.span_id, None)
             elif n_windows < 0:
-                lost = StoreFailed("store: the prefix before these rows went bad meanwhile")
+                lost = StoreFailed(
+                    "store: the prefix before these rows is gone: it went bad meanwhile, or the "
+                    "process that wrote it took it out"
+                )
         except Exception as err:
             lost = failed(err, "the committer failed: ")
         if lost is not None:

@@ -57,6 +57,8 @@ class Leaving:
         self.copies: Callable[[], list[SpanRecord]] = list  # of repacks, under way
         # Of stores under way, at a purge: where they write, over what may have been evicted there.
         self.refuse: Callable[[Wanted], list[SpanRecord]] = lambda wanted: []
+        self.purging: list[Wanted] = []
+        """What purges are taking out of the tree: a store of it that begins now is refused."""
 
     @property
     def in_limbo(self) -> list[SpanRecord]:
@@ -117,9 +119,10 @@ class Leaving:
 
         Their bytes are overwritten on the medium before the space is free; what a lease still
         holds, when it ends, or at `close`; what a crash leaves, at the next open. Stores of it that
-        were begun before are refused, and erased when they end. Whatever is free is erased too:
-        what was evicted, and what a crash cut off, whoever's; of stores under way, what they give
-        back. Raises StoreFailed where the index takes no writes, or the disk no erasing.
+        were begun before it was out of the tree are refused, and erased when they end. Whatever is
+        free is erased too: what was evicted, and what a crash cut off, whoever's; of stores under
+        way, what they give back. Raises StoreFailed where the index takes no writes, or the disk no
+        erasing.
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
@@ -127,12 +130,11 @@ class Leaving:
         undeleted = self._catalog.retired_records(self.committer.undeleted)
         late = [record.span_id for record in undeleted if wanted(record.namespace, record.root)]
         self.spoil(late)
-        drafts = self.refuse(wanted)
-        if not self.committer.barrier(COMMIT_TIMEOUT_S):  # what it was through with is in the tree
-            raise StoreFailed(f"{self._path}: not purged: no commit within {COMMIT_TIMEOUT_S:g} s")
-        known = {(record.namespace, record.root) for record in self._catalog.all_records()}
-        roots = {root for namespace, root in known if wanted(namespace, root)}
-        gone = [span for root in roots for span in self._catalog.purge(root)]
+        self.purging.append(wanted)
+        try:
+            drafts, roots, gone = self._take_out_all(wanted, self.committer)
+        finally:
+            self.purging.remove(wanted)
         spans = late + gone
         owning = [*self._catalog.all_records(), *self.in_limbo]  # evicted or bad, and held yet, too
         held = {r.span_id: r for r in owning if wanted(r.namespace, r.root)}
@@ -163,6 +165,17 @@ class Leaving:
         waiting = {record.span_id for record in self.in_limbo}
         n_held = len(self._catalog.retired_records(held)) + len(waiting & held.keys())
         return len(spans), n_held
+
+    def _take_out_all(
+        self, wanted: Wanted, committer: Committer
+    ) -> tuple[list[SpanRecord], set[bytes], list[int]]:
+        """Of a purge: (stores under way, root keys of what was there, spans out of the tree)."""
+        drafts = self.refuse(wanted)
+        if not committer.barrier(COMMIT_TIMEOUT_S):  # what it was through with is in the tree
+            raise StoreFailed(f"{self._path}: not purged: no commit within {COMMIT_TIMEOUT_S:g} s")
+        known = {(record.namespace, record.root) for record in self._catalog.all_records()}
+        roots = {root for namespace, root in known if wanted(namespace, root)}
+        return drafts, roots, [span for root in roots for span in self._catalog.purge(root)]
 
     def _ready(self) -> list[Extent]:
         """Where one's own spans lie that have been READY, sorted: every byte is their own."""
