@@ -40,7 +40,7 @@ from tiers.slots import Buffer
 if TYPE_CHECKING:
     import torch
 
-    Tensors = tuple[torch.Tensor, torch.Tensor]
+    from impress.read.outs import Tensors
 
 #: Among a load's tickets: copies of what was read ahead.
 _AHEAD: Final = "ahead"

@@ -13,8 +13,9 @@ from impress.types import Geometry
 if TYPE_CHECKING:
     import torch
 
-    from impress.read.load import Tensors
     from tiers.base import Bytes
+
+    Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
 class Outs:

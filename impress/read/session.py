@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from impress.read.load import Tensors
+    from impress.read.outs import Tensors
 
 
 #: Bytes of buffers that one request keeps from being reused until it has all its rows.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from impress.read.load import Tensors
+    from impress.read.outs import Tensors
 
 
 #: Of how many layers to come all keys are on their way, where a policy looks at them: while one is
