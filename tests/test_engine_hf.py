@@ -6,7 +6,6 @@ import functools
 import gc
 import re
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +24,6 @@ from impress.engines.hf_storing import Job, StoreQueue
 from impress.errors import BadInput, PrefixLost, StoreMismatch, Unsupported
 from tiers.base import PAGE
 from tiers.slots import BufferPool
-from tiers.ssd import SsdTier
 
 WINDOW = 64
 VOCAB = 199
@@ -348,17 +346,23 @@ def test_equal_prompts_of_a_batch_count_once_as_stored(tmp_path):
         assert engine.last_request.stored_tokens == engine.store.stats()["tokens"] == 2 * 192
 
 
-def test_what_rows_of_a_batch_share_is_written_once(tmp_path, monkeypatch):
+def test_what_is_stored_in_a_row_and_begins_alike_is_written_once(tmp_path, monkeypatch):
     """Each was written whole: the next was begun before the one before was READY."""
-    sync = SsdTier.sync
-    monkeypatch.setattr(SsdTier, "sync", lambda *asked: (time.sleep(0.1), sync(*asked))[1])
-    ids = torch.cat([prompts(128).repeat(3, 1), prompts(72, batch=3, seed=2)], 1)
+    ids = torch.cat([prompts(128).repeat(4, 1), prompts(72, batch=4, seed=2)], 1)
     with attach(tiny(), tmp_path) as engine:
-        engine.generate(ids, max_new_tokens=1)
+        begun, begin = [], engine.store.writer
+
+        def writer(*asked, **more):
+            begun.append((begin(*asked, **more), [one.stored.ready for one, _ in begun]))
+            return begun[-1][0]
+
+        monkeypatch.setattr(engine.store, "writer", writer)
+        engine.generate(ids[:3], max_new_tokens=1)
+        engine.generate(ids[3:], max_new_tokens=1)
         engine.flush()
-        assert engine.last_request.stored_tokens == 128 + 3 * 64
-        assert engine.store.stats()["stored_tokens"] == engine.store.stats()["tokens"] == 128 + 192
-        assert [engine.store.lookup(row.numpy().astype(np.int32)) for row in ids] == 3 * [192]
+        assert [before for _, before in begun] == [[True] * n for n in range(4)]
+        assert engine.store.stats()["stored_tokens"] == engine.store.stats()["tokens"] == 128 + 256
+        assert [engine.store.lookup(row.numpy().astype(np.int32)) for row in ids] == 4 * [192]
 
 
 def test_a_row_that_ends_before_its_first_window_keeps_nothing_from_being_stored(tmp_path):

@@ -27,7 +27,7 @@ from impress.write.draft import Stored
 log = logging.getLogger("impress")
 
 _WAIT_S: Final = 30.0  # for write buffers, of one put
-_EARLIER_WAIT_S: Final = 10.0  # for the row before that begins alike, to be READY
+_EARLIER_WAIT_S: Final = 10.0  # for what was stored just before and begins alike, to be READY
 _MOST_WAITING: Final = 4  # requests whose caches may be held back for storing
 
 
@@ -64,6 +64,7 @@ class StoreQueue:
         self._wait_s = wait_s
         self._jobs: queue.Queue[Job | None] = queue.Queue(limit)
         self._failed: Exception | None = None
+        self._stored: dict[bytes, Stored] = {}  # of the last job, by first window
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -137,16 +138,17 @@ class StoreQueue:
     def _store_rows(self, job: Job) -> None:
         # Of equal rows one is stored: of what it has just accepted the store need not know yet.
         rows_of = {tokens.tobytes(): row for row, tokens in enumerate(job.tokens) if len(tokens)}
-        earlier: dict[bytes, Stored] = {}  # by first window
+        before, self._stored = self._stored, {}
         for row in rows_of.values():
             tokens = job.tokens[row]
             head = tokens[: self._store.window].tobytes()
-            if head in earlier:  # else what they share is written twice
+            earlier = self._stored.get(head) or before.get(head)
+            if earlier is not None:  # else what they share is written twice
                 with suppress(ImpressError):  # it failed: its error is flush's to raise
-                    earlier[head].wait(_EARLIER_WAIT_S)
+                    earlier.wait(_EARLIER_WAIT_S)
             # From the start, whatever was hit: a prefix that was evicted meanwhile is stored again.
             with self._store.writer(tokens, start=0, wait_s=self._wait_s) as writer:
-                earlier[head] = writer.stored
+                self._stored[head] = writer.stored
                 first = writer.stored.n_tokens - writer.stored.n_new
                 for layer, rows in enumerate(job.cache.layers if writer.stored.n_new else ()):
                     k, v = rows.rows(row, first, len(tokens))
