@@ -276,10 +276,11 @@ class Follower:
         found = n.index.changes(n.generation)
         if found is None:
             return n.index.refresh() != n.generation and self._compare(n, gone)
-        n.version, n.generation, changes, values = found
+        version, generation, changes, values = found
         if changes:
             self._ssd.drop_deleted(2 * self._grace_s)  # before what is new in files of their names
             self._apply(n, changes, values, gone)
+        n.version, n.generation = version, generation  # behind it: else an error would skip them
         return bool(changes)
 
     def _apply(
