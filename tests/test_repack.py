@@ -525,6 +525,34 @@ def test_what_is_dead_between_two_windows_that_live_is_no_reason_to_copy_the_res
     store._home.release([held])
 
 
+def in_holes(store: impress.PrefixStore) -> tuple[np.ndarray, int]:
+    """A full store, a prompt in it that a pass would move, and what is free: holes that each are
+    too small for a copy of it, and for a part of a megabyte. (The prompt, its span.)"""
+    large = prompt(192, seed=99)
+    put_prompt(store, large).wait(60)
+    for seed in range(12):
+        put_prompt(store, prompt(64, seed), tenant=f"t{seed % 2}").wait(60)
+    look(store, large)
+    store.purge(tenant="t0")
+    (span,) = (r.span_id for r in store.catalog.records() if r.n_windows == 192 // store.window)
+    return large, span
+
+
+def test_a_copy_fits_into_the_holes_that_a_store_would_take(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It wanted parts of a megabyte: of a full disk in holes nothing that was dead came back."""
+    store = open_store(geometry, dram_bytes=0, disk_bytes=4 * MIB, disk_high=1.0, disk_low=1.0)
+    large, span = in_holes(store)
+    assert store.stats()["evicted_spans"] == 0
+    (moved,) = store.repack().spans
+    assert (moved.span, moved.outcome) == (span, "moved")
+    copy = max(store.catalog.records(), key=lambda record: record.span_id)
+    assert copy.n_windows == 192 // store.window and len(copy.parts) > 1
+    assert_serves(store, large, 192)
+    sound(store)
+
+
 def test_nothing_is_evicted_for_a_copy_under_way(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

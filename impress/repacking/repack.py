@@ -40,7 +40,7 @@ from impress.types import Geometry
 from impress.write.budget import Clock, Pace
 from impress.write.home import Home
 from impress.write.jobs import SwapJob, Swapped
-from impress.write.leaving import COMMIT_TIMEOUT_S
+from impress.write.leaving import COMMIT_TIMEOUT_S, SMALL_PART
 from tiers.base import Slot
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
@@ -270,14 +270,14 @@ class Repacker:
     # ---- a move ----------------------------------------------------------------------------
 
     def _reserve(self, move: _Move) -> SpanRecord | None:
-        """Room for the copy where there is some; nothing is evicted for it. None, or what fails:
-        its part of the day's writes is given back."""
+        """Room for the copy where there is some, in parts as small as a store's; nothing is evicted
+        for it. None, or what fails: its part of the day's writes is given back."""
         ssd, record = self._home.ssd, move.held.record
         self._sync_failures = ssd.sync_failures
         data = meta = draft = None
         try:
             with suppress(MediumError):
-                data = ssd.reserve(move.layout.data_bytes)
+                data = ssd.reserve(move.layout.data_bytes, SMALL_PART)
                 if data is not None:
                     size = meta_bytes(
                         len(data.parts), move.part.count, record.window, self._geometry.n_layers,
