@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -33,6 +34,7 @@ from impress.upkeep.verify import verify_store
 from impress.usage.history import Note
 from impress.usage.remembered import decode
 from impress.write.budget import DAY_S, Bucket, Pace, WriteBudget
+from impress.write.leaving import SMALL_PART
 from tiers.base import Slot
 from tiers.errors import MediumError
 
@@ -628,6 +630,53 @@ def test_a_dry_run_stops_where_the_run_does(
     assert outcomes.count("moved") == 1 and len(outcomes) == 3
     assert would.picked_bytes == report.picked_bytes == report.moved_bytes > would.moved_bytes == 0
     sound(store)
+
+
+def test_a_dry_run_sees_the_holes_and_a_disk_that_takes_no_writes(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It went by sums of bytes, and asked nobody whether the disk takes writes: it promised moves
+    that the run then had no room for, or was refused."""
+    store = open_store(geometry, dram_bytes=0, disk_bytes=4 * MIB, disk_high=1.0, disk_low=1.0)
+    large, _ = in_holes(store)
+    taken = []
+    while (slot := store.ssd.reserve(SMALL_PART // 2, 4096)) is not None:
+        taken.append(slot)
+    for slot in taken[::2]:
+        store.ssd.free(slot)
+    assert store.ssd.usage().free > 1.01 * 192 * geometry.token_bytes
+    for dry_run in (True, False):
+        assert [s.outcome for s in store.repack(dry_run=dry_run).spans] == ["no room for a copy"]
+    for slot in taken[1::2]:
+        store.ssd.free(slot)
+    assert [span.outcome for span in store.repack(dry_run=True).spans] == ["would move"]
+    store._home.health.trouble("ssd: injected")
+    for dry_run in (True, False):
+        assert [span.outcome for span in store.repack(dry_run=dry_run).spans] == ["read-only"]
+    store._home.health.reason = ""  # as if the disk had been tried again
+    assert [span.outcome for span in store.repack().spans] == ["moved"]
+    assert_serves(store, large, 192)
+    sound(store)
+
+
+def test_a_dry_run_on_a_full_file_system_counts_on_no_new_segment(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without disk_bytes every copy had room, though the run had just been refused it."""
+    store = open_store(geometry, dram_bytes=0)
+    put_prompt(store, prompt(256)).wait(60)
+    look(store, prompt(256))
+    rest = store.ssd.reserve(store.ssd.usage().free)
+    assert rest is not None
+
+    def full(*_args: Any) -> None:
+        raise OSError(errno.ENOSPC, "injected")
+
+    monkeypatch.setattr("tiers.ssd.make_full", full)
+    for dry_run in (False, True):
+        report = store.repack(dry_run=dry_run)
+        assert [span.outcome for span in report.spans] == ["no room for a copy"]
+    store.ssd.free(rest)
 
 
 def test_headers_are_read_at_the_pace_too(

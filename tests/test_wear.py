@@ -427,6 +427,25 @@ def test_what_is_mostly_dead_is_rewritten(
     assert not verify_store(tmp_path / "store").problems
 
 
+def test_a_dry_run_counts_what_a_rewrite_gives_back(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It held every copy against what was free at first: it saw no room for spans that moved into
+    what the dead ones before them had left."""
+    store = open_store(geometry, window=WINDOW, dram_bytes=0, disk_bytes=3 * MIB)
+    other, _ = half_dead(store)
+    look(store, other)
+    rest = store.ssd.reserve(store.ssd.usage().free - 48 * geometry.token_bytes, 4096)
+    assert rest is not None
+    would, done = (store.repack(dry_run=dry_run) for dry_run in (True, False))
+    assert [span.outcome for span in would.spans] == ["would rewrite", "would move"]
+    assert [span.outcome for span in done.spans] == ["rewritten", "moved"]
+    assert [s.move_bytes for s in would.spans] == [s.move_bytes for s in done.spans]
+    assert_serves(store, other, 256)
+    store.ssd.free(rest)
+    sound(store)
+
+
 def test_the_command_says_what_it_would_rewrite_and_gives_empty_segments_back(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

@@ -8,6 +8,7 @@ decide (packing.py) → copy on lane REPACK (span_copy.py) → one transaction s
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -79,6 +80,22 @@ class _Move:
         return SpanReport(
             record.span_id, n_tokens, self.n_bytes, plan.before, plan.after, plan.gain, outcome
         )
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What a pass wrote so far, or would have. `most_bytes`: that it may write; None: no bound."""
+
+    dry_run: bool
+    most_bytes: int | None
+    n_bytes: int = 0
+    taken: int = 0  # of a dry run: of the disk, less what the spans that would move give back
+
+    def count(self, move: _Move, outcome: str) -> None:
+        if outcome in WRITTEN + WOULD:
+            self.n_bytes += move.n_bytes
+        if outcome in WOULD:
+            self.taken += move.n_bytes - move.held.record.owned_bytes
 
 
 class Repacker:
@@ -160,7 +177,7 @@ class Repacker:
         return dict.fromkeys(d.span for d in dead if d.n_dead > DEAD_SHARE * d.n_windows)
 
     def _run(self, spans: list[int], dry_run: bool, max_bytes: int | None) -> RepackReport:
-        report, n_bytes = RepackReport(dry_run), 0  # written, or would be
+        report, so_far = RepackReport(dry_run), _Pass(dry_run, max_bytes)
         dead = self._mostly_dead()
         for span in [*dead, *(span for span in spans if span not in dead)]:
             if self._stop.is_set():
@@ -174,10 +191,9 @@ class Repacker:
                 header = self._copier.header(held.record)
                 move = self._examine(held, header, runs, rewrite=span in dead)
                 if move is not None:
-                    left = None if max_bytes is None else max_bytes - n_bytes
-                    outcome = self._deal_with(move, left, n_bytes if dry_run else None)
+                    outcome = self._deal_with(move, so_far)
                     report.spans.append(move.report(outcome))
-                    n_bytes += move.n_bytes if outcome in WRITTEN + WOULD else 0
+                    so_far.count(move, outcome)
             except ReadFailed as err:
                 if not err.harmless and not dry_run:
                     self._home.leaving.quarantine(span)
@@ -214,18 +230,19 @@ class Repacker:
         plan = plan_repack(worth, chosen, header.order, groups, planes, window, gap)
         return _Move(held, SpanPart(header, 0, n_windows, plan.slots), layout, plan)
 
-    def _deal_with(self, move: _Move, left: int | None, planned: int | None) -> str:
-        """Move it, or say why not. `planned`: bytes of a dry run so far; None: it is none."""
+    def _deal_with(self, move: _Move, so_far: _Pass) -> str:
+        """Move it, or say why not."""
+        health, most = self._home.health, so_far.most_bytes
         if move.plan is not None and not move.plan.worth_it:
             return "lies well"
         if move.n_bytes > self._config.repack_space_bytes:
             return "larger than repack_space_bytes"
-        if left is not None and move.n_bytes > left:
+        if most is not None and so_far.n_bytes + move.n_bytes > most:
             return "over this pass's bytes"
-        if planned is not None:
-            return self._would(move, planned)
-        if self._home.health.refusal():
+        if health.reason if so_far.dry_run else health.refusal():  # which may write, to find out
             return "read-only"
+        if so_far.dry_run:
+            return self._would(move, so_far)
         if self._lingers(move.n_bytes):
             return LINGERING
         # Before there is room to give back: that would be erased and synced.
@@ -257,13 +274,18 @@ class Repacker:
                 return False
         return True
 
-    def _would(self, move: _Move, planned: int) -> str:
-        """What would come of it, by what is free now, after so many bytes of moves before it."""
-        usage, left = self._home.ssd.usage(), self._home.budget.left_bytes
-        capacity = self._home.ssd.capacity_bytes
-        if left is not None and planned + move.n_bytes > left:
+    def _would(self, move: _Move, so_far: _Pass) -> str:
+        """What would come of it after the moves before it, if nobody holds what they leave."""
+        ssd, left = self._home.ssd, self._home.budget.left_bytes
+        if left is not None and so_far.n_bytes + move.n_bytes > left:
             return SPENT
-        if capacity is not None and usage.used + move.n_bytes > max(capacity, usage.total):
+        usage, capacity = ssd.usage(), ssd.capacity_bytes
+        growth = math.inf if capacity is None else max(0, capacity - usage.total)
+        if ssd.no_room:  # the file system is full
+            growth = 0
+        rows = max(0, so_far.taken + move.layout.data_bytes)
+        holed = ssd.missing(rows, SMALL_PART) > growth
+        if holed or so_far.taken + move.n_bytes > usage.free + growth:  # a header: in any hole
             return NO_ROOM
         return WOULD[0] if move.plan is not None else WOULD[1]
 
