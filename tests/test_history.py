@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import impress
 from impress.errors import FormatError
 from impress.policy import AllHeads, Exact, Policy
-from impress.usage.history import HALF_LIFE, NEWEST, SAVE_EVERY, History, Note
-from impress.usage.remembered import Remembered, decode, encode, head_of
+from impress.usage.history import NEWEST, SAVE_EVERY, History, Note
+from impress.usage.remembered import HALF_LIFE, Remembered, decode, encode, head_of
 
 Open = Callable[..., impress.PrefixStore]
 W = 16
@@ -125,6 +125,41 @@ def test_chunks_are_those_the_rows_lie_in() -> None:
     assert np.allclose(scores(h, 7, 0, order), [1, 0, 0, 0])
     assert np.allclose(h.worth(7, 0, order).shares, [1, 0, 0, 0])
     assert np.flatnonzero(h.average(7)[0]).tolist() == chosen.tolist()
+
+
+def test_a_spans_score_is_the_mean_of_its_chunks_however_its_rows_lie() -> None:
+    """Uses by chunk were multiplied with shares by window: after a repack, which puts the rows that
+    are chosen into the chunks that are used, it said a few times too little."""
+    h = history()
+    order = np.arange(ROWS).reshape(W, WINDOWS).T.reshape(-1)  # ordinals of rows 0, 1, …
+    chosen = np.sort(np.argsort(order)[:W])  # the rows that lie in chunk 0: some of each window
+    packed = [
+        replace(note(chosen.tolist(), layer), ordinals=order[chosen]) for layer in range(LAYERS)
+    ]
+    for _ in range(5):
+        h.request(packed)
+        want = np.mean([scores(h, 7, layer, order) for layer in range(LAYERS)])
+        assert want > 0.2 and h.summary(7) == pytest.approx((want, 1 / WINDOWS))
+    h.request([])
+    want *= 2 ** (-1 / HALF_LIFE)
+    saved = h.dump()
+    again = history(saved=saved, tick=h.tick)
+    for _ in range(2):  # by what stands in front of the value, and once it is unpacked
+        assert again.summary(7) == pytest.approx((want, 1 / WINDOWS))
+        assert again.average(7) is not None
+    h.carry(7, 9)  # into other chunks, of which each begins with the uses of the most used one
+    assert h.summary(9)[0] == pytest.approx(want)
+
+
+def test_each_layer_fades_by_its_own_requests() -> None:
+    """All faded by the newest note of any: what a layer had been used for long ago was as new."""
+    h = history()
+    h.request([note(None, layer) for layer in range(LAYERS)])
+    for _ in range(3 * HALF_LIFE):
+        h.request([])
+    h.request([note(None)])
+    assert h.summary(7)[0] == pytest.approx((1 + 1 / 8 + 1 / 8) / LAYERS, rel=1e-2)
+    assert h.summary(7)[0] == pytest.approx(np.mean([scores(h, 7, at) for at in range(LAYERS)]))
 
 
 def test_averages_go_over_to_the_span_a_repack_makes() -> None:

@@ -26,7 +26,8 @@ import impress.write.reclaim
 from impress.cli.main import app
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
-from impress.usage.history import HALF_LIFE, Note
+from impress.usage.history import Note
+from impress.usage.remembered import HALF_LIFE
 from impress.write.directory import make_identity
 from impress.write.index import Index
 from tiers.base import Slot

@@ -32,7 +32,8 @@ from impress.tree.eviction import ByWorth, by_last_use, by_prefix, by_uses, leas
 from impress.tree.radix import RadixTree
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
-from impress.usage.history import HALF_LIFE, Note
+from impress.usage.history import Note
+from impress.usage.remembered import HALF_LIFE
 from impress.write.budget import DAY_S, WriteBudget
 from impress.write.health import RETRY_S, Health
 from tiers.base import Slot

@@ -188,7 +188,7 @@ def _sources(
 def _held(store: PrefixStore, source: Source, step: Step | None, tick: int) -> dict[str, Any]:
     """A run of windows of a span, of one node or several. `leases_ago`: None when never leased.
 
-    Score and share are the whole span's, by position, as last saved by whoever serves it.
+    Score and share are the whole span's, as last saved by whoever serves it.
     """
     g = store.geometry
     score, important = known_of(store, source.span)

@@ -14,8 +14,9 @@ import numpy as np
 from impress.cache.chunks import Ids, Ranks
 from impress.read.parts import Source
 from impress.read.reading import Reading
-from impress.usage.history import HALF_LIFE, Worth
+from impress.usage.history import Worth
 from impress.usage.prefix_lru import prefix_lru
+from impress.usage.remembered import HALF_LIFE
 
 
 def judge(reading: Reading, source: Source, layer: int, used: Ids) -> Worth:

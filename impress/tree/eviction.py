@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from impress.spans.format import SpanRecord
 from impress.tree.radix import Ids, RadixTree
-from impress.usage.history import HALF_LIFE
 from impress.usage.prefix_lru import prefix_lru
+from impress.usage.remembered import HALF_LIFE
 
 Floats = npt.NDArray[np.floating[Any]]
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from impress.errors import FormatError
-from impress.usage.remembered import Remembered, decode, encode, head_of
+from impress.usage.remembered import HALF_LIFE, Remembered, decode, encode, head_of
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -30,8 +30,6 @@ Floats = npt.NDArray[np.float32]
 #: Weight of the newest request in a row's average, once there have been as many; until then the
 #: average is the plain mean.
 NEWEST: Final = 1 / 16
-#: A use counts half after this many requests.
-HALF_LIFE: Final = 512
 #: Requests between two saves in the background.
 SAVE_EVERY: Final = 256
 #: A sixty-fourth of the DRAM budget, at least 4 MiB: two bytes a row and layer are .05 % of the KV
@@ -133,7 +131,9 @@ class History:
             if span not in self._changed:
                 self._changed.add(span)
                 self._unsaved_bytes += known.n_bytes
+            known.scores *= _faded(self.tick - known.tick)  # `worth` tells of this use
             if ordinals is None:
+                known.scores[layer] = np.nan
                 looked = np.arange(note.first, note.first + note.count)
                 ordinals = looked if chosen is None else chosen
             uses = known.uses[layer]
@@ -191,15 +191,17 @@ class History:
         """What a layer's chunks are worth; None: nothing is known of the span.
 
         `ordinals` [n_rows]: where each row, in position order, lies in the order of chunks.
-        `by_uses`: ranks of uses alone, whatever the shares.
+        `by_uses`: ranks of uses alone, whatever the shares. From here `summary` has the score.
         """
         known = self._recall(span_id)
         if known is None:
             return None
         with self._lock:
             shares = _shares(known, layer, ordinals)
-            weight = np.ones_like(shares) if by_uses else shares
-            ranks = _ranks(known.uses[layer], weight, int(known.ticks[layer]))
+            uses, tick = known.uses[layer], int(known.ticks[layer])
+            ranks = _ranks(uses, np.ones_like(shares) if by_uses else shares, tick)
+            known.scores[layer] = float((uses * shares).mean()) * _faded(known.tick - tick)
+            known.summed = None
             return Worth(ranks, shares if known.seen[layer].any() else None)
 
     def ranks_if_used(
@@ -220,13 +222,14 @@ class History:
     def summary(self, span_id: int) -> tuple[float, float] | None:
         """(mean score of the span's chunks now, mean share of important rows or nan); cheap.
 
-        None: a span nothing is known of. Chunks are taken in position order.
+        None: a span nothing is known of. Where notes had ordinals the score is what `worth` found
+        last, faded.
         """
         with self._lock:
             known = self._spans.get(span_id)
             if known is not None:
                 score, share = known.summary()
-                return score * _faded(self.tick - int(known.ticks.max())), share
+                return score * _faded(self.tick - known.tick), share
         raw, ahead = self._fetched(span_id)
         head = head_of(raw)
         if head is None:

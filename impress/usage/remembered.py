@@ -27,6 +27,8 @@ from impress.errors import FormatError
 _HEAD: Final = struct.Struct("<HHIIIQff")
 _VERSION: Final = 1
 _MOST_BYTES: Final = 1 << 30
+#: A use counts half after this many requests.
+HALF_LIFE: Final = 512
 
 
 @dataclass(slots=True)
@@ -37,6 +39,8 @@ class Remembered:
     seen: npt.NDArray[np.uint8]  # [n_layers, n_windows] decisions, counted as far as they matter
     uses: npt.NDArray[np.float32]  # [n_layers, n_chunks] as of `ticks`
     ticks: npt.NDArray[np.int64]  # [n_layers] request of the last note
+    scores: npt.NDArray[np.float64]  # [n_layers] mean of its chunks', as of the last of `ticks`
+    """NaN: to be counted by window. Where rows lie in another order, `History.worth` tells."""
     window: int
     summed: tuple[float, float] | None = None  # what `summary` found; whoever changes it says None
 
@@ -47,8 +51,14 @@ class Remembered:
             np.zeros((n_layers, n_windows), dtype=np.uint8),
             np.zeros((n_layers, n_windows), dtype=np.float32),
             np.zeros(n_layers, dtype=np.int64),
+            np.full(n_layers, np.nan),
             window,
         )
+
+    @property
+    def tick(self) -> int:
+        """The last request that was noted."""
+        return int(self.ticks.max())
 
     @property
     def n_rows(self) -> int:
@@ -61,12 +71,13 @@ class Remembered:
 
     @staticmethod
     def bytes_of(n_layers: int, n_windows: int, window: int) -> int:
-        """What a span takes in memory: average, seen and uses of its windows, ticks."""
-        return n_layers * (n_windows * (2 * window + 1 + 4) + 8)
+        """What a span takes in memory: average, seen and uses of its windows, ticks, scores."""
+        return n_layers * (n_windows * (2 * window + 1 + 4) + 16)
 
     def copy(self) -> Remembered:
         average, seen, uses = self.average.copy(), self.seen.copy(), self.uses.copy()
-        return Remembered(average, seen, uses, self.ticks.copy(), self.window)
+        ticks, scores = self.ticks.copy(), self.scores.copy()
+        return Remembered(average, seen, uses, ticks, scores, self.window)
 
     def part(self, first: int, count: int) -> Remembered:
         """What is known of windows [first, first + count), as of a span of their own.
@@ -78,11 +89,11 @@ class Remembered:
         return Remembered(
             self.average[:, rows].copy(), self.seen[:, windows].copy(),
             np.repeat(self.uses.max(axis=1, keepdims=True), count, axis=1),
-            self.ticks.copy(), self.window,
+            self.ticks.copy(), np.full(len(self.ticks), np.nan), self.window,
         )  # fmt: skip
 
     def summary(self) -> tuple[float, float]:
-        """(mean score when last noted, mean share of important rows or nan), by window."""
+        """(mean score when last noted, mean share of important rows or nan)."""
         if self.summed is None:
             self.summed = self._summary()
         return self.summed
@@ -90,7 +101,10 @@ class Remembered:
     def _summary(self) -> tuple[float, float]:
         share = self.average.reshape(*self.seen.shape, self.window).mean(axis=2, dtype=np.float32)
         decided = self.seen > 0
-        score = float((self.uses * np.where(decided, share, 1)).mean())
+        # Right where a chunk holds its window's rows, or all chunks have the same uses.
+        in_place = (self.uses * np.where(decided, share, 1)).mean(axis=1, dtype=np.float64)
+        in_place *= np.exp2((self.ticks - self.tick) / HALF_LIFE)
+        score = float(np.where(np.isnan(self.scores), in_place, self.scores).mean())
         return score, float(share[decided].mean()) if decided.any() else math.nan
 
 
@@ -112,8 +126,7 @@ def encode(known: Remembered) -> bytes:
     packed = zlib.compress(body, 1)
     n_layers, n_windows = known.seen.shape
     head = _HEAD.pack(
-        _VERSION, n_layers, n_windows, known.window, len(packed), int(known.ticks.max()),
-        *known.summary(),
+        _VERSION, n_layers, n_windows, known.window, len(packed), known.tick, *known.summary(),
     )  # fmt: skip
     return head + packed + _sum(head + packed)
 
@@ -122,7 +135,7 @@ def decode(raw: bytes) -> Remembered:
     """The inverse. Raises FormatError on a value that is damaged or newer."""
     if len(raw) < _HEAD.size + 8 or _sum(raw[:-8]) != raw[-8:]:
         raise FormatError("history: a damaged value")
-    version, n_layers, n_windows, window, length, *_ = _HEAD.unpack_from(raw)
+    version, n_layers, n_windows, window, length, _, score, _ = _HEAD.unpack_from(raw)
     if version != _VERSION:
         raise FormatError(f"history: version {version} is newer than this program")
     n = n_layers * n_windows
@@ -140,6 +153,7 @@ def decode(raw: bytes) -> Remembered:
         seen.reshape(n_layers, n_windows).copy(),
         uses.view(np.float32).reshape(n_layers, n_windows).copy(),
         ticks.view(np.int64).copy(),
+        np.full(n_layers, score, dtype=np.float64),
         window,
     )
 
