@@ -153,6 +153,18 @@ def test_inspect_counts_leases_of_the_hottest_prefix(path):
     assert [(p["tokens"], p["leases"]) for p in found["hottest"]] == [(64, 3), (320, 0), (320, 0)]
 
 
+def test_inspect_says_whose_leases_it_shows_of_a_span_in_parts(path):
+    """The part that nobody had leased bore those of the other, and no word said that it would."""
+    with opened(path) as store:
+        for _ in range(3):
+            store.lease(FORK).release()
+        assert sorted(prefix.hits for _, _, prefix in store.catalog.walk()) == [0, 3, 3]
+    _, found = run_json("inspect", "--store", path, "--tree")
+    assert [node["leases"] for node in found["tree"]] == [3, 3, 3]
+    for command in ("inspect", "explain"):
+        assert "most used part" in " ".join(run(command, "--help").stdout.split())
+
+
 def test_inspect_says_how_much_of_a_prompt_is_stored_from_any_kind_of_file(path, tmp_path):
     tokens = FORK[:200] + [7] * 50
     files = [tmp_path / name for name in ("ids.json", "ids.txt", "ids.npy")]

@@ -69,9 +69,10 @@ def explain(
     """Say why a prompt's prefix hits or misses, where it lies and what reading it costs.
 
     How many of its windows are stored in each namespace; the first that is not, and why; the
-    spans that hold the rest, how hot they are, and what reading them takes by the read cost model
-    (bytes and requests are exact, milliseconds modelled). Reads a snapshot of the index and the
-    matching spans' headers, no rows, and holds up no writer. Token ids are never printed.
+    spans that hold the rest, how hot they are (leases: of a span's most used part), and what
+    reading them takes by the read cost model (bytes and requests are exact, milliseconds modelled).
+    Reads a snapshot of the index and the matching spans' headers, no rows, and holds up no writer.
+    Token ids are never printed.
 
     With --query, the model then answers with one token over the same snapshot, and each layer's
     line says how many rows it chose and why, what it estimates to miss, and from which tier they

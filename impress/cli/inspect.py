@@ -54,8 +54,9 @@ def inspect(
     Reads a snapshot of the indexes and no rows, needs no model and holds up no writer: it works
     while other processes write to the store, each its shard. The SSD tier is the directory; copies
     in HBM and DRAM belong to the process that has the store open, so they are shown only with
-    --metrics. Leases of a running writer are counted here after it closes. "important" is the share
-    of a tier's rows that sparse requests chose. A chunk's score is its uses, which fade, times that
+    --metrics. Leases of a running writer are counted here after it closes; where prompts share a
+    part of a span, those of its most used part stand for all of it. "important" is the share of a
+    tier's rows that sparse requests chose. A chunk's score is its uses, which fade, times that
     share of its rows; "score" is the mean of the chunks of a prefix's spans, as last saved. – where
     no request has told yet.
 
