@@ -26,6 +26,7 @@ from console import (
     opened,
     put,
     records_of,
+    rows_of,
     run,
     run_json,
     two_prompts,
@@ -141,6 +142,26 @@ def test_inspect_json_counts_tiers_spans_and_namespaces(path):
     assert (space["name"], space["spans"], space["tokens"]) == ("a test", 2, 512)
     assert sorted(n["tokens"] for n in found["tree"]) == [128, 192, 192]
     assert sorted(n["depth"] for n in found["tree"]) == [0, 1, 1]
+
+
+def test_inspect_counts_windows_that_were_stored_twice_once(tmp_path):
+    """Two stores of one beginning, at once: a namespace had more tokens than there were, and the
+    rest was said to have been evicted, though nothing was."""
+    path, longer = tmp_path / "store", [*PROMPT, *range(9000, 9064)]
+    with opened(path) as store:
+        both = [store.writer(PROMPT), store.writer(longer)]  # while nothing is stored
+        for writer, n in zip(both, (320, 384), strict=True):
+            with writer:
+                for layer, rows in enumerate(rows_of(n)):
+                    writer.put(layer, 0, rows, rows)
+            assert writer.stored.wait(60)
+        assert store.stats()["evicted_spans"] == 0
+    _, found = run_json("inspect", "--store", path)
+    assert (found["spans"], found["tokens"]) == (2, 384)
+    assert [space["tokens"] for space in found["namespaces"]] == [384]
+    assert found["tiers"]["ssd"]["dead_bytes"] > 0
+    shown = " ".join(run("inspect", "--store", path).stdout.split())
+    assert "of windows that another span has too, or that were evicted; impress repack" in shown
 
 
 def test_inspect_counts_leases_of_the_hottest_prefix(path):

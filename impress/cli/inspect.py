@@ -118,8 +118,9 @@ def _print(found: dict[str, Any]) -> None:
         show(_shards(found["shards"], found["window"]))
     if found["tiers"]["ssd"]["dead_bytes"]:
         dead = size(found["tiers"]["ssd"]["dead_bytes"])
-        frees = "impress repack frees those of spans that lost more than half"
-        out.print(f"{dead} on the SSD are of windows that were evicted; {frees}")
+        whose = "windows that another span has too, or that were evicted"
+        frees = "impress repack frees them in spans of which they are more than half"
+        out.print(f"{dead} on the SSD are of {whose}; {frees}")
     if found["namespaces"]:
         show(_namespaces(found["namespaces"]))
         show(_hottest(found["hottest"]))

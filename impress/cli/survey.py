@@ -93,6 +93,7 @@ def _ssd(store: PrefixStore) -> dict[str, Any]:
 def _namespaces(store: PrefixStore) -> list[dict[str, Any]]:
     """One row per root, which is a namespace and a tenant; the most stored first."""
     names = store.names()
+    dead = {dead.span: dead.n_dead for dead in store.catalog.dead()}
     rows: dict[bytes, dict[str, Any]] = {}
     for record in store.catalog.records():
         new = {
@@ -102,7 +103,7 @@ def _namespaces(store: PrefixStore) -> list[dict[str, Any]]:
         }  # fmt: skip
         row = rows.setdefault(record.root, new)
         row["spans"] += 1
-        row["tokens"] += record.n_windows * record.window
+        row["tokens"] += (record.n_windows - dead.get(record.span_id, 0)) * record.window
         row["bytes"] += record.owned_bytes
     return sorted(rows.values(), key=lambda row: -int(row["tokens"]))
 
