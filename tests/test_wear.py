@@ -38,6 +38,7 @@ from impress.write.budget import DAY_S, WriteBudget
 from impress.write.health import RETRY_S, Health
 from tiers.base import Slot
 from tiers.errors import MediumError
+from tiers.slots import aligned
 
 Open = Callable[..., impress.PrefixStore]
 WINDOW = 16
@@ -466,6 +467,27 @@ def test_the_command_says_what_it_would_rewrite_and_gives_empty_segments_back(
         for asked in (tokens, other):
             assert_serves(store, asked, 256)
         sound(store)
+
+
+def test_what_stays_as_it_lies_is_copied_without_the_plane_in_memory(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read whole before the first slice was written: of a long prompt hundreds of MiB."""
+    store = open_store(geometry, window=WINDOW, dram_bytes=0)
+    other, _ = half_dead(store)
+    sizes: list[int] = []
+
+    def counted(n_bytes: int) -> np.ndarray:
+        sizes.append(n_bytes)
+        return aligned(n_bytes)
+
+    monkeypatch.setattr("impress.repacking.span_copy.aligned", counted)
+    monkeypatch.setattr("impress.repacking.span_copy.SLICE_BYTES", 1)  # of one window
+    assert store.repack().spans[0].outcome == "rewritten"
+    assert sizes == [WINDOW * geometry.token_bytes // 4] * 2 * 2 * 2  # windows, layers, K and V
+    assert_serves(store, prompt(256), 32)
+    assert_serves(store, other, 256)
+    sound(store)
 
 
 def answers(store: impress.PrefixStore, tokens: np.ndarray) -> list[tuple[torch.Tensor, ...]]:

@@ -135,17 +135,18 @@ class Copier:
         self, part: SpanPart, to: Slot, layouts: tuple[SpanLayout, SpanLayout], layer: int,
         plane: int, rows: Rows | None, sums: Sums,
     ) -> None:  # fmt: skip
-        """Read what is wanted of a layer's plane, verified; write it with these rows in place."""
+        """Read what is wanted of a layer's plane, verified; write it with these rows in place. What
+        stays as it lies goes slice by slice, without the plane in memory."""
         old, new = layouts
         window, shape = part.header.record.window, new.planes[plane]
         n = shape.chunk_bytes
-        low, high = part.first, part.first + part.count
         if rows is not None:
             low, high = int(rows.min()) // window, int(rows.max()) // window + 1
-        data = self._read_plane(part.header, old, layer, plane, low, high)
+            data = self._read_plane(part.header, old, layer, plane, low, high)
         for first, count in _runs(0, part.count, n):
             if rows is None:
-                some = data[first * n : (first + count) * n]
+                at = part.first + first
+                some = self._read_plane(part.header, old, layer, plane, at, at + count)
             else:
                 some = aligned(count * n)[: count * n]
                 wanted = rows[first * window : (first + count) * window] - low * window
