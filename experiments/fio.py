@@ -7,6 +7,7 @@ Reads are `--readonly` and name files of exactly their size, so fio never lays o
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ MISSING: Final = "fio is not installed: apt-get install fio (or dnf, brew, conda
 PSYNC_JOBS: Final = 8
 ENGINES: Final = ("libaio", "psync")
 _TIMEOUT_S: Final = 300
+#: Its memory in huge pages, as a store's buffers are. In small ones a request ends where the disk's
+#: list of places in memory is full, 1 MiB at best: the same virtual disk gave 1.3 to 2.9 GB/s
+#: instead of 2.5 to 3.9, by how scattered they were.
+_HUGE_PAGES: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ def _run(arguments: list[str], what: str) -> FioResult:
     command = ["fio", "--name=impress", "--direct=1", "--group_reporting",
                "--output-format=json", *arguments]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False,
-                          timeout=_TIMEOUT_S)  # fmt: skip
+                          timeout=_TIMEOUT_S, env={**os.environ, **_HUGE_PAGES})  # fmt: skip
     if done.returncode:
         raise Unable(f"fio failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
     job = json.loads(done.stdout)["jobs"][0]

@@ -33,7 +33,7 @@ def test_packed_rows_cost_less_and_are_the_same(tmp_path: Path) -> None:
             assert one["selected"] == other["selected"]
             assert other["moved"] < one["moved"]
             assert other["requests"] < one["requests"]
-        alone = rows.read_alone("after")
+        alone = rows.read_alone("after", 8)
         assert [alone[key] for key in ("selected", "moved")] == [
             after[-1][key] for key in ("selected", "moved")
         ]

@@ -127,12 +127,12 @@ class Rows:
         """Every row of every layer, layer by layer as the sparse ones."""
         return self._read(name, KeepAll())[0]
 
-    def read_alone(self, name: str) -> Row:
+    def read_alone(self, name: str, n_slices: int) -> Row:
         """What the last sparse request asked of the disk, once more: layer by layer the same
         bytes, but planned beforehand and neither verified nor put in order.
 
-        One slice for each thread, however the request was sliced: a yardstick that is cut as what
-        it is held against moves with it.
+        In so many slices, each sent by a thread, however the request was sliced: a yardstick that
+        is cut as what it is held against moves with it.
         """
         store, (wanted, layers) = self.stores[name], self._last[name]
         sizes = [sum(len(read.dest) for some in layer for read in some) for layer in layers]
@@ -144,8 +144,7 @@ class Rows:
                 dest = memory[at : at + len(read.dest)]
                 bare.append(read._replace(dest=dest, sums=None))
                 at += len(dest)
-            each = -(-size // store._pool.n_threads)
-            tasks = [partial(store.ssd.read, some) for some in slices(bare, each)]
+            tasks = [partial(store.ssd.read, some) for some in slices(bare, -(-size // n_slices))]
             begin = perf_counter()
             done = store._pool.submit(Lane.DEMAND, tasks).wait(60)
             io_s += perf_counter() - begin

@@ -134,7 +134,9 @@ class Load:
 
     def _divided(self) -> Direct | None:
         """Rows that lie scattered by who has them, where a row is a piece; None: all go one way."""
-        if self._ahead is not None or any(part.ordinals is None for part in self.parts):
+        if self._ahead is not None or not self._pinned:
+            return None
+        if any(part.ordinals is None for part in self.parts):
             return None
         if any(shape.piece_rows > 1 or not shape.dense for shape in self.shapes):
             return None
