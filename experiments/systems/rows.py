@@ -30,7 +30,7 @@ from impress.types import Geometry
 from tiers.base import Read
 from tiers.coalesce import coalesce, slices
 from tiers.iopool import Lane
-from tiers.slots import aligned
+from tiers.slots import aligned, size_class
 
 N_TOKENS: Final = 5120
 N_LAYERS: Final = 4
@@ -136,8 +136,8 @@ class Rows:
         """
         store, (wanted, layers) = self.stores[name], self._last[name]
         sizes = [sum(len(read.dest) for some in layer for read in some) for layer in layers]
-        memory, io_s = aligned(max(sizes)), 0.0
-        memory.fill(0)  # the pool's has been used before, too
+        memory, io_s = aligned(size_class(max(sizes))), 0.0  # of a pool's kind
+        memory.fill(0)  # which has been used before, too
         for asked, size in zip(layers, sizes, strict=True):
             at, bare = 0, []
             for read in sorted((r for some in asked for r in some), key=lambda read: read.off):
