@@ -184,6 +184,14 @@ def test_a_batch_cut_to_its_shortest_hit_is_counted_once(tmp_path):
         assert counters["misses/not_stored"] == before + 1
 
 
+def test_a_batch_of_prompts_of_one_token_is_answered(tmp_path):
+    """Nothing of them can be stored, so nothing is looked for: the store refused to look."""
+    model, ids = tiny(), prompts(1, batch=2)
+    with attach(model, tmp_path) as engine:
+        answer = engine.generate(ids, max_new_tokens=3)
+    assert torch.equal(answer, model.generate(ids, max_new_tokens=3))
+
+
 def test_sampling_with_a_seed_draws_the_tokens_of_continuing(tmp_path):
     model, ids = tiny("opt"), prompts(200)
     draw = {"do_sample": True, "temperature": 1.3, "top_k": 50}

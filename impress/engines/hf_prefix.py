@@ -130,7 +130,8 @@ def find_prefix(store: PrefixStore, rows: Sequence[npt.NDArray[np.int32]]) -> St
     The last token is left out: the model must compute at least one.
     """
     longest = len(rows[0]) - 1
-    if len(rows) > 1:  # rows of a batch share their positions: cut to the shortest, if all hit
+    if len(rows) > 1 and longest >= store.window:
+        # Rows of a batch share their positions: cut to the shortest, if all hit.
         longest = min(store.lookup(row[:longest]) for row in rows) or longest
     while longest >= store.window:
         with ExitStack() as undo:
