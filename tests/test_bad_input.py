@@ -271,7 +271,7 @@ def test_more_bytes_than_a_process_has_addresses_for_are_refused(tmp_path: Path,
 
 def test_a_path_that_no_system_takes_is_one_line() -> None:
     config = impress.Config(tenant_secret_file="a\0b")
-    with pytest.raises(impress.ConfigError, match="tenant_secret_file: .*embedded null"):
+    with pytest.raises(impress.ConfigError, match=r"tenant_secret_file: .*embedded null"):
         tenant_secret(config)
 
 
