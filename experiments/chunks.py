@@ -24,10 +24,10 @@ KEEP: Final = 0.25
 #: Knobs of the mix; what overlap they make is measured.
 MIXES: Final = {False: (0.3, 0.6, 0.8, 0.9, 0.96, 0.99, 1.0), True: (0.6, 0.9, 0.99)}
 UNITS: Final = (16, 32, 64, 128, 256)
-#: What is read in turns. ALONE: what the packed read before it asked of the disk, bare.
-WAYS: Final = ("before", "after", "all", "by eight", "by one")
-#: Threads that send it: neither is the quicker everywhere.
-ALONE: Final = {"by eight": 8, "by one": 1}
+#: Threads that send, bare, what the packed read asked of the disk: neither is quicker everywhere.
+ALONE: Final = {"by_eight": 8, "by_one": 1}
+#: What is read in turns.
+WAYS: Final = ("before", "after", "all", *ALONE)
 #: Where one figure is to speak for the curve: the measured overlap nearest to this. The paper's
 #: recall of a static order is "over 80 %".
 TYPICAL: Final = 0.85
@@ -67,8 +67,8 @@ def measure(options: Options, kib: int, mix: float) -> list[Row]:
     line: Row = {"n": n, "overlap": measured_overlap(asked, earlier), "sequential_gb_s": rate / 1e9}
     for name in ("before", "after", *ALONE):
         times = [r["io_s"] / (r["selected"] / rate) for r in read[name]]
-        line[f"io_vs_floor_{name.replace(' ', '_')}"] = float(np.median(times))
-    line[_ALONE] = min(line["io_vs_floor_by_eight"], line["io_vs_floor_by_one"])
+        line[f"io_vs_floor_{name}"] = float(np.median(times))
+    line[_ALONE] = min(line[f"io_vs_floor_{name}"] for name in ALONE)
     for name in ("before", "after"):
         line[f"amplification_{name}"] = float(
             np.mean([r["moved"] / r["selected"] for r in read[name]])

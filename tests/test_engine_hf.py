@@ -88,6 +88,11 @@ def continued(model, stored, ids, hit, n_new=8, **options):
     )
 
 
+def ending(ids, token):
+    """Options by which a row ends at this token, and is padded."""
+    return {"eos_token_id": token, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+
+
 def assert_same_bits(mine, theirs):
     assert torch.equal(mine.sequences, theirs.sequences)
     assert len(mine.logits) == len(theirs.logits)
@@ -334,10 +339,7 @@ def test_what_follows_the_end_token_is_not_stored(tmp_path):
     free = model.generate(ids, max_new_tokens=80)
     ends = int(free[0, 125])  # row 0 ends after six tokens at most; row 1 goes on longer
     with attach(model, tmp_path) as engine:
-        out = engine.generate(
-            ids, max_new_tokens=80, eos_token_id=ends, pad_token_id=0,
-            attention_mask=torch.ones_like(ids),
-        )  # fmt: skip
+        out = engine.generate(ids, max_new_tokens=80, **ending(ids, ends))
         engine.flush()
         for row in out.numpy().astype(np.int32):
             stops = np.flatnonzero(row[120:] == ends)
@@ -379,10 +381,7 @@ def test_a_row_that_ends_before_its_first_window_keeps_nothing_from_being_stored
     free = model.generate(ids, max_new_tokens=60)
     ends = next(t for t in free[0, 40:60].tolist() if t not in free[1, 40:])  # of row 0 alone
     with attach(model, tmp_path) as engine:
-        out = engine.generate(
-            ids, max_new_tokens=60, eos_token_id=ends, pad_token_id=0,
-            attention_mask=torch.ones_like(ids),
-        )  # fmt: skip
+        out = engine.generate(ids, max_new_tokens=60, **ending(ids, ends))
         engine.flush()
         assert engine.last_request.stored_tokens == WINDOW
         assert [engine.store.lookup(row.numpy().astype(np.int32)) for row in out] == [0, WINDOW]

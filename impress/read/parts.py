@@ -132,7 +132,8 @@ def _chunks_of(source: Source, ordinals: Positions) -> tuple[int, int]:
         return 0, held.count
     else:
         first, last = np.minimum.reduce(ordinals), np.maximum.reduce(ordinals)
-    return int(first) // window, int(last) // window + 1 - int(first) // window
+    chunk = int(first) // window
+    return chunk, int(last) // window + 1 - chunk
 
 
 def used_chunks(part: Part) -> Mask:
