@@ -26,11 +26,13 @@ class Spent:
         self._since = (0.0, 0.0)
 
     def __enter__(self) -> None:
-        self._since = monotonic(), thread_time()
+        cpu_s = thread_time()  # the one that takes time, and so outside the other
+        self._since = monotonic(), cpu_s
 
     def __exit__(self, *_error: object) -> None:
-        self.ms += (monotonic() - self._since[0]) * 1e3
-        self.cpu_ms += (thread_time() - self._since[1]) * 1e3
+        now_s, cpu_s = monotonic(), thread_time()
+        self.ms += (now_s - self._since[0]) * 1e3
+        self.cpu_ms += (cpu_s - self._since[1]) * 1e3
 
 
 _PLAIN = (

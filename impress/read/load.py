@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Final
@@ -70,6 +69,7 @@ class Load:
     ) -> None:
         """Under another lane than DEMAND it is no request's read, and not counted as one.
 
+        `sources`: as the planes lie there, of probe records in position order.
         `tickets`: filled with those of its reads, by medium.
         """
         self.layer = layer
@@ -84,8 +84,6 @@ class Load:
         self._ahead = ahead
         self._bad_span: dict[str, int] = {}  # medium -> span that is bad there
         self.buffers: list[Buffer] = []  # rented, or held until the reads have ended
-        if any(plane not in (K, V) for plane in planes):  # probe records lie in position order
-            sources = [replace(source, order=None) for source in sources]
         self.map_spent = Spent()  # finding where the rows lie
         with self.map_spent:
             self.parts = parts_of(sources, layer, positions)

@@ -70,6 +70,11 @@ def source_of(held: Held, tables: Tables, geometry: Geometry, at: int) -> Source
     return Source(held, layout, Slot(record.parts), tables.sums, tables.probes, at, tables.order)
 
 
+def in_position_order(sources: Sequence[Source]) -> list[Source]:
+    """As planes lie that packing does not reorder: probe records. Pure."""
+    return [replace(source, order=None) for source in sources]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one layer's read looks at of a source: chunks [first, first + count) of its span.

@@ -97,8 +97,7 @@ def rows_of_whole(parts: Sequence[Part]) -> Positions | None:
     return np.concatenate(rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(NamedTuple):
     """Wanted rows of a plane: the runs that hold them, and where each row lands in dest."""
 
     runs: list[Runs]  # for each part
@@ -136,26 +135,31 @@ def gather(
             reads, takes = _divided(wanted, ahead[i], gap)
             found = _merged((reads | takes).nonzero()[0], 0, n_pieces)
         runs.append(found)
-        moves = _moves(found, len(wanted))
-        by = moves.take(pieces)
-        places.append(part.ordinals + (by << bits if bits else by))
+        moves = _moves(found, len(wanted), bits)
+        places.append(part.ordinals + moves.take(pieces))
         n_pieces = int(found.tos[-1] + found.counts[-1]) if len(found.tos) else n_pieces
         if ahead is not None:
-            read.append(Runs.of(reads, moves))
-            taken.append(Runs.of(takes, moves))
+            read.append(Runs.of(reads, moves >> bits))
+            taken.append(Runs.of(takes, moves >> bits))
     rows = places[0] if len(places) == 1 else np.concatenate(places)
     if ahead is None:
         return Gather(runs, n_pieces, rows, runs, [_NONE] * len(runs))
     return Gather(runs, n_pieces, rows, read, taken)
 
 
-def _moves(runs: Runs, n: int) -> Positions:
-    """[n]: how far on each piece goes, of those in `runs`; of others anything."""
+def _moves(runs: Runs, n: int, bits: int) -> Positions:
+    """[n]: how far on each piece goes, of those in `runs`, in its 1 << bits rows; of others
+    anything."""
     if not len(runs.firsts):
         return np.zeros(n, dtype=np.int64)
-    ends = np.append(runs.firsts[1:], n)
-    ends[1:] -= runs.firsts[1:]  # each piece up to the next run goes with the run before it
-    return np.repeat(runs.tos - runs.firsts, ends)
+    by = runs.tos - runs.firsts
+    if bits:
+        by <<= bits
+    along = np.empty_like(by)  # each piece up to the next run goes with the run before it
+    along[:-1] = runs.firsts[1:]
+    along[-1] = n
+    along[1:] -= runs.firsts[1:]
+    return by.repeat(along)
 
 
 def gather_whole(

@@ -20,6 +20,7 @@ from impress.policy import Exact, KeepAll, Policy
 from impress.read.access import line_of
 from impress.read.early import Foresight
 from impress.read.load import Load
+from impress.read.parts import in_position_order
 from impress.read.promote import Looked
 from impress.read.reading import Reading
 from impress.read.session import Lease, Session
@@ -56,6 +57,7 @@ class SparseSession(Session):
     def __init__(self, lease: Lease, policy: Policy, reading: Reading) -> None:
         super().__init__(lease, policy, reading)
         self._codec, self._plane, self._params = self._sketch()
+        self._of_probes = in_position_order(self._sources)
         asked = Asked(
             0, self.n_tokens, reading.geometry, self._window, codec=self._codec,
             from_keys=self._from_keys,
@@ -147,7 +149,7 @@ class SparseSession(Session):
         # A prefix stored with other codecs than this store's now has no cache of its records.
         cache = self._r.copies.probes.get((plane, size))
         caches = [cache] if cache else []
-        return Load(self._r, self._sources, layer, caches, (plane,), lane=self._lane)
+        return Load(self._r, self._of_probes, layer, caches, (plane,), lane=self._lane)
 
     def _bring(
         self,
