@@ -111,7 +111,8 @@ def test_memory_that_a_lost_layer_may_still_be_read_into_is_not_read_into_again(
     lost_by: type[BaseException], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The late bytes came when another layer's were there, verified, and looked at: after a time
-    limit, and after a signal, which does not stop a read that is under way either."""
+    limit, and after a signal, which does not stop a read that is under way either. Nor are rows
+    copied there that had been on their way to a buffer."""
     out = pairs(geometry)[0]
 
     def wait(_ticket: Ticket, _limit_s: float) -> bool:
@@ -127,6 +128,9 @@ def test_memory_that_a_lost_layer_may_still_be_read_into_is_not_read_into_again(
             with pytest.raises(lost_by):
                 session.retrieve(0, None, out=out)
         gate.shut = False  # only the reads that are under way hang
+        with pytest.raises(impress.PrefixLost, match="still being read into"):
+            session.retrieve(1, None, out=out)
+        session.prefetch()
         with pytest.raises(impress.PrefixLost, match="still being read into"):
             session.retrieve(1, None, out=out)
         gate.opened.set()

@@ -62,7 +62,7 @@ class Load:
         caches: Sequence[ChunkCache],
         planes: Sequence[int],
         positions: Positions | None = None,
-        outs: Sequence[torch.Tensor] | None = None,
+        outs: Outs | None = None,
         ahead: Ahead | None = None,
         lane: Lane = Lane.DEMAND,
         tickets: dict[str, Ticket] | None = None,
@@ -76,7 +76,7 @@ class Load:
         self._lane = lane
         self.planes = tuple(planes)
         self.positions = positions  # None: every row
-        self.outs = None if outs is None else Outs(outs)  # once under way: copied there
+        self.outs = outs  # given once it is under way: copied there
         self.started_s = monotonic()
         self.reading = reading
         self.caches = caches

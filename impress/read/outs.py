@@ -40,36 +40,35 @@ class Outs:
         return out.copy_(rows)
 
 
-def check_all(outs: Sequence[Tensors], geometry: Geometry, n_tokens: int) -> None:
-    """That they are a pair for each layer that fits, and lie apart. Raises BadInput."""
-    if len(outs) != geometry.n_layers:
-        raise BadInput(f"prefetch: want {geometry.n_layers} pairs, got {len(outs)}")
-    for out in outs:
-        check_fits(out, geometry, n_tokens)
-    check_apart(outs)
+def outs_of_all(given: Sequence[Tensors], geometry: Geometry, n_tokens: int) -> list[Outs]:
+    """A pair for each layer, each of which fits; they lie apart. Raises BadInput."""
+    if len(given) != geometry.n_layers:
+        raise BadInput(f"prefetch: want {geometry.n_layers} pairs, got {len(given)}")
+    outs = [outs_of(pair, geometry, n_tokens) for pair in given]
+    _check_apart(outs)
+    return outs
 
 
-def check_fits(outs: Tensors, geometry: Geometry, n_tokens: int) -> None:
-    """That (k, v) have the shapes and the type of a layer's n_tokens. Raises BadInput."""
-    for out, dim in zip(outs, (geometry.head_dim, geometry.v_dim), strict=True):
+def outs_of(pair: Tensors, geometry: Geometry, n_tokens: int) -> Outs:
+    """(k, v), of the shapes and the type of a layer's n_tokens. Raises BadInput."""
+    for out, dim in zip(pair, (geometry.head_dim, geometry.v_dim), strict=True):
         want = (geometry.n_kv_heads, n_tokens, dim)
         if tuple(out.shape) != want or str(out.dtype) != f"torch.{geometry.dtype}":
             raise BadInput(
                 f"retrieve: out wants {list(want)} {geometry.dtype}, "
                 f"got {list(out.shape)} {out.dtype}"
             )
+    return Outs(pair)
 
 
-def check_apart(outs: Sequence[Tensors]) -> None:
+def _check_apart(outs: Sequence[Outs]) -> None:
     """That no two of those that are read straight into share memory. Raises BadInput.
 
     A layer that is there would be overwritten by one that comes later, and be valid rows of that.
     """
-    places = []
-    for out in (tensor for pair in outs for tensor in pair):
-        if (memory := dense_bytes(out)) is not None:
-            places.append((address_of(memory), len(memory)))
-    for (at, n_bytes), (after, _) in pairwise(sorted(places)):
+    dense = (memory for pair in outs for memory in pair.memory if memory is not None)
+    places = sorted((address_of(memory), len(memory)) for memory in dense)
+    for (at, n_bytes), (after, _) in pairwise(places):
         if at + n_bytes > after:
             raise BadInput(
                 "prefetch: two tensors of outs share memory: K and V of each layer want their own"

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +19,7 @@ from impress.read.access import AccessReport, Line, line_of, report_of
 from impress.read.climb import climb
 from impress.read.flights import Flight
 from impress.read.load import Load
-from impress.read.outs import Outs, check_all, check_fits
+from impress.read.outs import Outs, outs_of, outs_of_all
 from impress.read.parts import Source, behind
 from impress.read.promote import Looked, after
 from impress.read.reading import Reading
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
-
-    from impress.read.outs import Tensors
 
 
 #: Bytes of buffers that one request keeps from being reused until it has all its rows.
@@ -188,14 +187,16 @@ class Session:
         are read into directly. Theirs to keep, but unchanged until `close`.
         """
         self._lease.check_active()
+        given: Sequence[Outs | None] = [None] * self._r.geometry.n_layers
         if outs is not None:
-            check_all(outs, self._r.geometry, self.n_tokens)
+            given = outs_of_all(outs, self._r.geometry, self.n_tokens)
+            self._check_free()
         with self._r.lost_for():
-            for layer in range(self._r.geometry.n_layers):
+            for layer, pair in enumerate(given):
                 if layer not in self._loads:
-                    self._loads[layer] = self._start(layer, outs[layer] if outs else None)
-                elif outs is not None:
-                    self._loads[layer].outs = Outs(outs[layer])  # under way to elsewhere: copied
+                    self._loads[layer] = self._start(layer, pair)
+                elif pair is not None:
+                    self._loads[layer].outs = pair  # under way to elsewhere: copied
                 give_way()
         self._check_ended()
 
@@ -247,17 +248,18 @@ class Session:
         query: torch.Tensor | None,
         scaling: float | None,
         suffix_lse: torch.Tensor | None,
-        out: Tensors | None,
+        out: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64] | None]:
         """The layer's K and V on the host, and which rows they are (None: all)."""
-        if out is not None:  # before the load is taken: who takes it ends it
-            check_fits(out, self._r.geometry, self.n_tokens)
+        pair = None if out is None else outs_of(out, self._r.geometry, self.n_tokens)
+        if pair is not None:  # before the load is taken: who takes it ends it
+            self._check_free()
         load = self._loads.pop(layer, None)
         if load is None:
             self._lease.check_active()
-            load = self._start(layer, out)
-        elif out is not None:
-            load.outs = Outs(out)  # read ahead into a buffer: copied out below
+            load = self._start(layer, pair)
+        elif pair is not None:
+            load.outs = pair  # read ahead into a buffer: copied out below
         begin_s = monotonic()
         try:
             load.wait(self._came_s)  # all may have been begun at once, and come one after the other
@@ -303,9 +305,8 @@ class Session:
         """What closing takes but for waiting."""
         self._lease.forget(self)
         self.give_up()
-        for loads in self._given.values():
-            for load in loads:
-                load.give_back()
+        for load in chain.from_iterable(self._given.values()):
+            load.give_back()
         self._given.clear()
         self._hand_over()
         self._copied = [flight.over() for flight in self._flights]
@@ -339,12 +340,15 @@ class Session:
         if not self._lease.active:
             self.give_up()
 
-    def _start(self, layer: int, outs: Tensors | None) -> Load:
+    def _check_free(self) -> None:
+        """That nothing which was lost may still write to memory that is given again."""
+        if any(ticket.given_up for ticket in self._reads()):
+            self._r.counters.add("lost/late")
+            raise PrefixLost("late", "a lost layer is still being read into memory given here")
+
+    def _start(self, layer: int, outs: Outs | None) -> Load:
         tickets: dict[str, Ticket] = {}
         if outs is not None:
-            if any(ticket.given_up for ticket in self._reads()):  # it may write to this memory
-                self._r.counters.add("lost/late")
-                raise PrefixLost("late", "a lost layer is still being read into memory given here")
             self._touching.append(tickets)  # past the time limit, too
             self._touching_s = monotonic()
         load = Load(
