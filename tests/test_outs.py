@@ -81,14 +81,31 @@ def test_memory_given_when_reads_are_under_way_has_the_rows(
 def test_layers_that_share_memory_are_refused(
     store: impress.PrefixStore, geometry: impress.Geometry
 ) -> None:
-    """Each was read into it and verified; the layer retrieved first could be the one read last."""
-    one, other = rows(geometry), rows(geometry)
-    apart = torch.empty(geometry.n_kv_heads, N, geometry.head_dim)  # copied to when it is retrieved
+    """Each was read into it and verified; the layer retrieved first could be the one read last.
+    And so could keys be values."""
+    one, other, third = (rows(geometry) for _ in range(3))
+    shape = geometry.n_kv_heads, N, geometry.head_dim
+    k, v = torch.empty(shape), torch.empty(shape)  # copied to when it is retrieved
+    said = "two tensors of outs share memory"
     with store.lease(prompt(N)) as lease, lease.session() as session:
-        for outs in ([(one, other)] * geometry.n_layers, [(one, one)] * geometry.n_layers):
-            with pytest.raises(impress.BadInput, match="two tensors of outs share memory"):
-                session.prefetch(outs)
-        session.prefetch([(apart, apart)] * geometry.n_layers)
+        for pair in ((one, other), (one, one), (k, k)):
+            with pytest.raises(impress.BadInput, match=said):
+                session.prefetch([pair] * geometry.n_layers)
+        for same in (one, k):
+            with pytest.raises(impress.BadInput, match=said):
+                session.retrieve(0, None, out=(same, same))
+        session.retrieve(0, None, out=(one, other))
+        session.retrieve(1, None, out=(one, other))  # what stood there was looked at
+        assert_in((one, other), 1, geometry)
+        session.prefetch([(k, v)] * geometry.n_layers)
+        session.close()
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        outs = pairs(geometry)
+        session.prefetch(outs)
+        with pytest.raises(impress.BadInput, match=said):  # the next layer is on its way there
+            session.retrieve(0, None, out=(third, outs[1][0]))
+        session.retrieve(0, None, out=(third, one))
+        assert_in((third, one), 0, geometry)
 
 
 def test_another_view_of_memory_that_was_read_into_has_its_own_order(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from impress.errors import BadInput
 from impress.spans.rows import address_of, dense_bytes
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tiers.base import Bytes
 
     Tensors = tuple[torch.Tensor, torch.Tensor]
+
+
+_SHARED: Final = "two tensors of outs share memory: K and V of each layer want their own"
 
 
 class Outs:
@@ -44,13 +47,22 @@ def outs_of_all(given: Sequence[Tensors], geometry: Geometry, n_tokens: int) -> 
     """A pair for each layer, each of which fits; they lie apart. Raises BadInput."""
     if len(given) != geometry.n_layers:
         raise BadInput(f"prefetch: want {geometry.n_layers} pairs, got {len(given)}")
-    outs = [outs_of(pair, geometry, n_tokens) for pair in given]
+    outs = [_fitting(pair, geometry, n_tokens) for pair in given]
     _check_apart(outs)
     return outs
 
 
-def outs_of(pair: Tensors, geometry: Geometry, n_tokens: int) -> Outs:
-    """(k, v), of the shapes and the type of a layer's n_tokens. Raises BadInput."""
+def outs_of(
+    pair: Tensors, geometry: Geometry, n_tokens: int, others: Iterable[Outs | None]
+) -> Outs:
+    """(k, v) of one layer, which fit, and lie apart from each other and from those that `others`
+    are on their way to. Raises BadInput."""
+    outs = _fitting(pair, geometry, n_tokens)
+    _check_apart([outs, *(other for other in others if other is not None)])
+    return outs
+
+
+def _fitting(pair: Tensors, geometry: Geometry, n_tokens: int) -> Outs:
     for out, dim in zip(pair, (geometry.head_dim, geometry.v_dim), strict=True):
         want = (geometry.n_kv_heads, n_tokens, dim)
         if tuple(out.shape) != want or str(out.dtype) != f"torch.{geometry.dtype}":
@@ -58,6 +70,8 @@ def outs_of(pair: Tensors, geometry: Geometry, n_tokens: int) -> Outs:
                 f"retrieve: out wants {list(want)} {geometry.dtype}, "
                 f"got {list(out.shape)} {out.dtype}"
             )
+    if pair[0].data_ptr() == pair[1].data_ptr():  # also where they are copied to
+        raise BadInput(_SHARED)
     return Outs(pair)
 
 
@@ -70,6 +84,4 @@ def _check_apart(outs: Sequence[Outs]) -> None:
     places = sorted((address_of(memory), len(memory)) for memory in dense)
     for (at, n_bytes), (after, _) in pairwise(places):
         if at + n_bytes > after:
-            raise BadInput(
-                "prefetch: two tensors of outs share memory: K and V of each layer want their own"
-            )
+            raise BadInput(_SHARED)

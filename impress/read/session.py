@@ -31,8 +31,6 @@ from impress.tree.leases import Clock, now
 from tiers.iopool import Lane, Task, Ticket
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import numpy as np
     import numpy.typing as npt
     import torch
@@ -133,9 +131,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.release()
 
 
@@ -251,8 +247,10 @@ class Session:
         out: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64] | None]:
         """The layer's K and V on the host, and which rows they are (None: all)."""
-        pair = None if out is None else outs_of(out, self._r.geometry, self.n_tokens)
-        if pair is not None:  # before the load is taken: who takes it ends it
+        pair: Outs | None = None
+        if out is not None:  # before the load is taken: who takes it ends it
+            others = [load.outs for at, load in list(self._loads.items()) if at != layer]
+            pair = outs_of(out, self._r.geometry, self.n_tokens, others)
             self._check_free()
         load = self._loads.pop(layer, None)
         if load is None:
@@ -328,9 +326,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     # ---- inside ----------------------------------------------------------------------------
