@@ -106,7 +106,7 @@ def _plain(value: Any) -> Any:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text()
+    text = path.read_text(errors="replace")  # what is no text is no finished cell either
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         try:

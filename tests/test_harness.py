@@ -228,11 +228,13 @@ def test_a_line_cut_short_is_measured_again(tmp_path: Path, report: Path) -> Non
     assert again.measured == [2]
 
 
+@pytest.mark.parametrize("line", [b'{"params": {}}', b"\0\0", b"\xff"])
 def test_a_line_that_is_no_cell_is_named(
-    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str], line: bytes
 ) -> None:
+    """Bytes that are no text, as a power cut may leave them, were a traceback."""
     state = tmp_path / "doubling.cells.jsonl"
-    state.write_text('{"params": {}}\n')
+    state.write_bytes(line + b"\n")
     assert Doubling([1]).run(tmp_path, "--json", str(report), "--resume") == 2
     assert f"{state} line 1" in capsys.readouterr().err
 
