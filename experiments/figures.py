@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,12 +16,14 @@ _DPI = 120
 
 
 def check_plotting(folder: Path) -> None:
-    """Raises Unable where there is no matplotlib, or where no such folder can be."""
+    """Raises Unable where there is no matplotlib, or where no such folder can be or be filled."""
     if find_spec("matplotlib") is None:
         raise Unable("--plot needs matplotlib: pip install matplotlib")
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise Unable(f"--plot {folder}: {there} is a file: name a directory")
+    if not os.access(there, os.W_OK):
+        raise Unable(f"--plot {folder}: {there} cannot be written")
 
 
 def plot_all(

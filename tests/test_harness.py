@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -339,6 +340,22 @@ def test_plots_without_matplotlib_are_refused_at_once(
     made = Doubling([1])
     assert made.run(tmp_path, "--plot", str(tmp_path)) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
+    assert not made.measured
+
+
+@pytest.mark.parametrize("folder", ["closed", "closed/plots"])
+def test_plots_that_cannot_be_written_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    """It was said when all was measured: hours later."""
+    pytest.importorskip("matplotlib")
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    real = os.access  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and real(path, mode))
+    made = Doubling([1])
+    assert made.run(tmp_path, "--plot", str(tmp_path / folder)) == 2
+    assert f"{closed} cannot be written" in capsys.readouterr().err
     assert not made.measured
 
 
