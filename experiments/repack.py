@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from experiments.common import Row, print_rows
+from experiments.common import Row, Unable, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.catalogue import System
 from experiments.systems.cell import Load, order_of
@@ -123,6 +123,7 @@ def _phases(
         running.set()
         thread.join(600)  # the rest of the pass, without requests
         alone_s = time.perf_counter() - begin
+    _check_compared(times, reports)
     served = [one() for _ in range(n // 4)]
     times["after"] = [s.ttft_s for s in served]
     ttft_s = sum(times["after"])
@@ -142,6 +143,15 @@ def _phases(
     for q in (50, 99):
         row[f"p{q}_slowdown"], row[f"p{q}_low"], row[f"p{q}_high"] = _slowdown(times, q)
     return row
+
+
+def _check_compared(times: dict[str, list[float]], reports: Sequence[Any]) -> None:
+    """Raises Unable where there is no pass to tell of, or no requests on one side of it."""
+    if not reports:
+        raise Unable("the repacker failed, or was not through ten minutes after the requests")
+    for name, what in (("held", "held"), ("during", "running")):
+        if not times[name]:
+            raise Unable(f"no turn of requests went by with the repacker {what}: nothing to tell")
 
 
 @contextmanager

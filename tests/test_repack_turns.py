@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from experiments import repack
+from experiments.common import Unable
 from impress.repacking.span_copy import Copier
 
 
@@ -52,6 +54,38 @@ def test_a_turn_behind_a_move_is_the_repackers() -> None:
     assert {row[f"p50_ms_{name}"] for name in ("held", "during", "after")} == {100.0}
     assert row["map_share_of_ttft"] == pytest.approx(0.1)
     assert repack.figures([row], None)[0]["repack_p99_slowdown"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("ended", "says"), [("at once", "went by with the repacker"), ("never", "the repacker failed")]
+)
+def test_a_pass_with_nothing_to_tell_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, ended: str, says: str
+) -> None:
+    """A pass that had nothing to move, or that did not come to its end, ended in a traceback."""
+    report = SimpleNamespace(spans=(), moved=0, moved_bytes=0)
+
+    class Pass:
+        def __init__(self, target: Callable[[], None], daemon: bool) -> None:
+            self._pass = target
+
+        def start(self) -> None:
+            if ended == "at once":
+                self._pass()
+
+        def is_alive(self) -> bool:
+            return False
+
+        def join(self, _seconds: float) -> None:
+            """It is not waited for."""
+
+    monkeypatch.setattr(repack.threading, "Thread", Pass)
+    served = SimpleNamespace(ttft_s=0.5, map_s=0.05, map_cpu_s=0.01)
+    server = SimpleNamespace(serve=lambda _asking: served, settle=lambda: None)
+    data = SimpleNamespace(prefixes=[SimpleNamespace(tokens=())], n_bytes=1)
+    store = SimpleNamespace(repack=lambda: report, counters={"repacks/yes": 0})
+    with pytest.raises(Unable, match=says):
+        repack._phases(server, data, store, itertools.repeat((0, 0)), repack.TURN, 5.0)
 
 
 def test_the_repacker_is_held_before_its_next_slice() -> None:
