@@ -70,6 +70,8 @@ MALFORMED = [
     ("piqa", {"query": "q", "choices": ["a", "b"], "gold": 2}, "'gold'"),
     ("piqa", {"query": "q", "choices": ["a"], "gold": 0}, "'choices'"),
     ("piqa", {"goal": "q", "sol1": "a", "sol2": "b", "label": True}, "'label'"),
+    ("piqa", {"query": "half a letter: \ud800", "choices": ["a", "b"], "gold": 0}, "'query'"),
+    ("piqa", {"query": "q", "choices": ["a", "\udfff"], "gold": 0}, "'choices'"),
     ("openbookqa", {"query": "q", "choices": "ab", "gold": 0}, "'choices'"),
     ("openbookqa", {"question_stem": "q", "choices": ["a", "b"], "answerKey": "A"}, "'choices'"),
     (
@@ -96,7 +98,12 @@ def test_a_malformed_row_is_named_by_file_line_and_field(
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [(b"{not json\n", "line 1: not JSON"), (b"[1]\n", "got list"), (b"\xff\n", "not UTF-8")],
+    [
+        (b"{not json\n", "line 1: not JSON"),
+        (b"[1]\n", "got list"),
+        (b"\xff\n", "not UTF-8"),
+        (b"[" * 100_000 + b"\n", "line 1: not JSON"),
+    ],
 )
 def test_a_file_that_is_no_rows_is_named(tmp_path: Path, text: bytes, says: str) -> None:
     file = tmp_path / "val.jsonl"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from impress.errors import BadInput
 
@@ -97,20 +97,23 @@ def _chosen(context: str, row: Mapping[str, Any], where: str) -> Item:
 
 def _text(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row.get(name)
-    if not isinstance(value, str) or not value.strip():
+    if not _is_text(value):
         raise BadInput(f"{where}: field {name!r} must be text, got {value!r}")
     return value
 
 
 def _texts(row: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
     values = row.get(name)
-    if (
-        not isinstance(values, list | tuple)
-        or len(values) < 2
-        or not all(isinstance(value, str) and value.strip() for value in values)
-    ):
+    if not isinstance(values, list | tuple) or len(values) < 2 or not all(map(_is_text, values)):
         raise BadInput(f"{where}: field {name!r} must be a list of at least two texts")
     return tuple(values)
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    """Not blank, and no half of a surrogate pair in it: JSON may hold one, tokenizers take none."""
+    if not isinstance(value, str) or not value.strip():
+        return False
+    return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _index(row: Mapping[str, Any], name: str, below: int, where: str) -> int:

@@ -62,7 +62,7 @@ def _of_file(file: Path, form: Format) -> Iterator[Item]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as err:
+        except (ValueError, RecursionError) as err:  # the latter: thousands of brackets
             raise BadInput(f"{where}: not JSON ({err})") from None
         if not isinstance(row, dict):
             raise BadInput(f"{where}: wants an object with fields, got {type(row).__name__}")
