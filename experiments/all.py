@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     _say(ran)
-    if args.out == _ROOT / "docs" / "results":
+    if args.out.resolve() == (_ROOT / "docs" / "results").resolve():  # however it was named
         for page in results_table.PAGES:
             results_table.fill(_ROOT / "docs" / page, args.out)
     return 1 if any(r.status for r in ran) else 0

@@ -202,6 +202,20 @@ def test_one_that_fails_does_not_stop_the_rest(
     assert capfd.readouterr().out.count("FAILED") == 2
 
 
+@pytest.mark.parametrize("out", ["docs/results", "docs/../docs/results/", "docs/other"])
+def test_pages_are_filled_from_their_reports_however_the_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    """`--out docs/results` replaced the reports and left the pages as they were."""
+    filled: list[str] = []
+    monkeypatch.setattr(everything, "_ROOT", tmp_path)
+    monkeypatch.setattr(everything, "one", lambda name, _args: everything.Ran(name, 0, 0.0))
+    monkeypatch.setattr(results_table, "fill", lambda page, _out: filled.append(page.name))
+    monkeypatch.chdir(tmp_path)
+    assert everything.main(["--only", "hits", "--out", out]) == 0
+    assert filled == ([] if "other" in out else [*results_table.PAGES])
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_made_up_conversations_never_replace_the_report_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *,
