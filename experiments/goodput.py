@@ -141,6 +141,8 @@ def _ask(
                         ids = getattr(chunk.choices[0], "token_ids", None) if chunk.choices else ()
                         if ids and token < 0:
                             first_s, token = time.perf_counter() - begin, int(ids[0])
+                if token < 0:  # else it would have come before it was asked for: in time
+                    raise Unable(f"{server.way.name}: an answer came without a token")
                 right = token == asked[i].question.answer
                 return first_s - times[i], time.perf_counter() - begin, right
 

@@ -149,6 +149,8 @@ def _ask(
             ids = getattr(chunk.choices[0], "token_ids", None) if chunk.choices else None
             if ids and token < 0:
                 first_ms, token = (time.perf_counter() - begin) * 1e3, int(ids[0])
+        if token < 0:  # else it would have taken no time
+            raise Unable("an answer came without a token")
         return Answered(token, first_ms)
 
     with ThreadPoolExecutor(concurrency) as pool:

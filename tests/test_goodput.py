@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from experiments import goodput, vllm_serve
+from experiments.common import Unable
 from experiments.goodput import MIXED, PEER, PLAIN, _row, figures, run
 
 MORE = argparse.Namespace(ttft_ms=1000.0)
@@ -34,6 +38,41 @@ def test_figures_compare_the_best_rate_of_each_way() -> None:
     assert "goodput_vs_peer" not in said  # nothing of it was in time: no ratio says how much
     assert said["goodput.example.8"] == 0.0
     assert len(lines) == 6
+
+
+class _Client:
+    """An OpenAI client whose one chunk holds no token."""
+
+    def __init__(self, **_: Any) -> None:
+        self.completions = self
+
+    async def __aenter__(self) -> _Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+    async def create(self, **_: Any) -> AsyncIterator[Any]:
+        async def chunks() -> AsyncIterator[Any]:
+            yield _CHUNK
+
+        return chunks()
+
+
+_CHUNK = SimpleNamespace(choices=[SimpleNamespace(token_ids=None)])
+
+
+def test_an_answer_without_a_token_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted as in time, and as none taken."""
+    one = SimpleNamespace(completions=SimpleNamespace(create=lambda **_: [_CHUNK]))
+    fake = SimpleNamespace(AsyncOpenAI=_Client, OpenAI=lambda **_: one)
+    monkeypatch.setitem(sys.modules, "openai", fake)
+    server: Any = SimpleNamespace(base="", way=SimpleNamespace(name=PLAIN))
+    asked: Any = [SimpleNamespace(prompt=[1], question=SimpleNamespace(answer=1))]
+    with pytest.raises(Unable, match="plain: an answer came without a token"):
+        goodput._ask(server, asked, [0.0], 1)
+    with pytest.raises(Unable, match="an answer came without a token"):
+        vllm_serve._ask(server, asked, 1)
 
 
 def test_without_vllm_it_says_what_to_make(
