@@ -259,6 +259,22 @@ def test_the_yardstick_reads_every_file_and_says_the_median(
     assert set(opened) == {"0.seg", "1.seg"}  # the last is too short
 
 
+@pytest.mark.parametrize("names", [("full", "partly"), ("partly",)])
+def test_the_yardstick_asks_the_disk_for_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    """A store's last segment was read too, of which a part was reserved and never written: such
+    reads end in memory, at 4.4 GB/s where the disk gave 3.3."""
+    monkeypatch.setattr(yardstick, "N_BYTES", 2 << 20)
+    for name in names:
+        with (tmp_path / name).open("wb") as file:
+            file.write(bytes(2 << 20 if name == "full" else 1 << 20))
+            file.truncate(2 << 20)
+    stick = Yardstick(list(tmp_path.iterdir()))
+    stick.close()
+    assert [file.name for file in stick._files] == [names[0]]
+
+
 @pytest.mark.parametrize(("bits", "share"), [(4, 0.281), (8, 0.531)])
 def test_low_bit_rows_come_back_nearly(bits: int, share: float) -> None:
     geometry = SHAPES["opt-6.7b"].geometry(1)

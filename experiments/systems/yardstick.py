@@ -26,13 +26,25 @@ _THREADS: Final = 8
 _READINGS: Final = 9
 
 
+def _written(file: Path) -> int:
+    """Bytes before the first that were reserved and never written: no disk is asked for those, and
+    a store's last segment, a quarter of it such, read a third faster than the others."""
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        return os.lseek(fd, 0, os.SEEK_HOLE)
+    finally:
+        os.close(fd)
+
+
 class Yardstick:
     """Sequential reads of files, one file behind the other. For one thread; close it."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """`files`: those too short for a reading are left out; at least one must not be."""
-        self._files = [file for file in sorted(files) if file.stat().st_size >= N_BYTES]
-        assert self._files, "no file is long enough to be a yardstick"
+        """`files`: those too short for a reading are left out; at least one must not be. So are
+        those with room that nothing was written to yet, unless all are such."""
+        long = [file for file in sorted(files) if file.stat().st_size >= N_BYTES]
+        assert long, "no file is long enough to be a yardstick"
+        self._files = [file for file in long if _written(file) >= N_BYTES] or long
         self._memory = aligned(N_BYTES)
         self._memory.fill(0)  # the first to touch a page waits for it
         self._pool = ThreadPoolExecutor(_THREADS)
