@@ -81,7 +81,7 @@ def _request(line: bytes, now_ms: int) -> Request:
     """Raises BadLine. `now_ms`: of the line before."""
     try:
         said = json.loads(line)
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:  # the latter: thousands of brackets
         raise BadLine(f"does not parse: {err}") from None
     if not isinstance(said, dict):
         raise BadLine("does not parse: no JSON object")

@@ -34,6 +34,7 @@ def line(ms: int, *blocks: Any, **other: Any) -> str:
 BAD = {
     '{"timestamp": 3,': "does not parse: Expecting",
     "": "does not parse: Expecting",
+    "[" * 100_000: "does not parse: .*decoding a JSON array",
     "[1, 2]": "does not parse: no JSON object",
     '{"timestamp": 30, "input_length": 5, "hash_ids": [1]}': "'output_length' is missing",
     line(30, 1, input_length=-5): "input_length -5 is no whole number",
