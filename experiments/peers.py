@@ -159,12 +159,16 @@ def cells(options: Options) -> list[Cell]:
         install(options.more.peers)
     if not _TMPFS.is_dir() and "tmpfs" in options.more.media:
         raise Unable(f"there is no {_TMPFS}: --media disk")
-    made = []
-    for medium in options.more.media:
+    more, made = options.more, []
+    # A system whose environment was made since is measured by --resume: by what is there.
+    there = [name for name in more.only if python_of(name, more.peers, more.vllm).exists()]
+    for medium in more.media:
         field = Field(medium, options)
         n_rounds = ROUNDS[medium, options.quick]
         for number in range(n_rounds):
-            params = {"medium": medium, "round": number, "only": list(options.more.only)}
+            params = {
+                "medium": medium, "round": number, "only": list(more.only), "there": there,
+            }  # fmt: skip
             last = number == n_rounds - 1
             made.append(Cell(params, lambda f=field, n=number, end=last: _round(f, n, end), 25))
     return made

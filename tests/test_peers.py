@@ -66,6 +66,22 @@ def test_our_store_is_measured_and_a_missing_peer_is_named(small: None, tmp_path
     )
 
 
+def test_a_peer_whose_environment_was_made_since_is_measured_by_resume(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rounds in which it was "not run" counted as measured: `--install --resume` ran nothing."""
+    python = tmp_path / "peers" / "sglang" / "bin" / "python"
+    for made, todo in ((False, 2), (False, 0), (True, 2), (True, 0)):
+        if made and not python.exists():
+            python.parent.mkdir(parents=True)
+            python.symlink_to("/bin/false")
+        assert run(
+            ["--quick", "--json", str(tmp_path / "report.json"), "--dir", str(tmp_path),
+             "--media", "disk", "--only", "sglang", "--peers", str(tmp_path / "peers"), "--resume"]
+        ) == 0  # fmt: skip
+        assert f"({todo} of 2 cells to measure)" in capsys.readouterr().out
+
+
 def test_rows_are_finite_and_the_same_for_whoever_makes_them() -> None:
     rows = rows_of(TINY, 1, 3)
     assert rows.shape == (TINY.n_chunks, TINY.chunk_bytes)
