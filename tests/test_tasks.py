@@ -159,6 +159,14 @@ def test_a_data_set_that_does_not_load_is_named_in_a_line(
         load("piqa", "piqa")
 
 
+def test_datasets_without_what_it_needs_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found, and cannot be imported: without pyarrow that was a traceback."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setattr("experiments.tasks.rows.find_spec", lambda name: name)
+    with pytest.raises(BadInput, match=r"^piqa: no such path, and datasets cannot be imported"):
+        load("piqa", "piqa")
+
+
 # ---- the shared prefix -------------------------------------------------------------------------
 
 

@@ -74,8 +74,10 @@ def _of_hub(task: str, name: str, form: Format) -> Rows:
         raise BadInput(f"{name}: no such file or directory")
     if find_spec("datasets") is None:
         raise BadInput(f"{name}: no such path; for a data set of that name, pip install datasets")
-    from datasets import load_dataset
-
+    try:
+        from datasets import load_dataset
+    except ImportError as err:  # of what it needs itself: pyarrow
+        raise BadInput(f"{name}: no such path, and datasets cannot be imported ({err})") from None
     try:
         found: Any = load_dataset(name, form.config) if form.config else load_dataset(name)
     except (OSError, ValueError, RuntimeError) as err:  # not reached, not so arranged, a script
