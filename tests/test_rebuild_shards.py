@@ -1,4 +1,4 @@
-"""What several shards have together, made again where it is lost."""
+"""What is lost beside segments, an identity or an index, made again from several shards or one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from conftest import assert_serves, prompt, put_prompt
 
 import impress
 from impress.upkeep.rebuild import rebuild_store
+from impress.upkeep.verify import verify_store
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -50,3 +51,26 @@ def test_without_an_identity_and_any_span_there_is_nothing_to_rebuild(
     with pytest.raises(impress.FormatError, match="no store here"):
         rebuild_store(path)
     assert not (path / "shards/main/index.old").exists()  # its index was not replaced
+
+
+@pytest.mark.parametrize("lost", ["emptied", "unlinked"])
+def test_an_index_whose_file_holds_nothing_is_not_begun_anew(
+    open_store: Open, geometry: impress.Geometry, lost: str
+) -> None:
+    """Its segments were free then: a wrong purge, or the next store, took what a rebuild finds."""
+    store = open_store(geometry)
+    assert put_prompt(store, prompt(256)).wait(60)
+    store.close()
+    path = store.path
+    data = path / "shards/main/index/data.mdb"
+    if lost == "emptied":
+        data.write_bytes(b"")
+    else:
+        data.unlink()
+    for mode in ("rw", "r"):
+        with pytest.raises(impress.FormatError, match=r"main is missing; impress rebuild"):
+            open_store(geometry, mode=mode)
+    assert any("missing" in problem.what for problem in verify_store(path).problems)
+    assert not data.exists() or not data.stat().st_size  # no look began one either
+    assert rebuild_store(path).spans == 1
+    assert_serves(open_store(geometry), prompt(256), 256)

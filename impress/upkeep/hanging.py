@@ -18,7 +18,7 @@ from impress.write.index import Index
 
 def index_values(shard: Shard) -> dict[int, bytes]:
     """Span -> what a shard's index holds of it. Raises FormatError (none, damaged), StoreFailed."""
-    if not shard.index.is_dir():
+    if not shard.has_index():  # LMDB would begin one in an empty file
         raise FormatError(f"index: {shard.index} is missing")
     index = Index(shard.index, create=False)
     try:

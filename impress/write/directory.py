@@ -227,11 +227,21 @@ class Shard:
             raise FormatError(
                 f"{self.path.parent.parent}: a purge of shard {self.name} was cut off: repeat it"
             )
-        if not self.index.is_dir() and any(self.segments.glob("*.seg")):
+        # One begun anew would take all that the segments hold for free.
+        if not self.has_index() and any(self.segments.glob("*.seg")):
             raise FormatError(
                 f"{self.path.parent.parent}: the index of shard {self.name} is missing; "
                 "impress rebuild makes it again from the segments"
             )
+
+    def has_index(self) -> bool:
+        """Whether its file is there and holds anything; also where that cannot be told."""
+        try:
+            return (self.index / "data.mdb").stat().st_size > 0
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # LMDB says what is wrong with it
+            return True
 
     def unlock(self) -> None:
         if self._fd is not None:
