@@ -35,6 +35,9 @@ def test_a_lost_identity_is_found_whatever_shard_has_a_span(
     file = path / "impress.json"
     said = file.read_text()
     file.unlink()
+    for mode in ("rw", "r"):  # not: nothing is stored here, or: some other folder
+        with pytest.raises(impress.FormatError, match=r"json is missing; impress rebuild makes"):
+            open_store(geometry, mode=mode)
     found = rebuild_store(path, dry_run=dry_run)
     assert (found.spans, len(found.notes), found.busy_shards) == (1, 1, [])
     assert file.exists() != dry_run
@@ -74,3 +77,14 @@ def test_an_index_whose_file_holds_nothing_is_not_begun_anew(
     assert not data.exists() or not data.stat().st_size  # no look began one either
     assert rebuild_store(path).spans == 1
     assert_serves(open_store(geometry), prompt(256), 256)
+
+
+def test_segments_that_hold_no_span_are_not_sent_to_a_rebuild_by_the_rebuild(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    path = two_shards(open_store, geometry, 0)
+    (path / "impress.json").unlink()
+    for segment in path.glob("shards/*/segments/*.seg"):
+        segment.write_bytes(bytes(segment.stat().st_size))
+    with pytest.raises(impress.FormatError, match="no span to make it from"):
+        rebuild_store(path)

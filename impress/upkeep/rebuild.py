@@ -207,7 +207,7 @@ def _identity(
     headers = (h for shard in shards for h in _scan(shard.segments, Rebuilt(), say))
     first = max(headers, key=lambda header: header.record.span_id, default=None)
     if first is None:
-        return read_identity(path)  # says that there is no store
+        raise FormatError(f"{path}: no store here: no {IDENTITY}, and no span to make it from")
     identity = Identity(1, first.store_uuid, first.geometry, first.record.window)
     found.notes.append(f"{IDENTITY} was missing: made again from a span's header")
     if not dry_run:

@@ -80,6 +80,7 @@ def _read_raw(path: Path) -> tuple[int, dict[str, Any]]:
             raise TypeError(f"format {version!r}")
         return version, raw
     except FileNotFoundError:
+        _check_lost(path)
         raise FormatError(
             f"{path}: no store here (no {IDENTITY}): nothing is stored yet, or name it by --store "
             "or IMPRESS_STORE"
@@ -94,6 +95,14 @@ def _read_raw(path: Path) -> tuple[int, dict[str, Any]]:
         ) from None
 
 
+def _check_lost(path: Path) -> None:
+    """Raises FormatError where a directory without an identity holds a store's segments."""
+    if any(any(shard.segments.glob("*.seg")) for shard in shards_of(path)):
+        raise FormatError(
+            f"{path}: {IDENTITY} is missing; impress rebuild makes it again from the segments"
+        )
+
+
 def make_identity(path: Path, geometry: Geometry, window: int) -> None:
     """Make an empty directory a store. A directory with foreign files is refused, untouched.
 
@@ -103,6 +112,7 @@ def make_identity(path: Path, geometry: Geometry, window: int) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         foreign = [p.name for p in path.iterdir() if not p.name.startswith(f".{IDENTITY}")]
         if foreign and not (path / IDENTITY).exists():
+            _check_lost(path)
             raise FormatError(
                 f"{path}: holds {foreign[0]!r} and is no store; name an empty directory"
             )
