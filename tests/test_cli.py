@@ -370,6 +370,15 @@ def test_no_store_is_one_line_and_2(tmp_path, command):
     assert_refused(run(command, "--store", tmp_path / "file"), "not a directory")
 
 
+def test_a_tilde_that_no_shell_has_expanded_is_the_home_directory(path):
+    """As in what vllm-config prints, so that both speak of one store."""
+    env = {**os.environ, "HOME": str(path.parent)}
+    told = f"~/{path.name}"
+    assert run("verify", f"--store={told}", env=env).returncode == 0
+    assert run("verify", env={**env, "IMPRESS_STORE": told}).returncode == 0
+    assert_refused(run("verify", "--store=~no-such-user/s"), "~no-such-user/s", "in full")
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_newer_format_is_refused(path, command):
     identity = path / "impress.json"

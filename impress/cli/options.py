@@ -78,7 +78,18 @@ def policy_of(name: str, keep: float | None, mass: float | None) -> Policy:
 
 
 def store_dir(given: Path | None) -> Path:
-    return given if given is not None else default_store_dir()
+    """The store that is meant. Raises BadInput, ConfigError where that cannot be told.
+
+    A shell leaves the ~ of --store=~/x and of an environment file as it is: a folder of that name
+    would be another store than the one meant.
+    """
+    where = given if given is not None else default_store_dir()
+    try:
+        return where.expanduser()
+    except RuntimeError:
+        raise BadInput(
+            f"--store {where}: no such home directory is known; write the path in full"
+        ) from None
 
 
 def fail(line: str) -> NoReturn:

@@ -44,13 +44,7 @@ def vllm_config(
 
     vllm serve MODEL --kv-transfer-config "$(impress vllm-config --store DIR)"
     """
-    where = store_dir(store)
-    try:
-        where = where.expanduser().absolute()  # the server may run in another directory
-    except RuntimeError:
-        raise BadInput(
-            f"--store {where}: no such home directory is known; write the path in full"
-        ) from None
+    where = store_dir(store).absolute()  # the server may run in another directory
     typer.echo(json.dumps(_config(str(where), policy, floor, dram_mib, disk_gib)))
 
 
