@@ -195,6 +195,14 @@ def test_commands_it_shows_are_called_as_it_was(monkeypatch):
     assert story.command() == "impress"
 
 
+def test_commands_it_shows_can_be_copied_whatever_the_folder_is_called(tmp_path, capsys):
+    story._say_where(tmp_path / "a b's")
+    said = capsys.readouterr().out.partition("\n  ")[2].replace("\\\n", " ")
+    words = shlex.split(said)
+    for place in ("store", "lookup/specialised/model", "lookup/specialised/documents/0.txt"):
+        assert str(tmp_path / "a b's" / place) in words
+
+
 def test_run_looks_things_up_in_a_store_the_demo_left(demo):
     folder, shown, _ = demo
     place = folder / "lookup" / "specialised"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 import textwrap
@@ -151,13 +152,19 @@ def _explain(figures: dict[str, float]) -> None:
 def _say_where(folder: Path) -> None:
     place = lookup_place(folder, CHECKPOINTS[-1])
     question = questions(unseen(1)[0], "copa", 1)[0].text
-    impress = command()
+    impress = shlex.quote(command())
+    first, last, model, text = (
+        shlex.quote(str(path))
+        for path in (
+            folder / "store", place / "store", place / "model", place / "documents" / "0.txt",
+        )
+    )  # fmt: skip
     out.print("\nLook at the stores it left, and ask something yourself:", style="bold")
     for line in (
-        f"{impress} inspect --store {folder / 'store'}",
-        f"{impress} verify --store {folder / 'store'}",
-        f"{impress} run --store {place / 'store'} --model {place / 'model'} \\\n"
-        f"    --prefix {place / 'documents' / '0.txt'} --max-new-tokens 1 --policy quality \\\n"
+        f"{impress} inspect --store {first}",
+        f"{impress} verify --store {first}",
+        f"{impress} run --store {last} --model {model} \\\n"
+        f"    --prefix {text} --max-new-tokens 1 --policy quality \\\n"
         f'    --query "{question}"',
     ):
         out.print(f"  {line}", markup=False, soft_wrap=True)
