@@ -88,3 +88,11 @@ def test_segments_that_hold_no_span_are_not_sent_to_a_rebuild_by_the_rebuild(
         segment.write_bytes(bytes(segment.stat().st_size))
     with pytest.raises(impress.FormatError, match="no span to make it from"):
         rebuild_store(path)
+
+
+def test_a_segment_that_is_gone_is_called_so(open_store: Open, geometry: impress.Geometry) -> None:
+    """Opened for writing, "two spans claim the same space" was said of a store with one span."""
+    path = two_shards(open_store, geometry, 0)
+    (path / "shards/main/segments/00000000.seg").unlink()
+    with pytest.raises(impress.FormatError, match=r"do not agree \(segment 0 is missing\)"):
+        open_store(geometry)

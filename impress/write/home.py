@@ -160,7 +160,7 @@ class Home:
             self.ssd.claim(extents)
         except ValueError as err:
             raise FormatError(
-                f"{self._path}: two spans claim the same space ({err}); "
+                f"{self._path}: index and segments do not agree ({err}); "
                 "impress rebuild makes the index again from the segments"
             ) from None
         finally:
