@@ -356,6 +356,19 @@ def test_no_permission_is_one_line(tmp_path: Path, geometry: impress.Geometry) -
     tmp_path.chmod(0o500)
     with pytest.raises(impress.StoreFailed, match="Permission denied"):
         impress.PrefixStore.open(tmp_path / "s", geometry, "t")
+    tmp_path.chmod(0)  # not even looked into
+    with pytest.raises(impress.StoreFailed, match="Permission denied"):
+        impress.PrefixStore.open(tmp_path, geometry, "t")
+    tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize("mode", ["rw", "r"])
+def test_what_the_system_says_of_a_path_is_store_failed(
+    tmp_path: Path, geometry: impress.Geometry, mode: str
+) -> None:
+    """It came as the system's own error, also where a directory may not be looked into."""
+    with pytest.raises(impress.StoreFailed, match="name too long"):
+        impress.PrefixStore.open(tmp_path / ("s" * 300), geometry, "t", mode=mode)
 
 
 def test_a_full_file_system_refuses_stores_and_serves_on(

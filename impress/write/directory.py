@@ -87,7 +87,7 @@ def _read_raw(path: Path) -> tuple[int, dict[str, Any]]:
         ) from None
     except NotADirectoryError:
         raise FormatError(f"{path}: not a directory") from None
-    except PermissionError as err:
+    except OSError as err:
         raise StoreFailed(f"{file}: {err.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as err:
         raise FormatError(
@@ -138,9 +138,13 @@ def restore_identity(path: Path, identity: Identity, *, replace: bool = True) ->
 
 def matching_identity(path: Path, geometry: Geometry, window: int, *, create: bool) -> Identity:
     """The directory's identity, made if `create` and empty; StoreMismatch names both values."""
-    if create and not (path / IDENTITY).exists():
-        if path.exists() and not path.is_dir():
+    try:
+        new = create and not (path / IDENTITY).exists()
+        if new and path.exists() and not path.is_dir():
             raise FormatError(f"{path}: not a directory")
+    except OSError as err:  # a directory that may not be looked into, a name too long
+        raise StoreFailed(f"{path}: {err.strerror}") from None
+    if new:
         make_identity(path, geometry, window)
     if create and (old := _read_raw(path)[0]) < VERSION:
         return _set_aside(path, old, geometry, window)
