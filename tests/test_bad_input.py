@@ -89,7 +89,7 @@ def test_shapes_and_dtypes_are_checked_before_anything_is_written(
     with pytest.raises(impress.BadInput, match="start"):
         store.writer(tokens, start=-1)
     with store.writer(tokens) as writer:
-        for layer, first in ((2, 0), (-1, 0), ("0", 0), (0, -5)):
+        for layer, first in ((2, 0), (-1, 0), ("0", 0), (True, 0), (0, -5)):
             with pytest.raises(impress.BadInput):
                 writer.put(layer, first, keys[0], values[0])
         with pytest.raises(impress.BadInput, match="128 rows of keys, 5 of values"):
@@ -118,6 +118,8 @@ def test_retrieve_says_what_it_wants(open_store: Open, geometry: impress.Geometr
         with lease.session() as session:
             with pytest.raises(impress.BadInput, match="layer 2"):
                 session.retrieve(2, None)
+            with pytest.raises(impress.BadInput, match="layer True"):  # a cache's map was off then
+                session.retrieve(True, None)
             wrong = (torch.empty(2, 64, 128), torch.empty(2, 128, 128))
             with pytest.raises(impress.BadInput, match=r"\[2, 128, 128\]"):
                 session.retrieve(0, None, out=wrong)

@@ -214,7 +214,8 @@ class Session:
         close. Raises PrefixLost when the read failed, was short or late; BadInput.
         """
         torch = torch_module()
-        if not isinstance(layer, int) or not 0 <= layer < self._r.geometry.n_layers:
+        # NumPy takes True for a mask: it would reach every layer's entries.
+        if type(layer) is not int or not 0 <= layer < self._r.geometry.n_layers:
             raise BadInput(
                 f"retrieve: layer {layer!r} is not in 0..{self._r.geometry.n_layers - 1}"
             )

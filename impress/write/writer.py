@@ -70,7 +70,8 @@ class Writer:
         last whole window are passed over. importance float32 [m]. Raises BadInput.
         """
         g = self._geometry
-        if not isinstance(layer, int) or not 0 <= layer < g.n_layers:
+        # NumPy takes True for a mask: it would reach every layer's entries.
+        if type(layer) is not int or not 0 <= layer < g.n_layers:
             raise BadInput(f"put: layer {layer!r} is not in 0..{g.n_layers - 1}")
         if not isinstance(first, int) or first < 0:
             raise BadInput(f"put: first {first!r} is not a token position")
