@@ -750,6 +750,15 @@ def test_a_request_that_is_not_served_is_refused_by_name(tmp_path, options, name
         assert engine.last_request is None
 
 
+@pytest.mark.parametrize("name", [*hf_models._REFUSED, "cache_implementation", "attention_mask"])
+def test_what_is_refused_may_be_none(tmp_path, name):
+    """As callers that hand all arguments on have it; past_key_values=None came twice then."""
+    model = tiny()
+    want = model.generate(prompts(10), max_new_tokens=2)
+    with attach(model, tmp_path) as engine:
+        assert torch.equal(engine.generate(prompts(10), max_new_tokens=2, **{name: None}), want)
+
+
 def test_pad_tokens_without_a_mask_are_refused_as_padding(tmp_path):
     """generate() itself hides them then; here they were computed on, and nothing was said."""
     model, ids = tiny(), prompts(10).clone()

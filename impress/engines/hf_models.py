@@ -153,6 +153,7 @@ def check_request(
     else:
         _check_pads(model, kwargs, tokens)
     _check_options(model, kwargs)
+    kwargs.pop("past_key_values", None)  # None, or it were refused: the engine passes its own
     if setting(model, kwargs, "cache_implementation") is not None:
         kwargs["cache_implementation"] = None  # generate() wants none beside a cache
     n_tokens = int(ids.shape[1])
