@@ -21,7 +21,7 @@ from impress.engines import hf, hf_models
 from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_prefix import StoredPrefix, end_reads
 from impress.engines.hf_storing import Job, StoreQueue
-from impress.errors import BadInput, PrefixLost, StoreMismatch, Unsupported
+from impress.errors import BadInput, PrefixLost, StoreFailed, StoreMismatch, Unsupported
 from tiers.base import PAGE
 from tiers.slots import BufferPool
 
@@ -757,6 +757,15 @@ def test_what_is_refused_may_be_none(tmp_path, name):
     want = model.generate(prompts(10), max_new_tokens=2)
     with attach(model, tmp_path) as engine:
         assert torch.equal(engine.generate(prompts(10), max_new_tokens=2, **{name: None}), want)
+
+
+def test_rows_that_no_memory_holds_are_refused_in_a_line(tmp_path):
+    """What the pool raises, an error of the media's own, came through to the caller."""
+    with attach(tiny(), tmp_path) as engine:
+        with pytest.raises(StoreFailed, match="max_new_tokens"):
+            engine.generate(prompts(10), max_new_tokens=1 << 40)
+        assert engine.store.stats()["leases"] == 0
+        engine.generate(prompts(10), max_new_tokens=2)
 
 
 def test_pad_tokens_without_a_mask_are_refused_as_padding(tmp_path):

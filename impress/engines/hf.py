@@ -164,7 +164,8 @@ class Engine:
         earn that first: until then hits are exact (impress.quality.guard). A prefix that cannot be
         read is computed instead, before any token is out. Raises BadInput or Unsupported, naming
         the argument, before anything is read; StoreMismatch where weights or hooks are not those of
-        `attach`, before a prefix is read and, behind the answer, before anything of it is stored.
+        `attach`, before a prefix is read and, behind the answer, before anything of it is stored;
+        StoreFailed where the system gives no memory for the request's rows.
         """
         started = perf_counter()
         once = PromptOnce(streamer) if streamer is not None else None

@@ -23,9 +23,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from impress.engines.buffers import Rental, VirtualBuffers
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_observed import Observed
-from impress.errors import Unsupported
+from impress.errors import StoreFailed, Unsupported
 from impress.types import Geometry
 from tiers.base import round_up
+from tiers.errors import MediumError
 from tiers.slots import Buffer, BufferPool
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -70,7 +71,13 @@ class _Plane:
         batch, capacity, n_heads, head_dim = shape
         row_bytes = capacity * n_heads * head_dim * dtype.itemsize
         row_bytes = round_up(row_bytes)
-        self.buffer = pool.acquire(batch * row_bytes)
+        try:
+            self.buffer = pool.acquire(batch * row_bytes)
+        except MediumError as err:
+            raise StoreFailed(
+                f"rows of {capacity:,} tokens, prompt and answer: {err}; ask for fewer by "
+                "max_new_tokens, or raise the process's memory limit"
+            ) from None
         assert self.buffer is not None, "the engine's pool has no budget, so it never refuses"
         strides = (row_bytes // dtype.itemsize, n_heads * head_dim, head_dim, 1)
         self.rows = torch.from_numpy(self.buffer.array).view(dtype).as_strided(shape, strides)
