@@ -45,7 +45,8 @@ class PrefixLost(ImpressError):
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"prefix lost ({reason}): {detail}")
-        self.reason = reason  # "checksum" | "short" | "late" | "io" | "shortage" | "expired"
+        # "checksum" | "short" | "late" | "io" | "shortage" | "permission" | "expired"
+        self.reason = reason
 
 
 class Unsupported(ImpressError):

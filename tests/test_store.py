@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -564,22 +565,41 @@ def no_more_files(store: impress.PrefixStore) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_process_out_of_files_misses_and_loses_nothing(
-    open_store: Open, geometry: impress.Geometry
+@contextmanager
+def no_permission(store: impress.PrefixStore) -> Iterator[None]:
+    """Somebody took the right to read the store's segments away; none is open."""
+
+    def refused(_path: Path) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    store.ssd.close()
+    with patch.object(store.ssd._files, "_open", refused):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("without", "said", "reason"),
+    [
+        (no_more_files, "Too many open files", "shortage"),
+        (no_permission, "Permission denied", "permission"),
+    ],
+)
+def test_a_process_without_files_or_permission_misses_and_loses_nothing(
+    open_store: Open, geometry: impress.Geometry, without: Any, said: str, reason: str
 ) -> None:
     """It is not the medium that fails: what was stored was deleted, with all that hangs from it."""
     store = open_store(geometry, dram_bytes=0)
     tokens = prompt(128)
     scores = np.random.default_rng(0).random((2, 128), dtype=np.float32)
     put_prompt(store, tokens, importance=scores).wait(60)
-    with no_more_files(store), store.lease(tokens) as lease:
+    with without(store), store.lease(tokens) as lease:
         assert lease.miss_reason == "lost"
     for policy in (Exact(), StaticH2O(keep=0.5)):
-        with store.lease(tokens) as lease, lease.session(policy) as session, no_more_files(store):
-            with pytest.raises(impress.PrefixLost, match="Too many open files") as lost:
+        with store.lease(tokens) as lease, lease.session(policy) as session, without(store):
+            with pytest.raises(impress.PrefixLost, match=said) as lost:
                 session.retrieve(0, torch.zeros(geometry.n_heads, 1, geometry.head_dim))
-            assert lost.value.reason == "shortage"
-    with no_more_files(store):
+            assert lost.value.reason == reason
+    with without(store):
         assert [span.outcome for span in store.repack().spans] == ["failed"]
     assert store.stats()["quarantined_spans"] == 0
     assert_serves(store, tokens, 128)

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 from typing import Final
 
-_HARMLESS: Final = ("late", "shortage")
+HARMLESS: Final = ("late", "shortage", "permission")
 
 
 class MediumError(Exception):
@@ -17,8 +17,8 @@ class MediumError(Exception):
     @property
     def harmless(self) -> bool:
         """It says nothing against what is stored: the medium is slow, or the process is short of
-        files or memory. Nothing is given up over it."""
-        return self.reason in _HARMLESS
+        files or memory, or may not read. Nothing is given up over it."""
+        return self.reason in HARMLESS
 
 
 class Cancelled(MediumError):
@@ -28,7 +28,7 @@ class Cancelled(MediumError):
 class ReadFailed(MediumError):
     """A read that did not give back what was written; nothing of its destination may be used.
 
-    `reason` is one of "checksum", "short", "io", "late", "shortage".
+    `reason` is one of "checksum", "short", "io", "late", "shortage", "permission".
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -38,5 +38,9 @@ class ReadFailed(MediumError):
 
 def read_failed(path: Path, err: OSError) -> ReadFailed:
     """What a read failed with. The process may lack what the medium has nothing to do with."""
-    reason = "shortage" if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else "io"
+    reason = "io"
+    if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        reason = "shortage"
+    elif err.errno in (errno.EACCES, errno.EPERM):
+        reason = "permission"
     return ReadFailed(reason, f"ssd: {path}: {err.strerror}")

@@ -32,7 +32,7 @@ from impress.spans.rows import address_of, as_tensor, take_rows, unpack
 from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
 from tiers.coalesce import TURNS, slice_bytes, slices
-from tiers.errors import MediumError
+from tiers.errors import HARMLESS, MediumError
 from tiers.iopool import Lane, Task, Ticket
 from tiers.slots import Buffer
 
@@ -283,7 +283,7 @@ class Load:
         lost = self._failure(begin_s)
         if lost is not None:
             # What is read behind requests has no right to be in time, and costs none of them.
-            if self._lane is Lane.DEMAND or lost.reason not in ("late", "shortage"):
+            if self._lane is Lane.DEMAND or lost.reason not in HARMLESS:
                 self.reading.counters.add(f"lost/{lost.reason}")
             raise lost
         self._unpin()
