@@ -787,6 +787,18 @@ def test_pad_tokens_without_a_mask_are_refused_as_padding(tmp_path):
             assert torch.equal(engine.generate(ids, max_new_tokens=2, **options), want)
 
 
+def test_an_end_token_of_none_takes_the_models_own_away(tmp_path):
+    """generate() then hides the pad tokens that it would have ended at; here they were seen."""
+    model, ids = tiny(), prompts(10).clone()
+    ids[0, :2] = 3
+    model.generation_config.pad_token_id = model.generation_config.eos_token_id = 3
+    want = model.generate(ids, max_new_tokens=2, pad_token_id=None)
+    with attach(model, tmp_path) as engine:
+        with pytest.raises(Unsupported, match="padded prompts: token 3 pads"):
+            engine.generate(ids, max_new_tokens=2, eos_token_id=None)
+        assert torch.equal(engine.generate(ids, max_new_tokens=2, pad_token_id=None), want)
+
+
 def test_what_the_readme_says_is_not_served_is_refused_by_name(tmp_path):
     page = (Path(__file__).parent.parent / "README.md").read_text()
     limits = page.partition("Limits of this engine")[2].partition("A call that names no length")[0]

@@ -221,13 +221,16 @@ def _check_pads(model: Any, kwargs: Mapping[str, Any], tokens: npt.NDArray[np.in
 def setting(model: Any, kwargs: Mapping[str, Any], name: str) -> Any:
     """A generation setting as generate() resolves it: argument, given config, the model's own."""
     asked = _asked(kwargs, name)
-    return asked if asked is not None else getattr(model.generation_config, name, None)
+    if asked is not None or name in kwargs:  # an argument of None takes it from both configs
+        return asked
+    return getattr(model.generation_config, name, None)
 
 
 def _asked(kwargs: Mapping[str, Any], name: str) -> Any:
     """The same, where this very call names it."""
-    given = kwargs.get(name)
-    return given if given is not None else getattr(kwargs.get("generation_config"), name, None)
+    if name in kwargs:
+        return kwargs[name]
+    return getattr(kwargs.get("generation_config"), name, None)
 
 
 def _check_options(model: Any, kwargs: Mapping[str, Any]) -> None:
