@@ -709,6 +709,7 @@ def test_rows_that_are_not_finite_are_never_found_and_raise_at_flush(tmp_path):
             lambda: tiny("qwen2", layer_types=["full_attention", "chunked_attention"]),
             "chunked_attention",
         ),
+        (lambda: tiny(is_causal=False), "is_causal=False"),
         (lambda: tiny().model, "LlamaModel"),
     ],
 )
@@ -716,6 +717,15 @@ def test_a_model_that_is_not_served_is_refused_by_name(tmp_path, model, named):
     with pytest.raises(Unsupported, match=named):
         attach(model(), tmp_path / "store")
     assert not (tmp_path / "store").exists()
+
+
+def test_a_model_whose_tokens_come_to_see_those_behind_them_is_refused(tmp_path):
+    """A prompt's beginning is then another with each end: a hit had the keys of another prompt."""
+    model = tiny()
+    with attach(model, tmp_path) as engine:
+        model.config.is_causal = False
+        with pytest.raises(Unsupported, match="is_causal=False"):
+            engine.generate(prompts(10), max_new_tokens=2)
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,14 @@ def check_family(config: Any) -> None:
         if kind not in ("full_attention", "sliding_attention"):
             raise Unsupported(f"layer type {kind!r} is not supported, only full attention is")
 
+    _check_causal(config)
+
+
+def _check_causal(config: Any) -> None:
+    """Raises Unsupported where each token sees those behind it: Transformers' masks go by this."""
+    if not getattr(config, "is_causal", True):
+        raise Unsupported("is_causal=False is not supported: keys depend on what follows them")
+
 
 def rope_types(config: Any) -> list[str]:
     """The RoPE types of a config, of which newer ones may have one for each layer type."""
@@ -171,6 +179,7 @@ def check_request(
 
 def _check_mode(model: Any) -> None:
     _check_attention(model.config)
+    _check_causal(model.config)  # read in every forward, so it may have come after attach
     check_eval(model, modules_of(model))
     if torch.is_autocast_enabled(model.device.type):
         raise Unsupported("torch.autocast computes keys in another precision than the model's")
