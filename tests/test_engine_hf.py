@@ -18,6 +18,7 @@ from conftest import said_by_a_child, wait_for_promotions
 
 import impress
 from impress.engines import hf, hf_models
+from impress.engines.buffers import Virtual
 from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_prefix import StoredPrefix, end_reads
 from impress.engines.hf_storing import Job, StoreQueue
@@ -412,12 +413,12 @@ def test_a_returned_cache_stays_whole_while_later_requests_run(tmp_path):
 
 
 def test_the_system_may_not_take_the_pages_of_a_returned_cache(tmp_path, monkeypatch):
-    """It came back to a pool of its own, which marks what it keeps beyond 256 MiB as free to take:
-    short of memory, the next turn went on from zeros."""
+    """It came back to a pool, which marks what it keeps beyond 256 MiB as free to take: short of
+    memory, the next turn went on from zeros."""
     model, ids, marked = tiny(), prompts(200), []
     monkeypatch.setattr("tiers.slots._may_be_taken", marked.append)
-    monkeypatch.setattr(hf, "BufferPool", lambda budget: BufferPool(budget, keep_bytes=0))
     with attach(model, tmp_path) as engine:
+        monkeypatch.setattr(engine.store.buffers, "_keep_bytes", 0)
         for _ in range(2):  # a miss, then a hit
             kept = engine.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
             engine.flush()
@@ -425,8 +426,31 @@ def test_the_system_may_not_take_the_pages_of_a_returned_cache(tmp_path, monkeyp
                 t.data_ptr() for la in kept.past_key_values.layers for t in (la.keys, la.values)
             }
             assert len(held) == 4
+            assert marked
             for memory in marked:
                 assert not any(0 <= at - memory.ctypes.data < len(memory) for at in held)
+
+
+@pytest.mark.parametrize("virtual", [None, Virtual(batch=1, context=300)])
+def test_a_returned_cache_changed_in_place_changes_nothing_of_what_is_stored(
+    tmp_path, monkeypatch, virtual
+):
+    """It was the memory that was being stored: a hit had what the caller had made of it."""
+    model, ids, may = tiny(), prompts(200), threading.Event()
+    put = StoreQueue._store_rows
+    monkeypatch.setattr(StoreQueue, "_store_rows", lambda *args: may.wait() and put(*args))
+    with attach(model, tmp_path, virtual=virtual) as engine:
+        kept = engine.generate(ids, max_new_tokens=8, return_dict_in_generate=True)
+        for layer in kept.past_key_values.layers:
+            layer.keys.neg_()
+            layer.values.zero_()
+        may.set()
+        engine.flush()
+        again = engine.generate(
+            ids, max_new_tokens=8, output_logits=True, return_dict_in_generate=True
+        )
+        assert engine.last_request.hit_tokens == 192
+    assert_same_bits(again, continued(model, ids, ids, 192))
 
 
 def test_a_store_given_stays_open_and_serves_again(tmp_path):

@@ -50,7 +50,6 @@ from impress.namespace import namespace_of
 from impress.policy import Policy
 from impress.read.shadow import SHADOW_ROWS
 from impress.store import PrefixStore
-from tiers.slots import BufferPool
 
 
 def attach(
@@ -298,13 +297,11 @@ class Engine:
         watched: bool,
     ) -> tuple[Any, RowsCache]:
         """Every row of the prefix, if there is one, in the model's own attention."""
-        # A caller who gets past_key_values keeps the memory: it must not be rented again.
-        pool = BufferPool(None) if prompt.returns_cache else self.store.buffers
         cache = RowsCache(
             self.store.geometry,
             len(prompt.rows),
             prompt.n_tokens + prompt.n_new,
-            pool,
+            self.store.buffers,
             n_prefix=prefix.n_tokens if prefix else 0,
             contiguous=self.model.config._attn_implementation == "eager",
             rental=rent(self.buffers, prompt, prompt.n_tokens),

@@ -304,18 +304,16 @@ class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
         return min(int(layer.length) for layer in self.layers)
 
     def as_dynamic(self) -> DynamicCache:
-        """The same rows as a stock cache, for a caller who asked for past_key_values.
+        """Copies of the rows in a stock cache, for a caller who asked for past_key_values.
 
-        The stock cache never writes in place, so it may be used while these rows are stored. The
-        memory is the caller's: given back, the system might take its pages when it runs short.
+        Who changes them in place does not change what is being stored under the request's tokens.
         """
         stock = DynamicCache()
         for rows in self.layers:
             layer = DynamicLayer()
             layer.lazy_initialization(rows.keys, rows.values)
-            layer.keys, layer.values = rows.keys, rows.values
+            layer.keys, layer.values = rows.keys.clone(), rows.values.clone()
             stock.layers.append(layer)
-            rows.forsake()
         return stock
 
     def forsake(self, untouched: Callable[[], bool]) -> None:
@@ -344,8 +342,5 @@ class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
 def rent(buffers: VirtualBuffers | None, prompt: Prompt, n_rows: int) -> Rental | None:
     """Virtual buffers with memory behind a request's first n_rows rows, where there are any."""
     if buffers is None:
-        return None
-    if prompt.returns_cache:  # the memory stays the caller's
-        buffers.decline("the caller keeps past_key_values")
         return None
     return buffers.rent(len(prompt.rows), n_rows, prompt.n_tokens + prompt.n_new)
