@@ -1292,6 +1292,16 @@ def test_a_model_that_computes_by_code_no_key_covers_is_refused(tmp_path, change
     attach(model, tmp_path / "store").close()
 
 
+@pytest.mark.parametrize("path", ["", "model.layers.1.self_attn"])
+def test_a_model_of_code_that_came_with_its_files_is_refused(tmp_path, path):
+    """Another forward over the same weights and config: its rows were hits of the stock model."""
+    model = tiny()
+    module = model.get_submodule(path)
+    module.__class__ = type("Mine", (type(module),), {"__module__": "transformers_modules.my.code"})
+    with pytest.raises(Unsupported, match=f"{path or 'the model'} is of code .* trust_remote_code"):
+        attach(model, tmp_path)
+
+
 @pytest.mark.parametrize(("change", "said"), CODE)
 def test_code_that_comes_after_attach_neither_gets_a_hit_nor_stores(tmp_path, change, said):
     model, ids, others = tiny(), prompts(200), prompts(200, seed=2)

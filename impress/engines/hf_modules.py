@@ -1,9 +1,9 @@
-"""The modules of a model: whether each computes what its class and its tensors say, which is all
-that keys hold.
+"""Whether each module of a model computes what its class and its tensors say: keys hold no more.
 
-Dropout in training mode is beyond that, and so are hooks and a `forward` of a module's own: no
-digest tells what code does. What leaves rows as they are passes: Transformers' own hooks (they
-capture outputs), accelerate's that bring tensors to a device, what torch.compile puts around.
+Dropout in training mode is beyond that, and so are hooks, a `forward` of a module's own and classes
+that came with a model's files: no digest tells what code does. What leaves rows as they are passes:
+Transformers' own hooks (they capture outputs), accelerate's that bring tensors to a device, what
+torch.compile puts around.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from impress.errors import Unsupported
 
+#: The package of the code that comes with a model's files (trust_remote_code).
+_REMOTE: Final = "transformers_modules"
 #: Classes of accelerate's hooks that bring tensors to a device, or hold such hooks.
 _MOVING: Final = {"ModelHook", "AlignDevicesHook", "CpuOffload", "SequentialHook"}
 
@@ -59,6 +61,11 @@ def foreign_code(model: Any, modules: Sequence[Any]) -> str:
     if _foreign([*every._global_forward_hooks.values(), *every._global_forward_pre_hooks.values()]):
         said = "every module has a forward hook"
     for module in modules:
+        if type(module).__module__.partition(".")[0] == _REMOTE:
+            return (
+                f"{_name(model, module)} is of code that came with its files, and no key tells "
+                "what that computes: load it without trust_remote_code"
+            )
         hooks, before = module._forward_hooks, module._forward_pre_hooks
         if (hooks or before) and _foreign([*hooks.values(), *before.values()]):
             said = f"{_name(model, module)} has a forward hook"
