@@ -508,6 +508,16 @@ def test_more_than_one_worker_is_refused(models: dict[str, Path], kind: str) -> 
         _served(models["opt"], change)
 
 
+def test_a_class_put_in_the_place_of_the_models_is_refused(models: dict[str, Path]) -> None:
+    """Its rows were stored under the name of vLLM's own class over the same weights."""
+
+    def change(config: Any) -> None:
+        config.model_config.model_class_overrides = {"OPTForCausalLM": "mine:OPTForCausalLM"}
+
+    with pytest.raises(Unsupported, match=r"--model-class-overrides .* drop it"):
+        _served(models["opt"], change)
+
+
 def test_weights_that_vllm_may_pass_over_are_refused(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

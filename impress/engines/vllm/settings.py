@@ -220,6 +220,11 @@ def _check_features(vllm_config: Any, settings: Settings) -> None:
         raise Unsupported("speculative decoding is not supported: drop --speculative-config")
     if vllm_config.model_config.runner_type != "generate":
         raise Unsupported("only text generation is supported: use --runner generate")
+    if vllm_config.model_config.model_class_overrides:
+        raise Unsupported(
+            "--model-class-overrides is not supported, no key tells what another class computes: "
+            "drop it"
+        )
     device = vllm_config.device_config.device_type
     if device not in ("cpu", "cuda"):
         raise Unsupported(f"vLLM on {device} is not supported: use the CPU or CUDA")
