@@ -494,6 +494,30 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
         named(str(tmp_path / "same"), hf_config_path="somebody/model")
 
 
+def test_the_namespace_tells_transformers_code_inside_vllm_from_vllms_own(
+    models: dict[str, Path],
+) -> None:
+    """--model-impl transformers rounds otherwise: its rows were exact hits of vLLM's own class."""
+    from vllm.config import LoadConfig, ModelConfig
+
+    def named(impl: str, *, cross_engine: bool = False, **changed: Any) -> bytes:
+        model = ModelConfig(
+            model=str(models["llama"]), dtype="float32", skip_tokenizer_init=True, model_impl=impl
+        )
+        for key, value in changed.items():
+            setattr(model.hf_config if key == "auto_map" else model, key, value)
+        config = SimpleNamespace(model_config=model, load_config=LoadConfig())
+        settings = Settings.of({"store": "x", "cross_engine": cross_engine})
+        return _namespace(config, settings, "float32")
+
+    assert named("auto") == named("vllm") != named("transformers")
+    assert named("vllm", cross_engine=True) == named("transformers", cross_engine=True)
+    code = {"trust_remote_code": True, "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}
+    assert named("vllm", **code) == named("vllm")  # it is not run
+    with pytest.raises(Unsupported, match="drop --trust-remote-code"):
+        named("transformers", **code)
+
+
 @pytest.mark.parametrize(
     "kind", ["tensor", "pipeline", "data", "prefill_context", "decode_context"]
 )

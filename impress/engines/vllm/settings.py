@@ -45,6 +45,12 @@ _DEFAULTS: dict[str, Any] = {
     "cross_engine": False,
 }
 
+#: vLLM's own classes of the families (hf_models.FAMILIES).
+_CLASSES = (
+    "OPTForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    "MistralForCausalLM",
+)  # fmt: skip
+
 #: Of vLLM's load formats those that read the files by which the model is named.
 _LOAD_FORMATS = (
     "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral",
@@ -294,10 +300,25 @@ def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
     made = {key: value for key, value in changes.items() if value}
     if made and settings.cross_engine:
         raise ConfigError(f"vllm: cross_engine does not go with {', '.join(made)}")
-    engine = "vllm" + (json.dumps(made, sort_keys=True, default=str) if made else "")
+    engine = _family(model) + (json.dumps(made, sort_keys=True, default=str) if made else "")
     directory = _directory(model, load)
     _check_weights(directory, load.load_format)
     return namespace_of(directory, cross_engine=settings.cross_engine, engine=engine, dtype=dtype)
+
+
+def _family(model: Any) -> str:
+    """vLLM's engine family, with what computes where that is no class of its own for the type.
+
+    `--model-impl transformers` rounds otherwise. Raises Unsupported for code that no key tells.
+    """
+    remote = model.trust_remote_code and getattr(model.hf_config, "auto_map", None)
+    if remote and model.using_transformers_backend():
+        raise Unsupported(
+            "no key tells what the code that came with the model's files computes: drop "
+            "--trust-remote-code"
+        )
+    used: str = model.architecture
+    return "vllm" if used in _CLASSES else f"vllm {used}"
 
 
 def _check_weights(directory: Path, load_format: str) -> None:
