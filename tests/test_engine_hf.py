@@ -348,6 +348,24 @@ def test_what_follows_the_end_token_is_not_stored(tmp_path):
             assert engine.store.lookup(row) <= n_held // WINDOW * WINDOW
 
 
+def test_what_a_processor_rewrites_is_stored_as_the_model_was_given_it(tmp_path):
+    """Rows were stored under the rewritten tokens, which the model had never seen there."""
+    model, ids = tiny(), prompts(120)
+
+    def rewriting(so_far, scores):
+        if so_far.shape[1] == 130:
+            so_far[:, -5:] = 7
+        return scores
+
+    with attach(model, tmp_path) as engine:
+        plain = model.generate(ids, max_new_tokens=80)
+        told = engine.generate(ids, max_new_tokens=80, logits_processor=[rewriting])
+        engine.flush()
+        assert told[0, 125:130].tolist() == [7] * 5
+        found = [engine.store.lookup(row[0].numpy().astype(np.int32)) for row in (plain, told)]
+    assert found == [192, 64]
+
+
 def test_equal_prompts_of_a_batch_count_once_as_stored(tmp_path):
     """Each was counted: the store does not know yet what it has just accepted."""
     with attach(tiny(), tmp_path) as engine:

@@ -221,7 +221,8 @@ class Engine:
             )
             if not lost:  # one that was lost ran twice
                 self._modes.learn(request, way, len(prompt.rows), first.turn_ms)
-            self._last = request, self._store(prompt, sequences, cache, hit, watch, undo)
+            given = first.given(prompt.rows, sequences)
+            self._last = request, self._store(prompt, given, cache, hit, watch, undo)
         return result
 
     def flush(self) -> None:
