@@ -8,11 +8,13 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tiers.segments
+import tiers.ssd
 from tiers.base import PAGE, Bytes, Cache, Pieces, Read, Slot, Sums, Tier, sums_of
 from tiers.coalesce import locate
 from tiers.errors import MediumError, ReadFailed
@@ -228,6 +230,35 @@ class SsdContract(TierContract):
         tier.write(keep, 0, noise(MIB))
         tier.check()
 
+    @pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+    @pytest.mark.parametrize("what", ["made", "deleted"])
+    def test_ctrl_c_as_a_segment_is_made_or_deleted_leaves_one_account_of_it(
+        self, tier: SsdTier, what: str, behind: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A file that was made, or to be deleted, and in no account kept the next from its name: no
+        store ever found room. What was written to one whose file was deleted was in none."""
+        tier.write(go := tier.reserve(MIB), 0, noise(MIB))
+        tier.free(go)
+        where, name = (tiers.ssd, "make_full") if what == "made" else (Path, "unlink")
+        real = getattr(where, name)
+
+        def struck(*args: Any, **named: Any) -> None:
+            if behind:
+                real(*args, **named)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+            patched.setattr(where, name, struck)
+            tier.reserve(3 * MIB) if what == "made" else tier.trim()
+        tier.check()
+        slot, data = tier.reserve(3 * MIB), noise(3 * MIB)
+        tier.write(slot, 0, data)
+        tier.check()
+        names = sorted(int(path.stem) for path in tier.folder.iterdir())
+        assert names == sorted({part.segment for part in slot.parts})
+        there = [tier.folder / f"{part.segment:08d}.seg" for part in slot.parts]
+        assert b"".join(path.read_bytes() for path in there) == data.tobytes()
+
     def test_while_a_segment_is_made_files_are_read_and_accounts_told(
         self, tier: SsdTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -283,7 +314,7 @@ class SsdContract(TierContract):
         go.set()
         for thread in (trimming, wanting):
             thread.join(60)
-        assert in_time == [True] and slots == [go_away]
+        assert all(in_time) and slots == [go_away]
         tier.check()
 
     def test_files_of_another_folders_numbers_are_left_alone(

@@ -141,17 +141,15 @@ class Space:
         self._stale = outside(self._stale, sorted(extents))
 
     def drop(self, segment: int) -> int:
-        """Forget a segment that is wholly free; the bytes it had."""
-        assert self._free[segment] == [(0, self.sizes[segment])], "segment in use"
-        self.cleaned([Extent(segment, 0, self.sizes[segment])])
-        n_bytes = self.sizes.pop(segment)
+        """Forget a segment that is wholly free; the bytes it had. 0: it is not."""
+        n_bytes = self.sizes[segment]
+        if self._free[segment] != [(0, n_bytes)]:
+            return 0
+        self.cleaned([Extent(segment, 0, n_bytes)])
+        del self.sizes[segment]
         self.free_bytes -= n_bytes
         del self._free[segment]
         return n_bytes
-
-    def empty_segments(self) -> list[int]:
-        """Segments with nothing in them."""
-        return [s for s, n in self.sizes.items() if self._free[s] == [(0, n)]]
 
     def check(self) -> None:
         """Assert that free extents are sorted, disjoint, merged, inside, and add up."""

@@ -232,11 +232,9 @@ class SsdTier:
 
     def turns(self) -> list[Extent]:
         """All there is, in parts that `erase_free` is called with one after the other."""
-        with self._lock:
-            sizes = dict(self._space.sizes)
         return [
             Extent(segment, off, ERASE_BYTES)
-            for segment, n_bytes in sizes.items() for off in range(0, n_bytes, ERASE_BYTES)
+            for segment, n in list(self._space.sizes.items()) for off in range(0, n, ERASE_BYTES)
         ]  # fmt: skip
 
     def erase_free(self, within: Extent, kept: Sequence[Extent] = ()) -> None:
@@ -282,22 +280,26 @@ class SsdTier:
 
     def trim(self) -> int:
         """Delete segments that hold nothing; the bytes given back to the file system."""
-        freed = 0
         with self._growing:  # a new file must not meet an old one of its number
+            return sum(self._delete(segment) for segment in list(self._space.sizes))
+
+    def _delete(self, segment: int) -> int:
+        """Where it holds nothing; the bytes that came back."""
+        n_bytes, path = 0, self._files.path(segment)
+        try:
             with self._lock:
-                empty = {n: self._space.drop(n) for n in self._space.empty_segments()}
-            for segment, n_bytes in empty.items():
-                path = self._files.path(segment)
-                try:
-                    path.unlink(missing_ok=True)
-                except OSError as err:  # it stays, to be filled or tried again
-                    log.warning("ssd: %s is not deleted: %s", path, err.strerror)
-                    with self._lock:
-                        self._space.add(segment, n_bytes)
-                    continue
-                freed += n_bytes
-                self._files.forget(segment)
-        return freed
+                n_bytes = self._space.drop(segment)
+            if n_bytes:
+                self._files.forget(segment)  # first: else a new one's rows would go to this
+                path.unlink(missing_ok=True)
+            return n_bytes
+        except OSError as err:
+            log.warning("ssd: %s is not deleted: %s", path, err.strerror)
+            return 0
+        finally:  # after Ctrl-C, too: what stays is to be filled or tried again
+            if n_bytes and path.exists():
+                with self._lock:
+                    self._space.add(segment, n_bytes)
 
     def close(self) -> None:
         """Give back what the system lent. No read or write may be under way."""
@@ -317,6 +319,7 @@ class SsdTier:
             return self._outgrown(OSError(errno.ENOSPC, "no number is left for it"))
         path = self._files.path(segment)
         try:
+            path.unlink(missing_ok=True)  # where Ctrl-C came between one and its account
             make_full(path, self._segment_bytes)
         except OSError as err:
             if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
