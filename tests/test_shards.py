@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 from conftest import MIB, assert_serves, everything_in, kv_of, prompt, put_prompt
@@ -31,7 +32,7 @@ from impress.usage.remembered import HALF_LIFE
 from impress.write.directory import make_identity
 from impress.write.index import Index
 from tiers.base import Slot
-from tiers.files import lock_file, unlock_file
+from tiers.files import lock_file, make_folder, unlock_file
 from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
@@ -316,6 +317,23 @@ def test_two_that_open_an_empty_directory_at_once_make_one_store(
     with open_store(geometry) as again:
         for seed in (1, 2):
             assert_serves(again, prompt(128, seed), 128)
+
+
+def test_a_reader_of_an_index_that_is_just_being_made_is_told_of_no_damage(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path
+) -> None:
+    """Its databases were made one after the other, and who came in between, or after a kill there,
+    was told to rebuild the index."""
+    make_identity(tmp_path / "store", geometry, 64)
+    index = tmp_path / "store" / "shards" / "main" / "index"
+    make_folder(index)
+    lmdb.open(str(index), max_dbs=8).close()
+    with pytest.raises(impress.FormatError, match="nothing has been stored here yet"):
+        open_store(geometry, mode="r")
+    made = Index(index, create=True)
+    assert made.version() == 1, "all by one transaction"
+    made.close()
+    assert open_store(geometry, mode="r").lookup(prompt(64)) == 0
 
 
 def test_verify_finds_what_was_stored_across_shards_while_it_read_them(

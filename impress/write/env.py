@@ -68,14 +68,24 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
 
 
 def open_dbs(shared: Env, *, create: bool) -> None:
-    """Those there are. Once a process and index: it takes LMDB's write lock for a moment."""
+    """Those there are. Once a process and index: it takes LMDB's write lock for a moment.
+
+    Raises FormatError where there are none yet.
+    """
     with envs_lock:
-        for name in NAMES:
-            if name in shared.dbs:
-                continue
+        names = [name for name in NAMES if name not in shared.dbs]
+        if create:  # at once: who reads beside its first writer finds all of them, or none
+            with shared.env.begin(write=True) as txn:
+                made = {name: shared.env.open_db(name.encode(), txn=txn) for name in names}
+            shared.dbs.update(made)
+            return
+        for name in names:
             try:
-                shared.dbs[name] = shared.env.open_db(name.encode(), create=create)
+                shared.dbs[name] = shared.env.open_db(name.encode(), create=False)
             except lmdb.NotFoundError:
+                if not shared.env.stat()["entries"]:
+                    said = f"index: {shared.env.path()}: nothing has been stored here yet"
+                    raise FormatError(said) from None
                 if name not in LATER:
                     raise
 
