@@ -542,3 +542,22 @@ def test_an_id_that_is_noted_to_be_erased_is_not_given_to_another(
     put_prompt(again, prompt(64, 2)).wait(60)
     assert max(r.span_id for r in again.catalog.records()) > noted.span_id
     sound(again, [1, 2])
+
+
+def test_the_committer_outlives_a_turn_in_which_there_is_no_memory_at_all(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was to suppress the error asked for memory itself: whoever stored waited without end."""
+    left = [1, 1, 1]
+
+    def suppress(*errors: type[BaseException]) -> Any:
+        if left and threading.current_thread().name == "impress-commit":
+            left.pop()
+            raise MemoryError
+        return contextlib.suppress(*errors)
+
+    others = {**vars(contextlib), "suppress": suppress}
+    monkeypatch.setattr("impress.write.commit.contextlib", SimpleNamespace(**others))
+    store = open_store(geometry, repack_every_s=0)
+    assert put_prompt(store, prompt(64, 1), wait_s=60).wait(60) and not left
+    assert_serves(store, prompt(64, 1), 64)

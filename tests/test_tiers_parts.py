@@ -410,3 +410,22 @@ def test_a_closed_pool_cancels_what_comes() -> None:
     with pytest.raises(Cancelled):  # never "done": nobody may take what was not read
         pool.submit(Lane.DEMAND, [lambda: ran.append(1)]).wait(60)
     assert not ran
+
+
+def test_a_thread_that_finds_no_memory_between_tasks_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ended, and with the last of them every read was late and every close waited."""
+    turns, next_one = [], IoPool._next
+
+    def short_of_memory(pool: IoPool) -> object:
+        turns.append(1)
+        if len(turns) % 2:
+            raise MemoryError
+        return next_one(pool)
+
+    monkeypatch.setattr(IoPool, "_next", short_of_memory)
+    pool, ran = IoPool(1), []
+    for _ in range(3):
+        assert pool.submit(Lane.PROMOTE, [lambda: ran.append(1)]).wait(60)
+    assert len(ran) == 3 and pool.idle(60) and pool.close(60)

@@ -240,28 +240,42 @@ class IoPool:
             while True:
                 free = self._n_behind - self._at[1]
                 for lane in Lane if free else _WAITED_FOR:
-                    if self._lanes[lane]:
+                    if queued := self._lanes[lane]:
+                        job = lane, *queued[0]
+                        queued.popleft()  # at last: behind it nothing asks for memory
                         self._at[lane >= Lane.PROMOTE] += 1
-                        return lane, *self._lanes[lane].popleft()
+                        return job
                 if not self._open and not any(self._lanes):
                     self._wake.notify_all()  # those who waited for their turn at what was left
                     return None
                 self._wake.wait()
 
     def _work(self, number: int) -> None:
-        while (job := self._next()) is not None:
-            lane, ticket, task = job
-            self._since[number] = monotonic()
+        working = True
+        while working:
             try:
-                ticket.run(task)
-            finally:
-                self._since[number] = 0.0
-                # A waiting worker must not keep the last ticket's buffers alive.
-                del job, ticket, task
-                with self._lock:
-                    self._at[lane >= Lane.PROMOTE] -= 1
-                    if not any(self._at) and not any(self._lanes):
-                        self._quiet.notify_all()
+                working = self._turn(number)
+            except MemoryError:  # outside of a task; what was not drawn is still queued
+                continue
+
+    def _turn(self, number: int) -> bool:
+        """Run a task; False when that was the last."""
+        job = self._next()
+        if job is None:
+            return False
+        lane, ticket, task = job
+        try:
+            self._since[number] = monotonic()
+            ticket.run(task)
+        finally:
+            self._since[number] = 0.0
+            # A waiting worker must not keep the last ticket's buffers alive.
+            del job, ticket, task
+            with self._lock:
+                self._at[lane >= Lane.PROMOTE] -= 1
+                if not any(self._at) and not any(self._lanes):
+                    self._quiet.notify_all()
+        return True
 
 
 _WAITED_FOR: Final = (Lane.DEMAND, Lane.AHEAD, Lane.STORE)

@@ -183,8 +183,10 @@ class Committer:
     def _work(self) -> None:
         working = True
         while working:
-            with contextlib.suppress(MemoryError):  # what was not drawn is still queued
+            try:
                 working = self._turn()
+            except MemoryError:  # what was not drawn is still queued (suppress wants memory too)
+                continue
         for last in (self._batches.retry, self._settle, self._save_heat):
             self._batches.attempt(last)
 
