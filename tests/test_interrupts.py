@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from impress.policy import Exact, Policy, Random
 from impress.read import load as loads
 from impress.read.early import Early
 from impress.read.reading import Reading
+from impress.read.session import Session
+from impress.read.tickets import nothing
 from tiers.base import PAGE
 from tiers.dram import DramTier
-from tiers.errors import ReadFailed
-from tiers.iopool import IoPool, Lane
+from tiers.errors import Cancelled, ReadFailed
+from tiers.iopool import IoPool, Lane, Ticket
 from tiers.slots import BufferPool, aligned
 
 Open = Callable[..., impress.PrefixStore]
@@ -87,6 +90,63 @@ def test_an_interrupted_request_leaves_nothing_taken(
                 raise KeyboardInterrupt  # call n never came
     assert taken(store) == before
     assert_serves(store, TOKENS, 256)
+
+
+@pytest.mark.parametrize("policy", [Exact(), Random(0.3)], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    ("where", "what", "n"),
+    [
+        *[(IoPool, "_queue", n) for n in range(2)],  # of what climbs
+        *[(loads.Load, "give_back", n) for n in range(2)],
+        (Session, "_hand_over", 0),
+    ],
+    ids=lambda of: getattr(of, "__name__", str(of)),
+)
+def test_an_interrupted_close_leaves_nothing_taken(
+    store: impress.PrefixStore, where: Any, what: str, n: int, policy: Policy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Nobody closes a session twice: what was not given back by then never was, and nothing
+    climbed that was behind it."""
+    store._copies.clear()
+    before = taken(store)
+    with store.lease(TOKENS) as lease, suppress(KeyboardInterrupt):
+        with monkeypatch.context() as patched, lease.session(policy) as session:
+            for layer in range(store.geometry.n_layers):
+                session.retrieve(layer, None)
+            patched.setattr(where, what, once(getattr(where, what), n))
+    assert taken(store) == before
+    assert_serves(store, TOKENS, 256)
+
+
+def test_whatever_was_to_follow_a_ticket_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt in the first of several that were called left out the others, and in the
+    queueing of tasks that waited for a ticket they were neither run nor cancelled."""
+    pool, gate = IoPool(1), Ticket(1)
+    late = [pool.submit(Lane.PROMOTE, [nothing], gate) for _ in range(3)]
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(pool, "_lock", Struck(pool._lock))
+        gate.run(nothing)
+    with pytest.raises(Cancelled):
+        late[0].wait(60)
+    assert all(ticket.wait(60) for ticket in late[1:]) and pool.close(60)
+
+
+class Struck:
+    """A lock at which a signal comes as it is taken for the first time."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._comes = True
+
+    def __enter__(self) -> bool:
+        if self._comes and threading.current_thread() is threading.main_thread():
+            self._comes = False
+            raise KeyboardInterrupt
+        return bool(self._lock.__enter__())
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.__exit__(*error)
 
 
 def test_a_signal_behind_the_taking_of_a_lock_does_not_leave_it_taken(

@@ -98,7 +98,7 @@ class Ticket:
             if self._left:
                 self._callbacks.append(callback)
                 return
-        _call(callback)
+        _call([callback])
 
     def run(self, task: Task) -> None:
         """One task of this ticket, on a pool thread; its error is kept for wait()."""
@@ -118,8 +118,7 @@ class Ticket:
                 gates, self._gates = self._gates, gates
         for gate in gates:
             gate.release()
-        for callback in callbacks:
-            _call(callback)
+        _call(callbacks)
 
 
 def _cancel(jobs: Iterable[tuple[Ticket, Task]]) -> None:
@@ -128,11 +127,16 @@ def _cancel(jobs: Iterable[tuple[Ticket, Task]]) -> None:
         ticket.run(task)
 
 
-def _call(callback: Callback) -> None:
-    try:
-        callback()
-    except Exception:
-        log.exception("what was to follow a ticket failed")
+def _call(callbacks: Sequence[Callback]) -> None:
+    """All of them, also where a signal's exception comes in one."""
+    for i, callback in enumerate(callbacks):
+        try:
+            callback()
+        except Exception:
+            log.exception("what was to follow a ticket failed")
+        except BaseException:
+            _call(callbacks[i + 1 :])
+            raise
 
 
 class IoPool:
@@ -180,20 +184,26 @@ class IoPool:
                 self._queue(lane, jobs)
             else:
                 after.then(partial(self._queue, lane, jobs))
-        except BaseException:  # a signal: what nobody took is cancelled, and what is queued begun
+        except BaseException:  # of `note`, before anything is queued; else see _queue
             _cancel(jobs)
-            with self._lock:
-                self._wake.notify_all()
             raise
         return ticket
 
     def _queue(self, lane: Lane, jobs: Iterator[tuple[Ticket, Task]]) -> None:
-        with self._lock:
-            if self._open:
-                queued = self._lanes[lane]
-                queued.extend(jobs)  # all or none: no signal comes between
-                self._wake.notify(len(queued))
-        _cancel(jobs)
+        """Whatever comes between, a signal's exception say: what nobody took is cancelled, and what
+        is queued begun."""
+        try:
+            with self._lock:
+                if self._open:
+                    queued = self._lanes[lane]
+                    queued.extend(jobs)  # all or none: no signal comes between
+                    self._wake.notify(len(queued))
+        except BaseException:
+            with self._lock:
+                self._wake.notify_all()
+            raise
+        finally:
+            _cancel(jobs)
 
     def run_here(self, lane: Lane, tickets: Iterable[Ticket]) -> None:
         """Run on the caller's thread what no thread has begun of these: it waits for no turn."""

@@ -45,9 +45,11 @@ def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
         return None
     noted: list[Ticket] = []
     held: list[Buffer] = []
+    taken = [n_bytes]
 
     def let_go() -> None:
-        load.reading.waiting.give(n_bytes)
+        while taken:  # once, whatever comes between the ticket and the note of it
+            load.reading.waiting.give(taken.pop())
         while held:
             held.pop().release()
 

@@ -289,7 +289,11 @@ class Session:
         """
         if not self._closed:
             self._closed = True
-            self._end()
+            try:
+                self._end()
+            except BaseException:  # Ctrl-C: nobody closes it again
+                self._end()
+                raise
         limit_s = self._r.config.read_timeout_s
         until_s = max(self._touching_s, self._came_s) + limit_s  # no layer was given longer
         if not ended(self._reads(), max(until_s - monotonic(), 0.0)):
@@ -301,14 +305,14 @@ class Session:
         return all(one.done for one in (*self._reads(), *self._leaving, *self._copied))
 
     def _end(self) -> None:
-        """What closing takes but for waiting."""
+        """What closing takes but for waiting. What an exception cut off, the next call does."""
         self._lease.forget(self)
         self.give_up()
-        for load in chain.from_iterable(self._given.values()):
+        for load in list(chain.from_iterable(self._given.values())):
             load.give_back()
         self._given.clear()
         self._hand_over()
-        self._copied = [flight.over() for flight in self._flights]
+        self._copied += [self._flights.pop().over() for _ in self._flights[:]]
         if self._leaving:
             self._r.pool.run_here(Lane.PROMOTE, self._leaving)
 
@@ -375,9 +379,10 @@ class Session:
 
     def _hand_over(self) -> None:
         """The request has what it needs: what it showed is learnt behind it."""
-        if self._looked:
+        looked, self._looked = self._looked, []
+        if looked:
             # Behind its copies: they are judged as if this use were noted, and it must not be yet.
-            task = partial(after, self._r, self._sources, self._looked)
+            task = partial(after, self._r, self._sources, looked)
             when_all(self._climbs, partial(self._learn, task))
 
     def _learn(self, task: Task) -> None:

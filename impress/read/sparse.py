@@ -329,8 +329,11 @@ class SparseSession(Session):
         )
 
     def close(self) -> bool:
-        self._foresight.close()
-        return super().close()
+        try:
+            self._foresight.close()
+        finally:
+            is_over = super().close()
+        return is_over
 
 
 def session_of(reading: Reading, lease: Lease, policy: Policy, first: int = 0) -> Session:
