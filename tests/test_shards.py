@@ -336,6 +336,42 @@ def test_a_reader_of_an_index_that_is_just_being_made_is_told_of_no_damage(
     assert open_store(geometry, mode="r").lookup(prompt(64)) == 0
 
 
+@pytest.mark.parametrize("left", ["folder", "index"])
+def test_a_shard_whose_first_open_was_cut_off_does_no_harm_to_the_others(
+    open_store: Open, geometry: impress.Geometry, left: str
+) -> None:
+    """Killed, or short of files, as its index was made: the whole store could not be verified until
+    somebody wrote that shard, and what hung in the air was not deleted."""
+    store = open_store(geometry, **APART)
+    ready(store, prompt(128, 1))
+    index = store.path / "shards" / "1" / "index"
+    make_folder(index)
+    if left == "index":
+        lmdb.open(str(index), max_dbs=8).close()
+    assert not verify_store(store.path).problems
+    store.follow()
+    assert store._home.others.error is None
+    with open_store(geometry, mode="r") as reader:
+        assert_serves(reader, prompt(128, 1), 128)
+    ready(open_store(geometry, **APART), prompt(128, 2))
+    store.follow()
+    assert_serves(store, prompt(128, 2), 128)
+
+
+def test_segments_without_the_file_of_their_index_are_not_written_over(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Its folder was enough: an empty index was made, and all that was stored was free space."""
+    ready(store := open_store(geometry, **APART), prompt(128, 1))
+    store.close()
+    (store.path / "shards" / "main" / "index" / "data.mdb").unlink()
+    for mode in ("rw", "r"):
+        with pytest.raises(impress.FormatError, match="impress rebuild makes it again"):
+            open_store(geometry, mode=mode)
+    rebuild_store(store.path)
+    assert_serves(open_store(geometry, **APART), prompt(128, 1), 128)
+
+
 def test_verify_finds_what_was_stored_across_shards_while_it_read_them(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

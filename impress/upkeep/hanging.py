@@ -13,6 +13,7 @@ from impress.spans.format import SpanRecord, decode_index, split_index
 from impress.spans.records import wrong_record
 from impress.tree.catalog import Catalog
 from impress.write.directory import Identity, Shard, shards_of
+from impress.write.env import NothingYet
 from impress.write.index import Index
 
 
@@ -20,7 +21,10 @@ def index_values(shard: Shard) -> dict[int, bytes]:
     """Span -> what a shard's index holds of it. Raises FormatError (none, damaged), StoreFailed."""
     if not shard.has_index():  # LMDB would begin one in an empty file
         raise FormatError(f"index: {shard.index} is missing")
-    index = Index(shard.index, create=False)
+    try:
+        index = Index(shard.index, create=False)
+    except NothingYet:
+        return {}
     try:
         return dict(index.spans())
     finally:

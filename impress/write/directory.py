@@ -249,7 +249,10 @@ class Shard:
             )
 
     def has_index(self) -> bool:
-        """Whether its file is there and holds anything; also where that cannot be told."""
+        """Whether its file is there and holds anything; also where that cannot be told.
+
+        The folder alone is what an open left that was cut off, or went without its file.
+        """
         try:
             return (self.index / "data.mdb").stat().st_size > 0
         except (FileNotFoundError, NotADirectoryError):
@@ -296,7 +299,7 @@ def shards_of(path: Path) -> list[Shard]:
     return [
         shard
         for shard in shards
-        if shard.index.is_dir() or (shard.path / GONE).is_dir() or any(shard.segments.glob("*.seg"))
+        if shard.has_index() or (shard.path / GONE).is_dir() or any(shard.segments.glob("*.seg"))
     ]
 
 

@@ -35,6 +35,10 @@ LATER: Final = ("history", "guard", "log", "erase")  # stores written before the
 Key = tuple[Path, int]  # and the inode: another file in its place is another index
 
 
+class NothingYet(FormatError):
+    """An index whose first writer has not made its databases, or was cut off before it had."""
+
+
 @dataclass(slots=True)
 class Env:
     """What this process has open of an index, shared by everybody who does."""
@@ -70,7 +74,7 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
 def open_dbs(shared: Env, *, create: bool) -> None:
     """Those there are. Once a process and index: it takes LMDB's write lock for a moment.
 
-    Raises FormatError where there are none yet.
+    Raises NothingYet where there are none.
     """
     with envs_lock:
         names = [name for name in NAMES if name not in shared.dbs]
@@ -83,9 +87,11 @@ def open_dbs(shared: Env, *, create: bool) -> None:
             try:
                 shared.dbs[name] = shared.env.open_db(name.encode(), create=False)
             except lmdb.NotFoundError:
-                if not shared.env.stat()["entries"]:
-                    said = f"index: {shared.env.path()}: nothing has been stored here yet"
-                    raise FormatError(said) from None
+                folder = Path(os.fsdecode(shared.env.path()))
+                stored = any(folder.parent.glob("segments/*.seg"))
+                if not stored and not shared.env.stat()["entries"]:
+                    said = f"index: {folder}: nothing has been stored here yet"
+                    raise NothingYet(said) from None
                 if name not in LATER:
                     raise
 

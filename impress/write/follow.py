@@ -22,6 +22,7 @@ from impress.spans.format import SpanRecord, decode_index, split_index
 from impress.tree.merged import MergedCatalog
 from impress.write.changes import Change
 from impress.write.directory import Shard, shards_of
+from impress.write.env import NothingYet
 from impress.write.index import Index
 from impress.write.readers import Presence
 from tiers.ssd import SsdTier
@@ -252,7 +253,7 @@ class Follower:
             try:
                 neighbour = Neighbour(shard)
             except ImpressError as err:
-                self.error = err
+                self.error = self.error if isinstance(err, NothingYet) else err
                 self._leave_out(shard, stamp, err)
                 continue
             self._failed.pop(shard.number, None)
