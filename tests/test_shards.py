@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pkgutil
@@ -370,6 +371,20 @@ def test_segments_without_the_file_of_their_index_are_not_written_over(
             open_store(geometry, mode=mode)
     rebuild_store(store.path)
     assert_serves(open_store(geometry, **APART), prompt(128, 1), 128)
+
+
+def test_a_process_that_may_open_no_more_files_is_told_so(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was raised as it came, and not by one name."""
+    open_store(geometry, **APART)
+
+    def refused(path: Path, *_args: Any, **_named: Any) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    with pytest.raises(impress.StoreFailed, match="Too many open files"):
+        open_store(geometry, mode="r")
 
 
 def test_verify_finds_what_was_stored_across_shards_while_it_read_them(

@@ -87,7 +87,7 @@ def _read_raw(path: Path) -> tuple[int, dict[str, Any]]:
         ) from None
     except NotADirectoryError:
         raise FormatError(f"{path}: not a directory") from None
-    except OSError as err:
+    except OSError as err:  # no permission, no more files for this process
         raise StoreFailed(f"{file}: {err.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as err:
         raise FormatError(
