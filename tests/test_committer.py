@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
+from conftest import assert_serves, kv_of, prompt, put_prompt, soon, wait_for_promotions
 from test_repack import look
 
 import impress
@@ -561,3 +562,30 @@ def test_the_committer_outlives_a_turn_in_which_there_is_no_memory_at_all(
     store = open_store(geometry, repack_every_s=0)
     assert put_prompt(store, prompt(64, 1), wait_s=60).wait(60) and not left
     assert_serves(store, prompt(64, 1), 64)
+
+
+def test_ctrl_c_as_the_committer_is_woken_does_not_cost_who_comes_next(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Woken, and not yet taken from those who wait: the next to wake it woke nobody, and a flush, a
+    wait or a close took to its time limit."""
+
+    class Struck(deque[Any]):
+        comes = True
+
+        def remove(self, waiter: Any) -> None:
+            if self.comes:
+                self.comes = False
+                raise KeyboardInterrupt
+            super().remove(waiter)
+
+    store = open_store(geometry, repack_every_s=0)
+    committer = store._home.committer
+    assert committer is not None and committer.barrier(60)
+    assert soon(lambda: len(committer._wake._waiters) == 1)
+    with committer._lock:
+        waiting = committer._wake._waiters = Struck(committer._wake._waiters)
+    with pytest.raises(KeyboardInterrupt):
+        committer._put(threading.Event())
+    assert soon(lambda: len(waiting) == 2 and not committer._jobs), "it waits again"
+    assert committer.barrier(30)

@@ -49,6 +49,8 @@ class Committer:
         self._jobs: deque[Job] = deque()
         self._pid = os.getpid()
         self._lock = threading.RLock()
+        # All are woken, though one thread waits: Ctrl-C in `notify` leaves one that was woken among
+        # those that wait, and the next `notify` would be for that one.
         self._wake = threading.Condition(self._lock)
         self._open = True
         self._save_asked = False
@@ -116,7 +118,7 @@ class Committer:
         """Soon: what requests have shown since it was last saved, and heat. Never raises."""
         with self._lock:
             self._save_asked = True
-            self._wake.notify()
+            self._wake.notify_all()
 
     def settle(self) -> None:
         """Soon: what was let go is reclaimed. Never raises, nor in a fork's child."""
@@ -124,7 +126,7 @@ class Committer:
             return
         with self._lock:
             self._settle_asked = True
-            self._wake.notify()
+            self._wake.notify_all()
 
     def try_writing(self, slot: Slot, timeout_s: float) -> None:
         """Write to a reserved slot, sync and commit; takes the slot. Raises what is in the way."""
@@ -158,7 +160,7 @@ class Committer:
         """Finish what is queued, record heat, stop."""
         with self._lock:
             self._open = False
-            self._wake.notify()
+            self._wake.notify_all()
         self._thread.join(timeout_s)
 
     @property
@@ -178,7 +180,7 @@ class Committer:
             if not self._open:
                 raise StoreFailed("the store is closed")
             self._jobs.append(job)
-            self._wake.notify()
+            self._wake.notify_all()
 
     def _work(self) -> None:
         working = True
