@@ -589,3 +589,25 @@ def test_ctrl_c_as_the_committer_is_woken_does_not_cost_who_comes_next(
         committer._put(threading.Event())
     assert soon(lambda: len(waiting) == 2 and not committer._jobs), "it waits again"
     assert committer.barrier(30)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["windows", "rows"])
+def test_rows_whose_write_could_not_be_queued_are_missing(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """Who caught the error of that put, and left the block as if nothing was, had a span READY of
+    which these rows were never written: its first reader lost it."""
+    store, tokens = open_store(geometry, repack_every_s=0), prompt(64, 1)
+    keys, values = kv_of(tokens, geometry)
+    with store.writer(tokens) as begun:
+        if not whole:
+            begun.put(0, 0, keys[0][:, :10], values[0][:, :10])
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(store._pool, "submit", no_memory)
+            begun.put(0, 0 if whole else 10, *(rows[:, 0 if whole else 10 :] for rows in
+                                               (keys[0], values[0])))  # fmt: skip
+        begun.put(1, 0, keys[1], values[1])
+    assert not begun.stored.wait(60) and begun.stored.refused.startswith("incomplete: rows missing")
+    assert store.lookup(tokens) == 0 and soon(lambda: store.write_buffers.used_bytes == 0)
+    assert put_prompt(store, tokens, wait_s=60).wait(60)
+    assert_serves(store, tokens, 64)

@@ -176,8 +176,8 @@ class Writer:
                 partial = self._partial.pop((layer, w), None)
             if partial is not None:
                 partial.buffer.release()
-        self._missing[layer, window : window + count] = 0
         self.draft.write(layer, window, count, buffer)
+        self._missing[layer, window : window + count] = 0  # only now: it may have been refused
 
     def _fill(self, layer: int, window: int, inside: int, k: Words, v: Words) -> None:
         """Part of a window: gathered row by row in a slot of its own until it is whole."""
@@ -205,8 +205,8 @@ class Writer:
                     return  # closed meanwhile, which gave its buffer back
             with _given_back(partial.buffer):
                 self._pack(partial.k, partial.v, partial.buffer, 1)
-            self._missing[layer, window] = 0
             self.draft.write(layer, window, 1, partial.buffer)
+            self._missing[layer, window] = 0
 
     def _pack(self, k: Words, v: Words, buffer: Buffer, count: int) -> None:
         """Rows of so many windows as pieces: K, then V."""
