@@ -22,6 +22,7 @@ from impress.write.headers import Headers
 from impress.write.index import Index
 from impress.write.jobs import Batch, Intent, SwapJob, Swapped, Trial
 from tiers.base import PAGE
+from tiers.iopool import Signal
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -45,7 +46,7 @@ def one_batch(store: impress.PrefixStore) -> Iterator[Committer]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(committer._batches, "deal_with", waits)
-        committer._put(threading.Event())
+        committer._put(Signal())
         assert held.wait(60)
     try:
         yield committer
@@ -586,7 +587,7 @@ def test_ctrl_c_as_the_committer_is_woken_does_not_cost_who_comes_next(
     with committer._lock:
         waiting = committer._wake._waiters = Struck(committer._wake._waiters)
     with pytest.raises(KeyboardInterrupt):
-        committer._put(threading.Event())
+        committer._put(Signal())
     assert soon(lambda: len(waiting) == 2 and not committer._jobs), "it waits again"
     assert committer.barrier(30)
 

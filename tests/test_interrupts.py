@@ -176,6 +176,25 @@ def test_a_signal_behind_the_taking_of_a_lock_does_not_leave_it_taken(
     assert pool.acquire(1 << 20) is not None
 
 
+def test_a_signal_as_a_store_is_waited_for_does_not_stop_the_committer(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What flush waits for the committer sets: its lock stayed taken, and the committer hung."""
+    enter, left = threading.Condition.__enter__, [1]
+
+    def struck(condition: threading.Condition) -> bool:
+        got = enter(condition)
+        if left and threading.current_thread() is threading.main_thread():
+            left.pop()
+            raise KeyboardInterrupt
+        return got
+
+    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(threading.Condition, "__enter__", struck)
+        store.flush()
+    store.flush(30)
+
+
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,28 @@ class Ticket:
         _call(callbacks)
 
 
+class Signal:
+    """As threading.Event, but that what a signal raises in a wait leaves nothing taken: whoever
+    sets it would hang, and it may be a thread that all wait for."""
+
+    __slots__ = ("_lock", "_ticket")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ticket = Ticket(1)
+
+    def is_set(self) -> bool:
+        return self._ticket.done
+
+    def set(self) -> None:
+        with self._lock:
+            if not self._ticket.done:
+                self._ticket.run(lambda: None)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._ticket.wait(-1 if timeout_s is None else max(timeout_s, 0.0))
+
+
 def _cancel(jobs: Iterable[tuple[Ticket, Task]]) -> None:
     for ticket, task in jobs:
         ticket.cancel()

@@ -44,7 +44,7 @@ from impress.write.jobs import SwapJob, Swapped
 from impress.write.leaving import COMMIT_TIMEOUT_S, SMALL_PART
 from tiers.base import Slot
 from tiers.errors import MediumError, ReadFailed
-from tiers.iopool import IoPool
+from tiers.iopool import IoPool, Signal
 
 log = logging.getLogger("impress")
 
@@ -358,7 +358,7 @@ class Repacker:
     def _commit(self, move: _Move, header: SpanHeader) -> Swapped:
         """Hand the copy to the committer, which owns it from here on."""
         assert self._home.committer is not None
-        ended, outcomes = threading.Event(), [Swapped.LATE]
+        ended, outcomes = Signal(), [Swapped.LATE]
 
         def done(outcome: Swapped) -> None:
             outcomes.append(outcome)

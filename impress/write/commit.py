@@ -25,6 +25,7 @@ from impress.write.headers import Headers
 from impress.write.index import Index
 from impress.write.jobs import Batch, Duties, Erase, GiveUp, Intent, Job, StoreJob, SwapJob, Trial
 from tiers.base import Slot
+from tiers.iopool import Signal
 from tiers.ssd import SsdTier
 
 log = logging.getLogger("impress")
@@ -142,7 +143,7 @@ class Committer:
 
     def barrier(self, timeout_s: float) -> bool:
         """True when all that was queued before has been dealt with."""
-        event = threading.Event()
+        event = Signal()
         self._put(event)
         return event.wait(timeout_s)
 

@@ -23,7 +23,7 @@ from impress.spans.params import NONE, Layers, Params
 from impress.spans.rows import all_finite, plane_words
 from impress.types import Geometry
 from tiers.base import Bytes, Slot, sums_of
-from tiers.iopool import IoPool, Lane
+from tiers.iopool import IoPool, Lane, Signal
 from tiers.slots import Buffer, BufferPool, aligned
 from tiers.ssd import SsdTier
 
@@ -43,7 +43,7 @@ class Stored:
         self.n_new = n_new
         self.refused = ""
         self.error: Exception | None = None
-        self._end = threading.Event()
+        self._end = Signal()
 
     @property
     def ready(self) -> bool:

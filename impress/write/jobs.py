@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,6 +9,7 @@ from enum import Enum
 from impress.spans.format import SpanHeader, SpanRecord
 from impress.write.draft import Draft, Stored
 from tiers.base import Slot
+from tiers.iopool import Signal
 
 
 @dataclass(slots=True)
@@ -71,15 +71,11 @@ class Swapped(Enum):
     LATE = "not committed yet"
 
 
-def _event() -> threading.Event:
-    return threading.Event()  # looked up at each call: tests put an event of their own there
-
-
 @dataclass(slots=True, kw_only=True)
 class Asked:
     """Somebody waits for it to be `ended`. `error`: why it came to nothing."""
 
-    ended: threading.Event = field(default_factory=_event)
+    ended: Signal = field(default_factory=Signal)
     error: Exception | None = None
 
 
@@ -118,7 +114,7 @@ class Duties:
     settle: Callable[[], None]
 
 
-Job = StoreJob | GiveUp | Erase | Intent | SwapJob | Trial | list[int] | threading.Event
+Job = StoreJob | GiveUp | Erase | Intent | SwapJob | Trial | list[int] | Signal
 
 
 @dataclass(slots=True)
@@ -134,7 +130,7 @@ class Batch:
     intents: list[Intent] = field(default_factory=list)
     swaps: list[SwapJob] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
-    barriers: list[threading.Event] = field(default_factory=list)
+    barriers: list[Signal] = field(default_factory=list)
 
     def add(self, job: Job) -> None:
         match job:
