@@ -352,10 +352,8 @@ class Session:
         if outs is not None:
             self._touching.append(tickets)  # past the time limit, too
             self._touching_s = monotonic()
-        load = Load(
-            self._r, self._sources, layer, self._r.copies.chunks, (K, V), None, outs,
-            tickets=tickets,
-        )  # fmt: skip
+        chunks = self._r.copies.chunks
+        load = Load(self._r, self._sources, layer, chunks, (K, V), None, outs, tickets=tickets)
         if outs is not None and load.flight is not None:
             self._flights.append(load.flight)
         return load
