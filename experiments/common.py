@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from impress.errors import ImpressError
 from impress.report import write_report
 
 Row = dict[str, Any]
@@ -63,7 +64,7 @@ def run(
     except KeyboardInterrupt:
         console.print("stopped; the temporary data is gone")
         return 130
-    except (Unable, OSError) as err:
+    except (Unable, OSError, ImpressError) as err:
         print(f"error: {err}", file=sys.stderr)
         return 2
     return 0
@@ -101,7 +102,12 @@ def stop(_signal: int, _frame: object) -> None:
 
 @contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """A fresh directory in `parent`, removed at the end, also on Ctrl-C and SIGTERM."""
+    """A fresh directory in `parent`, removed at the end, also on Ctrl-C and SIGTERM.
+
+    Raises Unable, OSError.
+    """
+    if not parent.is_dir():
+        raise Unable(f"--dir {parent}: no such directory")
     before = signal.signal(signal.SIGTERM, stop)
     folder = Path(tempfile.mkdtemp(prefix="impress-bench-", dir=parent)).resolve()
     try:

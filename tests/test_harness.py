@@ -283,6 +283,7 @@ def test_plots_are_written(tmp_path: Path) -> None:
     [
         (["--resume"], "--json"),
         (["--json", "nowhere/at/all.json"], "no such directory"),
+        (["--dir", "nowhere/at"], "--dir nowhere/at: no such directory"),
         (["--disk-gb-s", "0"], "above 0"),
         (["--disk-gb-s", "inf"], "above 0"),
         (["--seed", "-1"], "--seed must be at least 0, got -1"),
