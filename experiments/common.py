@@ -51,7 +51,9 @@ def run(
         "--dir", type=Path, metavar="DIR", default=Path(),
         help="put data in a new directory here (default: the current one)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of all that is drawn at random (default 1)")
+    parser.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="of what is drawn (default 1)"
+    )
     args = parser.parse_args()
     try:
         check_given(args.json, args.seed)

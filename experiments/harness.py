@@ -166,7 +166,7 @@ def _parser(experiment: Experiment) -> argparse.ArgumentParser:
         "--dir", type=Path, metavar="DIR", default=Path(),
         help="put data in a new directory here (default: the current one)",
     )  # fmt: skip
-    add("--seed", type=int, default=1, metavar="N", help="of all that is drawn at random (default 1)")
+    add("--seed", type=int, default=1, metavar="N", help="of what is drawn (default 1)")
     add(
         "--disk-gb-s", type=float, metavar="X",
         help="sequential read rate of the disk under --dir, GB/s (default: fio measures it "
