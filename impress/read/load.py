@@ -27,7 +27,7 @@ from impress.read.plan import (
 from impress.read.reading import Reading
 from impress.read.takes import Ahead, Takes
 from impress.read.tickets import when_all
-from impress.spans.layout import K, PlaneLayout, V
+from impress.spans.layout import K, V
 from impress.spans.rows import address_of, as_tensor, take_rows, unpack
 from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
@@ -167,13 +167,13 @@ class Load:
         gap, one = self.reading.config.read_gap_bytes, gather
         if self.positions is None and self._direct is None:
             one = gather_whole
-        made: dict[PlaneLayout, Gather] = {}  # planes with the same pieces share one
-        gathers = []
-        for plane, shape in zip(self.planes, self.shapes, strict=True):
-            there = self._read_ahead(plane)
-            if there is None and shape not in made:
-                made[shape] = one(parts, plane, gap)
-            gathers.append(made[shape] if there is None else one(parts, plane, gap, there))
+        gathers: list[Gather] = []
+        for i, (plane, shape) in enumerate(zip(self.planes, self.shapes, strict=True)):
+            alike = self.shapes.index(shape)
+            if alike < i and self._ahead is None:  # the same pieces: they lie alike
+                gathers.append(gathers[alike])
+            else:
+                gathers.append(one(parts, plane, gap, self._read_ahead(plane)))
         return gathers
 
     def _read_ahead(self, plane: int) -> list[Mask] | None:
