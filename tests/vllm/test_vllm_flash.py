@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
@@ -101,6 +102,32 @@ def test_full_graphs_are_refused_with_the_setting_to_change() -> None:
             vllm_settings._check_graphs(SimpleNamespace(cudagraph_mode=mode))
     for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE):
         vllm_settings._check_graphs(SimpleNamespace(cudagraph_mode=mode))
+
+
+def test_a_runner_that_goes_on_behind_lost_rows_is_refused_with_the_setting_to_change() -> None:
+    """vLLM's V2, its choice on CUDA. Once it takes the tokens back on the device, too, this fails
+    and it can be served."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    staged: list[tuple[int, int]] = []  # for the device, whose number the next step begins at
+    device = SimpleNamespace(stage_write_elem=lambda *write: staged.append(write))
+    states = SimpleNamespace(
+        req_id_to_index={"r": 0}, num_computed_tokens=device, num_computed_tokens_np=np.array([64]),
+        prefill_len=SimpleNamespace(np=np.array([64])), num_computed_prefill_tokens=np.array([64]),
+    )  # fmt: skip
+    runner: Any = SimpleNamespace(req_states=states)
+    told = SimpleNamespace(req_ids=["r"], num_computed_tokens=[0], new_block_ids=[None])
+    output: Any = SimpleNamespace(
+        scheduled_cached_reqs=told, new_block_ids_to_zero=[], kv_cache_block_copies=[]
+    )
+    GPUModelRunner.update_requests(runner, output)
+    assert states.num_computed_tokens_np[0] == 0 and not staged
+    config: Any = SimpleNamespace(
+        parallel_config=None, scheduler_config=SimpleNamespace(async_scheduling=False),
+        use_v2_model_runner=True,
+    )  # fmt: skip
+    with pytest.raises(Unsupported, match=r"lost.*start with VLLM_USE_V2_MODEL_RUNNER=0"):
+        vllm_settings._check_features(config, cast(Any, None))
 
 
 def test_attention_that_has_no_bridge_is_refused_with_the_setting_to_change() -> None:

@@ -220,6 +220,11 @@ def _check_features(vllm_config: Any, settings: Settings) -> None:
             raise Unsupported(f"{flag} above 1 is not tested and so refused: use 1")
     if vllm_config.scheduler_config.async_scheduling:
         raise Unsupported("a lost load cannot be taken back then: start with --no-async-scheduling")
+    if vllm_config.use_v2_model_runner:  # what vLLM takes on CUDA unless it is told not to
+        raise Unsupported(
+            "vLLM's model runner V2 goes on behind rows whose load was lost, and answers wrongly: "
+            "start with VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
+        )
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         raise ConfigError('vllm: set "kv_load_failure_policy": "recompute" beside kv_connector')
     if vllm_config.speculative_config is not None:
