@@ -7,6 +7,7 @@ import gc
 import mmap
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ PAGE = 64 << 10
 
 
 class Played:
-    """The calls of cuda.bindings.driver that CudaRanges makes, strict about their order.
+    """The calls of cuda.bindings.driver that CudaRanges makes, strict about order and context.
 
     Emulated: it keeps the driver's books and holds no memory. `n_pages` is all the device has.
     """
@@ -39,7 +40,13 @@ class Played:
         self.usable = set()
         self.alive = set()
         self.n_made = 0
+        self.n_users = 0  # of the primary context
+        self.is_busy = False  # kernels are queued
+        self._entered = threading.local()
         self._next = 1 << 40
+
+    def in_context(self):
+        return getattr(self._entered, "contexts", [])[-1:] == ["primary"]
 
     def CUmemAllocationProp(self):
         return SimpleNamespace(type=None, location=SimpleNamespace(type=None, id=None))
@@ -50,12 +57,35 @@ class Played:
     def cuInit(self, flags):
         return (0,)
 
+    def cuDeviceGet(self, ordinal):
+        return 0, ordinal
+
+    def cuDevicePrimaryCtxRetain(self, device):
+        self.n_users += 1
+        return 0, "primary"
+
+    def cuDevicePrimaryCtxRelease(self, device):
+        self.n_users -= 1
+        return (0,)
+
+    def cuCtxPushCurrent(self, context):
+        vars(self._entered).setdefault("contexts", []).append(context)
+        return (0,)
+
+    def cuCtxPopCurrent(self):
+        return 0, self._entered.contexts.pop()
+
+    def cuCtxSynchronize(self):
+        assert self.in_context()
+        self.is_busy = False
+        return (0,)
+
     def cuMemGetAllocationGranularity(self, prop, option):
         assert (prop.type, prop.location.type) == (1, 1)
         return 0, PAGE
 
     def cuMemAddressReserve(self, size, alignment, addr, flags):
-        assert size > 0 and size % PAGE == 0
+        assert size > 0 and size % PAGE == 0 and self.in_context()
         if sum(self.ranges.values()) + size > self.most_addresses:
             return 2, 0
         at, self._next = self._next, self._next + 2 * size
@@ -63,12 +93,12 @@ class Played:
         return 0, at
 
     def cuMemAddressFree(self, at, size):
-        assert self.ranges.pop(at) == size
+        assert self.ranges.pop(at) == size and self.in_context()
         assert not any(at <= page < at + size for page in self.mapped)
         return (0,)
 
     def cuMemCreate(self, size, prop, flags):
-        assert size == PAGE
+        assert size == PAGE and self.in_context()
         if len(self.alive) == self.n_pages:
             return 2, None
         self.n_made += 1
@@ -76,26 +106,26 @@ class Played:
         return 0, self.n_made
 
     def cuMemRelease(self, handle):
-        assert handle not in self.mapped.values()
+        assert handle not in self.mapped.values() and self.in_context()
         self.alive.remove(handle)
         return (0,)
 
     def cuMemMap(self, at, size, offset, handle, flags):
-        assert (size, offset) == (PAGE, 0) and handle in self.alive
+        assert (size, offset) == (PAGE, 0) and handle in self.alive and self.in_context()
         assert at not in self.mapped and handle not in self.mapped.values()
         assert any(a <= at and at + size <= a + n for a, n in self.ranges.items())
         self.mapped[at] = handle
         return (0,)
 
     def cuMemSetAccess(self, at, size, descs, count):
-        assert count == len(descs) == 1 and descs[0].flags == 3
+        assert count == len(descs) == 1 and descs[0].flags == 3 and self.in_context()
         pages = range(at, at + size, PAGE)
         assert all(page in self.mapped for page in pages)
         self.usable.update(pages)
         return (0,)
 
     def cuMemUnmap(self, at, size):
-        assert size == PAGE
+        assert size == PAGE and self.in_context() and not self.is_busy
         del self.mapped[at]
         self.usable.discard(at)
         return (0,)
@@ -301,9 +331,22 @@ def test_all_goes_back_to_the_device_with_the_last_view():
     del at, ranges
     gc.collect()
     assert driver.ranges and len(driver.mapped) == 3
+    driver.is_busy = True  # kernels that read it have been launched, and its tensor is gone
     del memory
     gc.collect()
-    assert not driver.ranges and not driver.mapped and not driver.alive
+    assert not driver.ranges and not driver.mapped and not driver.alive and not driver.n_users
+    assert not driver.in_context()
+
+
+def test_a_thread_that_has_run_nothing_on_the_device_is_in_its_context():
+    """As the one that puts memory ahead of need: the driver takes a thread's own context."""
+    driver = Played()
+    ranges = CudaRanges(0, None, driver)
+    at = ranges.reserve(10 * PAGE)
+    thread = threading.Thread(target=ranges.back, args=(at, 0, 2 * PAGE))
+    thread.start()
+    thread.join()
+    assert len(driver.usable) == 2
 
 
 def test_pages_are_as_large_as_the_device_wants_them():

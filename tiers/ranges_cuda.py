@@ -3,6 +3,9 @@
     reserve: cuMemAddressReserve     back:   cuMemCreate or a page kept, cuMemMap, cuMemSetAccess
     end:     cuMemAddressFree        unback: cuMemUnmap; the page is kept for the next `back`
 
+Whatever thread calls, and a range may end on any, calls are made in the device's primary context,
+torch's own: a thread that has run nothing on a device has none.
+
 Written out and checked against a driver that is played on the host (tests); it has not been run on
 a device: none was at hand. cuda.core has no call that only reserves, so it is the driver's.
 """
@@ -11,6 +14,8 @@ from __future__ import annotations
 
 import importlib
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,7 +27,7 @@ MOST_KEPT: Final = 1 << 30
 
 
 class CudaRanges:
-    """Memory of one CUDA device, whose primary context is taken as current (torch's own)."""
+    """Memory of one CUDA device."""
 
     def __init__(self, ordinal: int, page_bytes: int | None = None, driver: Any = None) -> None:
         """page_bytes None: the least the device maps, 2 MiB as a rule; else rounded up to it.
@@ -32,6 +37,8 @@ class CudaRanges:
         self.device = f"cuda:{ordinal}"
         self._driver = cuda = driver if driver is not None else _driver()
         _call(cuda.cuInit(0), "cuInit")
+        device = _call(cuda.cuDeviceGet(ordinal), "cuDeviceGet")
+        self._context = _call(cuda.cuDevicePrimaryCtxRetain(device), "the primary context")
         prop = cuda.CUmemAllocationProp()
         prop.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -44,11 +51,13 @@ class CudaRanges:
         self.page_bytes: int = -(-max(page_bytes or 1, 1) // unit) * unit
         self._prop, self._access = prop, access
         self._kept: list[Any] = []  # handles of a page each, behind no address
-        weakref.finalize(self, _release, cuda, self._kept).atexit = False
+        end = weakref.finalize(self, _release, cuda, device, self._context, self._kept)
+        end.atexit = False
         self._state: dict[int, _Backed] = {}  # by address of a range
 
     def reserve(self, n_bytes: int) -> Range:
-        made = self._driver.cuMemAddressReserve(n_bytes, self.page_bytes, 0, 0)
+        with self._entered():
+            made = self._driver.cuMemAddressReserve(n_bytes, self.page_bytes, 0, 0)
         if int(made[0]):
             raise RangeRefused(n_bytes, f"the driver says {_name(made[0])}")
         address = int(made[1])
@@ -60,15 +69,16 @@ class CudaRanges:
     def back(self, at: Range, off: int, n_bytes: int) -> None:
         backed, end = self._state[at.address], off + n_bytes
         here = off
-        try:
-            for here in range(off, end, self.page_bytes):
-                backed.map(here, self._page())
-            here = end
-            allowed = self._driver.cuMemSetAccess(at.address + off, n_bytes, [self._access], 1)
-            _call(allowed, "cuMemSetAccess")
-        except MediumError:
-            self.unback(at, off, here - off)
-            raise
+        with self._entered():
+            try:
+                for here in range(off, end, self.page_bytes):
+                    backed.map(here, self._page())
+                here = end
+                allowed = self._driver.cuMemSetAccess(at.address + off, n_bytes, [self._access], 1)
+                _call(allowed, "cuMemSetAccess")
+            except MediumError:
+                self.unback(at, off, here - off)
+                raise
 
     def fill(self, at: Range, off: int, n_bytes: int) -> None:
         """A device's memory is there as soon as it is mapped."""
@@ -76,12 +86,13 @@ class CudaRanges:
     def unback(self, at: Range, off: int, n_bytes: int) -> None:
         # Work that was queued may still read these pages: the caller has synchronised.
         backed = self._state[at.address]
-        for here in range(off, off + n_bytes, self.page_bytes):
-            handle = backed.unmap(here)
-            if len(self._kept) * self.page_bytes < MOST_KEPT:
-                self._kept.append(handle)
-            else:
-                self._driver.cuMemRelease(handle)
+        with self._entered():
+            for here in range(off, off + n_bytes, self.page_bytes):
+                handle = backed.unmap(here)
+                if len(self._kept) * self.page_bytes < MOST_KEPT:
+                    self._kept.append(handle)
+                else:
+                    self._driver.cuMemRelease(handle)
 
     def _page(self) -> Any:
         """A page of memory: one that was kept, else a new one. Raises MediumError."""
@@ -89,9 +100,16 @@ class CudaRanges:
             return self._kept.pop()
         return _call(self._driver.cuMemCreate(self.page_bytes, self._prop, 0), "cuMemCreate")
 
+    def _entered(self) -> AbstractContextManager[None]:
+        return _in_context(self._driver, self._context)
+
     def _end(self, backed: _Backed) -> None:
+        """Nobody holds the range, but kernels may still be queued that read it: cuMemUnmap takes
+        the pages at once, and they would fault, which ends the context."""
         self._state.pop(backed.address)
-        backed.end()
+        with self._entered():
+            self._driver.cuCtxSynchronize()
+            backed.end()
 
 
 @dataclass(slots=True)
@@ -124,9 +142,21 @@ class _Backed:
         self.driver.cuMemAddressFree(self.address, self.n_bytes)
 
 
-def _release(driver: Any, pages: list[Any]) -> None:
-    while pages:
-        driver.cuMemRelease(pages.pop())
+def _release(driver: Any, device: Any, context: Any, pages: list[Any]) -> None:
+    with _in_context(driver, context):
+        while pages:
+            driver.cuMemRelease(pages.pop())
+    driver.cuDevicePrimaryCtxRelease(device)
+
+
+@contextmanager
+def _in_context(driver: Any, context: Any) -> Iterator[None]:
+    """With this context current on this thread. Raises MediumError."""
+    _call(driver.cuCtxPushCurrent(context), "cuCtxPushCurrent")
+    try:
+        yield
+    finally:
+        driver.cuCtxPopCurrent()
 
 
 class _Memory:
