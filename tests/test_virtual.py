@@ -324,6 +324,17 @@ def test_memory_that_ends_midway_leaves_no_buffer_ahead_of_another():
     buffers.close()
 
 
+def test_a_device_without_a_page_free_keeps_rows_in_ordinary_memory():
+    """A page is behind a range as its tensor is made; `attach` failed where there was none."""
+    ranges = Failing(PAGE)
+    ranges.device, ranges.left = "cuda:0", 0
+    buffers = make(ranges=ranges)
+    assert buffers.rent(1, 40, 2000) is None
+    assert buffers.said == "pooled: no memory behind it"
+    assert not buffers.planes and not buffers.areas and not buffers.usage().reserved_bytes
+    buffers.close()
+
+
 steps = st.lists(
     st.tuples(st.sampled_from(["rent", "reach", "release", "settle"]), st.integers(0, 700)),
     max_size=30,

@@ -142,22 +142,25 @@ class VirtualBuffers:
             for _ in range(sizes.n_layers):
                 k, v = (self._ranges.reserve(n_bytes) for n_bytes in sizes.buffer_bytes)
                 areas.append((k, v))
+            dims = geometry.head_dim, geometry.v_dim
+            for pair in areas:
+                planes = [
+                    self._tensor(area, geometry, dim, slot_bytes)
+                    for area, dim, slot_bytes in zip(pair, dims, sizes.slot_bytes, strict=True)
+                ]
+                self.planes.append((planes[0], planes[1]))
+            return ""
         except RangeRefused as err:
-            areas.clear()
             why = (
                 f"{sizes.total_bytes:,} bytes of addresses ({sizes.n_buffers} × {err.n_bytes:,}) "
                 f"were refused: {err.limit}"
             )
-            log.warning("virtual KV buffers: %s; rows are kept in ordinary memory", why)
-            return why
-        dims = geometry.head_dim, geometry.v_dim
-        for pair in areas:
-            planes = [
-                self._tensor(area, geometry, dim, slot_bytes)
-                for area, dim, slot_bytes in zip(pair, dims, sizes.slot_bytes, strict=True)
-            ]
-            self.planes.append((planes[0], planes[1]))
-        return ""
+        except MediumError as err:  # a device that has no page free to make a tensor by
+            why = str(err)
+        self.planes.clear()
+        areas.clear()
+        log.warning("virtual KV buffers: %s; rows are kept in ordinary memory", why)
+        return why
 
     @torch.inference_mode(False)  # else only requests in that mode could write there
     def _tensor(self, area: Range, geometry: Geometry, dim: int, slot_bytes: int) -> torch.Tensor:
