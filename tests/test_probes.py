@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from impress.selection import products
 from impress.selection.probes import Heads3, LowBit, codec_of, fitted, register
 from impress.selection.probes_pca import Pca, params_digest
 from impress.selection.quant import dequantise, pack_codes, packed_bytes, quantise, unpack_codes
+from impress.selection.scratch import _place
 from impress.spans.rows import host_words
 from impress.types import Geometry
 
@@ -263,3 +265,15 @@ def test_importing_and_encoding_need_no_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_streams_of_a_device_share_no_memory_to_work_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer is back when the work on it is launched: an audit, on another stream than a request
+    of the caller's, wrote over scores that were still to be made."""
+    streams = iter((7, 9, 7))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=next(streams))
+    )
+    places = [_place(torch.device("cuda", 0)) for _ in range(3)]
+    assert places[0] == places[2] != places[1]
+    assert _place(torch.device("cpu")) == "cpu"

@@ -1,7 +1,8 @@
 """Memory that is used again: on the way to a selection, fresh pages cost as much as arithmetic.
 
 A free list per device, bounded; what does not fit is freed. Safe from any thread: a buffer is in
-one place only, and list.append and list.pop are atomic.
+one place only, and list.append and list.pop are atomic. On CUDA it is one per stream: a buffer is
+back when the work on it has been launched, and only what its own stream does next comes after that.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Take = Callable[[tuple[int, ...], Any], "torch.Tensor"]
 def scratch(device: torch.device) -> Iterator[Take]:
     """Tensors to work in; they go back to the free list at the end."""
     module = torch_module()
-    free = _free.setdefault(str(device), [])
+    free = _free.setdefault(_place(device), [])
     taken: list[torch.Tensor] = []
 
     def take(shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
@@ -49,6 +50,13 @@ def scratch(device: torch.device) -> Iterator[Take]:
             held = sum(len(other) for other in list(free))
             if len(free) < MOST_BUFFERS and held + len(flat) <= MOST_BYTES:
                 free.append(flat)
+
+
+def _place(device: torch.device) -> str:
+    """Of a free list: what is launched from one comes in order."""
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} {torch_module().cuda.current_stream(device).cuda_stream}"
 
 
 def _pop(free: list[torch.Tensor], n_bytes: int) -> torch.Tensor | None:
