@@ -32,6 +32,8 @@ hypothesis.settings.load_profile("unhurried")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is marked gpu runs where there is one (experiments/gpu_recipe.md)."""
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
+    for item in marked:  # what libraries warn of on a device, in threads of ours too, is their own
+        item.add_marker(pytest.mark.filterwarnings("default"))
     lacking = hbm.why_not() if marked else ""
     for item in marked if lacking else ():
         item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {lacking}"))

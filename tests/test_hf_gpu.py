@@ -39,11 +39,7 @@ from impress.policy import (
 )
 from impress.quality import guard
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("default"),  # what torch warns of on a device is its own
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_thread")]
 
 MOST = 1e-4  # in float32, between kernels of other shapes
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}  # rows of 4 KiB
