@@ -273,6 +273,25 @@ def test_what_was_reserved_is_given_back_whatever_the_wait_for_the_rest_ends_in(
     store.check()
 
 
+def test_a_refused_store_gives_its_space_back_where_there_is_no_memory_to_wipe_its_header(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody had its space until the next open, nor that of those to be buried with it."""
+    store = open_store(geometry, **QUIET)
+
+    def short(*_args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SsdTier, "write", short)
+        with store.writer(prompt(256, 1)) as writer:
+            pass
+        assert not writer.stored.wait(60)
+        store.flush()
+    assert store.ssd.usage().used == 0
+    store.check()
+
+
 def test_a_part_of_a_window_put_while_its_writer_closes_gives_its_buffer_back(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

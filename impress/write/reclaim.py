@@ -35,6 +35,7 @@ log = logging.getLogger("impress")
 #: for; they look every Config.follow_every_s.
 YIELD_TIMEOUT_S: Final = 1.0
 YIELD_LOOK_S: Final = 0.01
+_BLANK: Final = aligned(PAGE)
 
 
 class Reclaim:
@@ -150,9 +151,10 @@ class Reclaim:
     def _bury(self, records: Sequence[SpanRecord]) -> None:
         self._wipe(records)
         for record in records:
-            # On a failing disk the header's generation and its rows' sums still give it away.
-            with contextlib.suppress(MediumError):
-                self._ssd.write(Slot((record.meta,)), 0, aligned(PAGE))
+            # On a failing disk, or without memory for a call, the header's generation and its rows'
+            # sums still give it away.
+            with contextlib.suppress(MediumError, MemoryError):
+                self._ssd.write(Slot((record.meta,)), 0, _BLANK)
             self._ssd.free(Slot((record.meta,)))
             self._ssd.free(Slot(record.parts))
             self.limbo.left(record.span_id)
@@ -180,13 +182,13 @@ class Reclaim:
             try:
                 self._ssd.erase(slot)
                 done.append(span)
-            except MediumError as err:
+            except (MediumError, MemoryError) as err:
                 self._unerased([span], err)
         if not done:
             return
         try:
             self._ssd.sync([slots[span] for span in done])
-        except MediumError as err:
+        except (MediumError, MemoryError) as err:
             self._unerased(done, err)
             return
         self._index.erased(done)
