@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MIB, assert_serves, prompt, put_prompt, wait_for_promotions
+from conftest import MIB, assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
 
 import impress
 from impress.policy import Exact, Policy, Random
@@ -22,6 +22,9 @@ from impress.read.early import Early
 from impress.read.reading import Reading
 from impress.read.session import Session
 from impress.read.tickets import nothing
+from impress.write.admission import Admission
+from impress.write.commit import Committer
+from impress.write.writer import Writer
 from tiers.base import PAGE
 from tiers.dram import DramTier
 from tiers.errors import Cancelled, ReadFailed
@@ -193,6 +196,59 @@ def test_a_signal_as_a_store_is_waited_for_does_not_stop_the_committer(
         patched.setattr(threading.Condition, "__enter__", struck)
         store.flush()
     store.flush(30)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "incomplete"])
+@pytest.mark.parametrize(
+    ("where", "what", "behind"),
+    [
+        (Writer, "_end", False),
+        (Admission, "_finish", False),
+        *[(Committer, "queue", behind) for behind in (False, True)],
+        (Admission, "_finish", True),
+    ],
+    ids=lambda of: getattr(of, "__name__", str(of)),
+)
+def test_an_interrupted_end_of_a_store_ends_it(
+    store: impress.PrefixStore, where: Any, what: str, behind: bool, whole: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Nobody closes a writer twice: its space and what it hangs from stayed taken until a restart,
+    and whoever waited for the store waited for ever."""
+    tokens, layers = np.concatenate([TOKENS, prompt(256, 2)]), store.geometry.n_layers
+    keys, values = kv_of(tokens, store.geometry, 256)
+    real, comes = getattr(where, what), [1]
+
+    def interrupted(*args: Any) -> None:
+        if behind or not comes:
+            real(*args)
+        if comes:
+            comes.pop()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(where, what, interrupted)
+        with store.writer(tokens, start=256) as writer:
+            for layer in range(layers if whole else 1):
+                writer.put(layer, 256, keys[layer], values[layer])
+    assert writer.stored.wait(60) == whole
+    store.flush()
+    store.check()
+    assert_serves(store, tokens, 512 if whole else 256)
+    store.evict(1 << 30)
+    assert store.ssd.usage().used == 0
+
+
+def test_an_interrupted_end_of_a_store_that_adds_nothing_lets_go_of_what_it_found(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(Admission, "_finish", once(Admission._finish))
+        with store.writer(TOKENS) as writer:
+            pass
+    assert writer.stored.wait(60)
+    store.evict(1 << 30)
+    assert store.ssd.usage().used == 0
 
 
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(

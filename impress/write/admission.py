@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -18,7 +18,7 @@ from impress.write.commit import Committer
 from impress.write.draft import Draft, Media, Stored
 from impress.write.fitting import Fitter
 from impress.write.home import Home
-from impress.write.jobs import StoreJob
+from impress.write.jobs import GiveUp, Job, StoreJob
 from impress.write.leaving import Wanted
 from impress.write.writer import Writer
 from tiers.base import Extent, Slot
@@ -74,7 +74,7 @@ class Admission:
         first = sum(h.count for h in held)
         n_windows = stored.n_tokens // self._window
         stored.n_new = (n_windows - first) * self._window
-        draft = None
+        draft, last = None, list[Job]()
         try:
             if start > first * self._window:
                 raise BadInput(
@@ -88,7 +88,7 @@ class Admission:
                     stored.refused = stored.refused or found
             writer = Writer(
                 stored, self._geometry, self._window, draft, self._media, wait_s,
-                partial(self._finish, held),
+                partial(self._finish, held, last, iter(last)),
             )  # fmt: skip
         except BaseException:
             if draft is not None:
@@ -200,18 +200,26 @@ class Admission:
                 self._media.ssd.free(slot)
         self._home.budget.refund(n_bytes)
 
-    def _finish(self, held: Sequence[Held], writer: Writer) -> None:
-        """A writer's with-block has ended: commit what is whole, give back what is not."""
+    def _finish(
+        self, held: list[Held], last: list[Job], jobs: Iterator[Job], writer: Writer
+    ) -> None:
+        """A writer's with-block has ended: commit what is whole, give back what is not.
+
+        Called again where an exception cut it off: `jobs`, over `last`, is empty from when the
+        draft's last job is queued, whatever it was.
+        """
         stored, draft = writer.stored, writer.draft
         try:
-            if draft is not None and not stored.refused:
-                done = partial(self._done, draft, held)
-                self._committer.store(StoreJob(draft, stored, self._name, done))
-                return
             if draft is not None:
-                self._committer.give_up(draft, partial(self._done, draft, held))
+                done, refused = partial(self._done, draft, held), stored.refused
+                job = GiveUp(draft, done) if refused else StoreJob(draft, stored, self._name, done)
+                last[:] = [job]
+                self._committer.queue(jobs)
+                if not refused:
+                    return
             else:
-                self._home.release(held)
+                mine, held[:] = held[:], []
+                self._home.release(mine)
         except StoreFailed as err:  # closed meanwhile: else who waits for it would wait for ever
             stored.settle(stored.refused, err)
             raise

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable
 
 from impress.errors import FORKED, StoreFailed
 from impress.quality.ledgers import Ledgers
@@ -20,10 +20,9 @@ from impress.tree.merged import MergedCatalog
 from impress.types import Geometry
 from impress.usage.history import History
 from impress.write.batches import Batches
-from impress.write.draft import Draft
 from impress.write.headers import Headers
 from impress.write.index import Index
-from impress.write.jobs import Batch, Duties, Erase, GiveUp, Intent, Job, StoreJob, SwapJob, Trial
+from impress.write.jobs import Batch, Duties, Erase, Intent, Job, SwapJob, Trial
 from tiers.base import Slot
 from tiers.iopool import Signal
 from tiers.ssd import SsdTier
@@ -75,9 +74,6 @@ class Committer:
         """Spans that are `undone`."""
         return self._batches.undeleted
 
-    def store(self, job: StoreJob) -> None:
-        self._put(job)
-
     def delete(self, spans: list[int]) -> None:
         """Retired spans: out of the index, then reclaimed when nobody holds them.
 
@@ -99,10 +95,6 @@ class Committer:
         for root in roots:  # until a store brings it again
             self.names.pop(root, None)
         self._put(Erase(spans, roots, records))
-
-    def give_up(self, draft: Draft, done: Callable[[], None]) -> None:
-        """A refused store: its space is free again when its last write has ended."""
-        self._put(GiveUp(draft, done))
 
     def intend(self, record: SpanRecord, timeout_s: float) -> None:
         """A copy is about to be written here: where a crash cuts it off, the next open erases it.
@@ -175,12 +167,19 @@ class Committer:
             self._save_history()
 
     def _put(self, job: Job) -> None:
+        self.queue((job,))
+
+    def queue(self, jobs: Iterable[Job]) -> None:
+        """However this ends, what it has not taken from `jobs` is not queued, and the rest is.
+
+        Raises StoreFailed.
+        """
         if os.getpid() != self._pid:  # the thread stayed behind, perhaps with the lock
             raise StoreFailed(f"store: {FORKED}")
         with self._lock:
             if not self._open:
                 raise StoreFailed("the store is closed")
-            self._jobs.append(job)
+            self._jobs.extend(jobs)  # no signal comes between taking and queueing
             self._wake.notify_all()
 
     def _work(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from impress.errors import BadInput
+from impress.errors import BadInput, StoreFailed
 from impress.spans.layout import K, V
 from impress.spans.order import Rows, by_worth
 from impress.spans.rows import Words, check_rows, host_words, pack
@@ -242,10 +242,21 @@ class Writer:
 
     def close(self, *, keep: bool = True) -> None:
         """End of the with-block; `keep=False` gives everything back. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
+        try:
+            with self._lock:
+                before, self._closed = self._closed, True
+            if not before:
+                self._end(keep)
+        except StoreFailed:
+            raise
+        except BaseException:  # Ctrl-C, no memory: nobody closes it again
             self._closed = True
+            self._end(keep)
+            raise
+
+    def _end(self, keep: bool) -> None:
+        """What closing takes. What an exception cut off, the next call does."""
+        with self._lock:
             begun, self._partial = self._partial, {}
         for partial in begun.values():
             partial.buffer.release()
