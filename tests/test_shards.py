@@ -387,6 +387,50 @@ def test_a_process_that_may_open_no_more_files_is_told_so(
         open_store(geometry, mode="r")
 
 
+@pytest.mark.parametrize("mode", ["rw", "r"])
+@pytest.mark.parametrize(
+    ("what", "name", "number"),
+    [
+        ("iterdir", "segments", errno.EMFILE),
+        ("iterdir", "shards", errno.EMFILE),
+        ("is_dir", "index.gone", errno.EACCES),
+    ],
+)
+def test_a_store_of_which_it_cannot_be_told_what_is_there_is_not_opened(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, mode: str,
+    what: str, name: str, number: int,
+) -> None:  # fmt: skip
+    """It came as the system's own error; of shards that could not be listed it was said that
+    there are none."""
+    store, real = open_store(geometry, **APART), getattr(Path, what)
+    ready(store, prompt(128, 1))
+    store.close()
+    if name == "segments":
+        (store.path / "shards/main/index/data.mdb").unlink()
+
+    def refused(path: Path) -> Any:
+        if path.name == name:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, what, refused)
+    with pytest.raises(impress.StoreFailed, match=f": {os.strerror(number)}$"):
+        open_store(geometry, mode, **APART)
+
+
+def test_those_it_knows_are_followed_where_no_others_can_be_looked_for(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair
+    ready(a, prompt(128, 1))
+
+    def refused(path: Path) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    assert b.follow() and b.lookup(prompt(128, 1)) == 128
+
+
 def test_verify_finds_what_was_stored_across_shards_while_it_read_them(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,7 +97,7 @@ def _read_raw(path: Path) -> tuple[int, dict[str, Any]]:
 
 def _check_lost(path: Path) -> None:
     """Raises FormatError where a directory without an identity holds a store's segments."""
-    if any(any(shard.segments.glob("*.seg")) for shard in shards_of(path)):
+    if any(shard.has_segments() for shard in shards_of(path)):
         raise FormatError(
             f"{path}: {IDENTITY} is missing; impress rebuild makes it again from the segments"
         )
@@ -236,13 +236,14 @@ class Shard:
             raise StoreFailed(f"{self.path}: {err.strerror}") from None
 
     def check_index(self) -> None:
-        """Raises FormatError where segments lie here without an index, or a purge was cut off."""
-        if not self.index.is_dir() and (self.path / GONE).is_dir():
+        """Raises FormatError where segments lie here without an index, or a purge was cut off;
+        StoreFailed where that cannot be told."""
+        if self.is_purged() and not _is_dir(self.index):
             raise FormatError(
                 f"{self.path.parent.parent}: a purge of shard {self.name} was cut off: repeat it"
             )
         # One begun anew would take all that the segments hold for free.
-        if not self.has_index() and any(self.segments.glob("*.seg")):
+        if not self.has_index() and self.has_segments():
             raise FormatError(
                 f"{self.path.parent.parent}: the index of shard {self.name} is missing; "
                 "impress rebuild makes it again from the segments"
@@ -259,6 +260,14 @@ class Shard:
             return False
         except OSError:  # LMDB says what is wrong with it
             return True
+
+    def has_segments(self) -> bool:
+        """Whether there are any. Raises StoreFailed: what cannot be listed is not nothing."""
+        return any(name.endswith(".seg") for name in _names(self.segments))
+
+    def is_purged(self) -> bool:
+        """Whether a purge is at it, or was cut off. Raises StoreFailed."""
+        return _is_dir(self.path / GONE)
 
     def unlock(self) -> None:
         if self._fd is not None:
@@ -288,19 +297,34 @@ def writing(shard: Shard) -> Iterator[None]:
 def shards_of(path: Path) -> list[Shard]:
     """Every shard of a directory in which something was ever stored, by number.
 
-    Also where a purge was cut off that had left nothing but the index it was to replace.
+    Also where a purge was cut off that had left nothing but the index it was to replace. Raises
+    StoreFailed where that cannot be told.
     """
-    try:
-        names = [entry.name for entry in (path / "shards").iterdir()]
-    except OSError:
-        return []
+    names = _names(path / "shards")
     numbers = [0 if n == "main" else int(n) for n in names if n == "main" or _NUMBER.fullmatch(n)]
     shards = [Shard(path, n) for n in sorted(numbers) if n < MOST_SHARDS]
-    return [
-        shard
-        for shard in shards
-        if shard.has_index() or (shard.path / GONE).is_dir() or any(shard.segments.glob("*.seg"))
-    ]
+    return [s for s in shards if s.has_index() or s.is_purged() or s.has_segments()]
+
+
+def _names(folder: Path) -> list[str]:
+    """Of what lies there; none where there is no such folder. Raises StoreFailed.
+
+    Not `glob`, which passes over a folder that it may not list.
+    """
+    try:
+        return [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as err:  # no permission, no more files for this process
+        raise StoreFailed(f"{folder}: {err.strerror}") from None
+
+
+def _is_dir(path: Path) -> bool:
+    """Raises StoreFailed where that cannot be told."""
+    try:
+        return path.is_dir()
+    except OSError as err:
+        raise StoreFailed(f"{path}: {err.strerror}") from None
 
 
 def locked_shard(path: Path, number: int | None) -> Shard:

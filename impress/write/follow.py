@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from impress.blockhash import key_after
-from impress.errors import FormatError, ImpressError
+from impress.errors import FormatError, ImpressError, StoreFailed
 from impress.spans.format import SpanRecord, decode_index, split_index
 from impress.tree.merged import MergedCatalog
 from impress.write.changes import Change
@@ -194,7 +194,8 @@ class Follower:
         with self._turn:
             if self._stop.is_set():
                 return False
-            self._discover()
+            with suppress(StoreFailed):  # no more files, say: those it knows are followed
+                self._discover()
             changed, gone = False, set[int]()
             for neighbour in self.neighbours.values():
                 try:
