@@ -24,12 +24,13 @@ from impress.read.session import Session
 from impress.read.tickets import nothing
 from impress.write.admission import Admission
 from impress.write.commit import Committer
+from impress.write.draft import Draft
 from impress.write.writer import Writer
 from tiers.base import PAGE
 from tiers.dram import DramTier
 from tiers.errors import Cancelled, ReadFailed
 from tiers.iopool import IoPool, Lane, Ticket
-from tiers.slots import BufferPool, aligned
+from tiers.slots import Buffer, BufferPool, aligned
 
 Open = Callable[..., impress.PrefixStore]
 TOKENS = prompt(256, 1)
@@ -249,6 +250,27 @@ def test_an_interrupted_end_of_a_store_that_adds_nothing_lets_go_of_what_it_foun
     assert writer.stored.wait(60)
     store.evict(1 << 30)
     assert store.ssd.usage().used == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "what"), [(Writer, "_pack"), (Draft, "write"), (Buffer, "release")]
+)
+def test_an_interrupted_put_leaves_no_slot_taken(
+    store: impress.PrefixStore, where: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each left up to 4 MiB taken for good, until every store was refused: no free write slot."""
+    tokens = prompt(256, 2)
+    keys, values = kv_of(tokens, store.geometry)
+    with suppress(KeyboardInterrupt), store.writer(tokens) as writer:
+        with monkeypatch.context() as patched:
+            patched.setattr(where, what, once(getattr(where, what)))
+            if what == "release":  # in the giving back of what another exception left
+                patched.setattr(Writer, "_pack", once(Writer._pack))
+            writer.put(0, 0, keys[0], values[0])
+    assert store._pool.idle(60)
+    store.flush()
+    slots = store.write_buffers
+    assert slots.acquire(slots.budget_bytes or 0) is not None
 
 
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(

@@ -80,7 +80,9 @@ class Buffer:
     """A rented buffer. `array` is n_bytes of page-aligned uint8, the renter's until released.
 
     Starts with one reference; whoever still touches it (a read under way) retains it, and it goes
-    back to the pool when the last reference is released.
+    back to the pool when the last reference is released. One that nobody knows any more and nobody
+    released (a signal's exception came between) is rented no more: its memory, at which somebody
+    may still look, goes with the last view of it.
     """
 
     __slots__ = ("_memory", "_pool", "_refs", "array")
@@ -102,6 +104,10 @@ class Buffer:
             self._refs -= 1
             if self._refs == 0:
                 self._pool.take_back(self._memory)
+
+    def __del__(self) -> None:
+        if getattr(self, "_refs", 0):  # no lock: see _Lent
+            self._pool.lost.append(len(self._memory))
 
     def lent(self) -> Bytes:
         """Its bytes, for good: an array whose memory goes back to the pool when neither it nor a
@@ -166,6 +172,7 @@ class BufferPool:
         )  # bare, as every lock that a request takes: see tiers/iopool.py
         self._freed = threading.Condition(self.lock)
         self.dropped: deque[Bytes] = deque()  # lent, and looked at no more
+        self.lost: deque[int] = deque()  # bytes of buffers that nobody released, and nobody can
         self.budget_bytes = budget_bytes
         self.used_bytes = 0  # rented
         self._out_bytes = 0  # rented or lent, and not back yet
@@ -236,6 +243,10 @@ class BufferPool:
     def _collect(self) -> None:
         while self.dropped:
             self._keep(self.dropped.popleft())
+        while self.lost:
+            n_bytes = self.lost.popleft()
+            self.used_bytes -= n_bytes
+            self._out_bytes -= n_bytes
 
     def _keep(self, memory: Bytes) -> None:
         """For whoever asks next.
