@@ -16,7 +16,7 @@ from typing import Any
 import lmdb
 import numpy as np
 import pytest
-from conftest import MIB, assert_serves, everything_in, kv_of, prompt, put_prompt
+from conftest import MIB, assert_serves, everything_in, flip_a_bit, kv_of, prompt, put_prompt
 from console import run_json
 from test_isolation import rows_of
 from typer.testing import CliRunner
@@ -429,6 +429,17 @@ def test_those_it_knows_are_followed_where_no_others_can_be_looked_for(
 
     monkeypatch.setattr(Path, "iterdir", refused)
     assert b.follow() and b.lookup(prompt(128, 1)) == 128
+
+
+def test_a_bad_piece_is_said_to_be_in_the_file_it_is_in(pair: Pair) -> None:
+    """The folder of the process that read it was named, whoever's segment it was."""
+    a, b = pair
+    ready(a, prompt(128, 1))
+    b.follow()
+    flip_a_bit(a.path, next(iter(a.catalog.records())).parts[0])
+    with b.lease(prompt(128, 1)) as lease, lease.session() as session:
+        with pytest.raises(impress.PrefixLost, match=r"shards/main/segments/00000000\.seg: 1 bad"):
+            session.retrieve(0, None)
 
 
 def test_verify_finds_what_was_stored_across_shards_while_it_read_them(

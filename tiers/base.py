@@ -6,7 +6,7 @@ medium's business. Bytes are written once per place and read in pieces that carr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -173,8 +173,11 @@ def _unlike(found: Sequence[int], want: Sequence[int]) -> list[int]:
     return [i for i, pair in enumerate(zip(found, want, strict=True)) if pair[0] != pair[1]]
 
 
-def verify(read: Read, where: str) -> None:
-    """Compare dest with its sums. Raises ReadFailed("checksum") naming the first bad piece."""
+def verify(read: Read, where: Callable[[Slot, int], str]) -> None:
+    """Compare dest with its sums. Raises ReadFailed("checksum") naming the first bad piece.
+
+    `where`: what a slot and a byte of it are called that the piece begins at.
+    """
     if read.sums is None:
         return
     if len(read.sums) == 1:  # chosen rows come so: three times as fast as by lists, once it is hot
@@ -183,8 +186,8 @@ def verify(read: Read, where: str) -> None:
         found, want = _digests(read.dest, read.piece_bytes), read.sums.tolist()
     if found != want:
         bad = _unlike(found, want)
-        off, segment = read.off + bad[0] * read.piece_bytes, read.slot.parts[0].segment
+        off = read.off + bad[0] * read.piece_bytes
         raise ReadFailed(
             "checksum",
-            f"{where}, segment {segment}: {len(bad)} bad pieces, first at slot byte {off}",
+            f"{where(read.slot, off)}: {len(bad)} bad pieces, first at slot byte {off}",
         )

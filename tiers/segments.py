@@ -10,6 +10,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
+from tiers.base import Slot
+from tiers.coalesce import locate
 from tiers.errors import read_failed
 from tiers.files import let_open
 from tiers.queues import SegmentFile
@@ -40,6 +42,10 @@ class SegmentFiles:
 
     def path(self, segment: int) -> Path:
         return self._folders.get(segment // SEGMENTS, self.folder) / f"{segment:08d}.seg"
+
+    def where(self, slot: Slot, off: int) -> str:
+        """The file that a byte of a slot lies in, as an error says it."""
+        return f"ssd: {self.path(locate(slot, off, 1)[0].segment)}"
 
     def fd(self, segment: int) -> int:
         """Raises OSError."""

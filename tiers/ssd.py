@@ -159,13 +159,12 @@ class SsdTier:
             data = data[length:]
 
     def read(self, reads: Sequence[Read]) -> None:
-        where = f"ssd: {self.folder}"
         with closing(self._runs(coalesce(reads))) as runs:
             # At once, while the bytes are in the CPU's cache, and in short turns: hashing holds
             # the interpreter, and other threads wait to send their next read.
             for run in runs:
                 for read in run.ends:
-                    verify(read, where)
+                    verify(read, self._files.where)
 
     def _runs(self, runs: list[Run]) -> Generator[Run, None, None]:
         """Read the runs; each is given back in its turn, when its views are filled.

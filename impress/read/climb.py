@@ -165,7 +165,10 @@ def _check(load: Load, part: Part, which: Ids, i: int, chunks: Sequence[Bytes]) 
     for chunk, data in zip(which.tolist(), chunks, strict=True):
         at = source.layout.sums_at(load.layer, load.planes[i], chunk)
         sums = source.sums[at : at + shape.pieces]
-        verify(Read(source.slot, 0, data, sums, shape.piece_bytes), "memory a caller saw")
+        verify(
+            Read(source.slot, 0, data, sums, shape.piece_bytes),
+            lambda *_: "memory a caller saw",
+        )
 
 
 def fill(

@@ -119,7 +119,7 @@ def _copied(read: Read, whole: Sequence[Bytes], flight: Flight) -> bool:
         return False
     read.dest[:] = theirs
     try:
-        verify(read, "a read under way")
+        verify(read, lambda *_: "a read under way")
     except ReadFailed:
         return False
     return True
