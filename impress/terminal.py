@@ -65,6 +65,11 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.1f} TiB"
 
 
+def count(n: int, what: str) -> str:
+    """1 span, 2 spans. Pure."""
+    return f"{n:,} {what}{'s' * (n != 1)}"
+
+
 def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "–"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 from console import (
     CONFIG,
     FORK,
@@ -34,6 +35,7 @@ from console import (
 
 import impress
 import impress.stats
+from impress.cli.main import _said
 from impress.usage.history import Note
 from impress.write.directory import Shard
 
@@ -405,6 +407,12 @@ def test_the_default_store_comes_from_the_environment(path, tmp_path):
 )
 def test_wrong_arguments_are_one_line_and_2(args, said):
     assert_refused(run(*args), said)
+
+
+def test_what_ends_in_a_question_goes_on_with_a_sentence():
+    """It read: Did you mean 'inspect'?; see impress --help."""
+    wrong = typer.BadParameter("Did you mean 'inspect'?")
+    assert _said(wrong) == "Invalid value: Did you mean 'inspect'? See impress --help"
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,10 @@ def test_verify_names_span_and_segment_of_a_flipped_byte(path):
     assert done.returncode == 1 and not found["sound"]
     (problem,) = found["problems"]
     assert (problem["span"], problem["segment"]) == (record.span_id, record.parts[0].segment)
-    assert "1 pieces" in problem["what"] and f"byte {record.parts[0].off + 8192}" in problem["what"]
+    assert (
+        "1 piece does not match its checksum" in problem["what"]
+        and f"byte {record.parts[0].off + 8192}" in problem["what"]
+    )
     assert "1 problem " in run("verify", "--store", path).stdout
 
 

@@ -605,7 +605,7 @@ def test_a_tenant_that_has_nothing_is_no_success(
         assert said in missed.stderr and not missed.stdout
         assert mark in everything_in(path)
     done = CliRunner().invoke(app, ["purge", "--store", str(path), "--tenant", "salt:acme", *keyed])
-    assert done.exit_code == 0 and "1 spans erased" in done.stdout, done.output
+    assert done.exit_code == 0 and "1 span erased" in done.stdout, done.output
     assert mark not in everything_in(path)
 
 

@@ -97,7 +97,7 @@ class TestHbm(CacheContract):
         slot, data = tier.reserve(n), noise(n)
         tier.write(slot, 0, data)
         tier._memory.bytes[slot.parts[0].off] ^= 1  # type: ignore[attr-defined]
-        with pytest.raises(ReadFailed, match=r"hbm.* 1 bad pieces"):
+        with pytest.raises(ReadFailed, match=r"hbm.* 1 bad piece"):
             fetch(tier, slot, 0, aligned(n)[:n], sums_of(data, PAGE), PAGE)
         assert not tier._memory.queue  # type: ignore[attr-defined]
 

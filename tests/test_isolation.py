@@ -105,7 +105,7 @@ def test_purging_a_tenant_leaves_no_byte_of_it(
     held = everything_in(path)
     assert all(mark in held for mark in marks + kept)
     done = CliRunner().invoke(app, ["purge", "--store", str(path), "--tenant", "alice"])
-    assert done.exit_code == 0 and "1 spans erased" in done.stdout, done.output
+    assert done.exit_code == 0 and "1 span erased" in done.stdout, done.output
     held = everything_in(path)
     assert not any(mark in held for mark in marks)
     assert all(mark in held for mark in kept)
@@ -221,7 +221,7 @@ def test_a_purge_by_command_that_the_index_did_not_take_is_one_line(
     assert done.exit_code == 2 and done.stderr.count("\n") == 1, done.output
     assert "not purged: index: No space left on device" in done.stderr and not done.stdout
     again = CliRunner().invoke(app, purge)
-    assert again.exit_code == 0 and "1 spans erased" in again.stdout
+    assert again.exit_code == 0 and "1 span erased" in again.stdout
 
 
 def test_a_purge_does_not_fail_with_a_store_that_waited_with_it(

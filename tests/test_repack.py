@@ -965,7 +965,7 @@ def test_the_command_says_what_would_move_and_moves_it(
     (span,) = report["spans"]
     assert report["moved"] == 1 and span["outcome"] == "moved"
     assert span["after"]["n_bytes"] < span["before"]["n_bytes"]
-    assert "1 spans looked at, 0 moved" in run_repack("--store", folder).stdout
+    assert "1 span looked at, 0 moved" in run_repack("--store", folder).stdout
     with impress.PrefixStore.open(folder, geometry, "test", config) as store:
         assert store.stats()["writes_left_bytes"] < left - MIB // 2  # it was a new day's bytes
         assert_serves(store, prompt(256), 256)

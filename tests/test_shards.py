@@ -1108,3 +1108,10 @@ def test_space_is_not_free_while_somebody_else_still_erases_it(
     store.flush()
     assert limbo(store) == 0 and store.stats()["tiers"]["ssd"]["used"] == 0
     store.check()
+
+
+def test_an_index_that_cannot_be_opened_names_its_folder_once(tmp_path: Path) -> None:
+    """It was said by the store and by LMDB."""
+    with pytest.raises(impress.StoreFailed) as told:
+        Index(tmp_path / "index", create=False)
+    assert str(told.value) == f"index: {tmp_path / 'index'}: No such file or directory"

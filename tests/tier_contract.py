@@ -161,7 +161,7 @@ class CacheContract(TierContract):
             sums = sums_of(data, PAGE)
             sums[77] ^= np.uint64(1)
             starts = slot.parts[0].off + np.arange(256) * PAGE
-            with pytest.raises(ReadFailed, match=rf"1 bad pieces, first at byte {starts[77]}\b"):
+            with pytest.raises(ReadFailed, match=rf"1 bad piece, first at byte {starts[77]}\b"):
                 tier.read_pieces(Pieces(starts, aligned(2 * MIB), to, sums, PAGE))
 
 

@@ -100,7 +100,7 @@ class Pieces:
         if digests != want:
             bad = _unlike(digests, want)
             raise ReadFailed(
-                "checksum", f"{where}: {len(bad)} bad pieces, first at byte {self.starts[bad[0]]}"
+                "checksum", f"{where}: {_bad(bad)}, first at byte {self.starts[bad[0]]}"
             )
 
 
@@ -173,6 +173,10 @@ def _unlike(found: Sequence[int], want: Sequence[int]) -> list[int]:
     return [i for i, pair in enumerate(zip(found, want, strict=True)) if pair[0] != pair[1]]
 
 
+def _bad(pieces: Sequence[int]) -> str:
+    return f"{len(pieces)} bad piece{'s' * (len(pieces) > 1)}"
+
+
 def verify(read: Read, where: Callable[[Slot, int], str]) -> None:
     """Compare dest with its sums. Raises ReadFailed("checksum") naming the first bad piece.
 
@@ -189,5 +193,5 @@ def verify(read: Read, where: Callable[[Slot, int], str]) -> None:
         off = read.off + bad[0] * read.piece_bytes
         raise ReadFailed(
             "checksum",
-            f"{where(read.slot, off)}: {len(bad)} bad pieces, first at slot byte {off}",
+            f"{where(read.slot, off)}: {_bad(bad)}, first at slot byte {off}",
         )

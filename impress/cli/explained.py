@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from impress.terminal import number, out, share, show, size, table_of
+from impress.terminal import count, number, out, share, show, size, table_of
 
 #: Namespaces beside the first that get a line each; --json has all.
 MOST_OTHERS = 5
@@ -20,14 +20,14 @@ def print_match(found: dict[str, Any]) -> None:
     out.print(found["store"], style="bold", markup=False, soft_wrap=True)
     tail = f" and {found['tail_tokens']} more" if found["tail_tokens"] else ""
     say(
-        f"the prompt: {found['tokens']:,} tokens, {found['windows']:,} windows of "
+        f"the prompt: {found['tokens']:,} tokens, {count(found['windows'], 'window')} of "
         f"{found['window']}{tail}; its file was read as {found['read_as']}"
     )
     if found["mismatch"]:
         say(f"[bold]never a hit[/bold]: {escape(found['mismatch'])}; use another directory")
     if found["damaged_index_values"]:
-        n = found["damaged_index_values"]
-        say(f"{n} damaged index values were passed over: impress verify lists them")
+        n = count(found["damaged_index_values"], "damaged index value")
+        say(f"passed over {n}: impress verify lists them")
     if not found["found"]:
         say("[bold]miss[/bold]: the store is empty")
         return
@@ -69,7 +69,8 @@ def _print_root(row: dict[str, Any], found: dict[str, Any]) -> None:
     )
     cost = row["cost"]
     say(
-        f"reading all of it from ssd: {size(cost['bytes'])} in {cost['requests']:,} requests, "
+        f"reading all of it from ssd: {size(cost['bytes'])} in "
+        f"{count(cost['requests'], 'request')}, "
         f"about {cost['ms_cold']:,.1f} ms cold (modelled: {cost['modelled']})"
     )
 
@@ -85,7 +86,7 @@ def _print_stop(stop: dict[str, Any], window: int) -> None:
         ways = f", of {near['ways']} that go on from there" if near["ways"] > 1 else ""
         say(
             f"nearest: a stored prompt of {near['tokens']:,} tokens in span {near['span']}, "
-            f"{near['leases']:,} leases{ways}"
+            f"{count(near['leases'], 'lease')}{ways}"
         )
 
 
@@ -117,7 +118,9 @@ def _nodes(held: list[dict[str, Any]]) -> Table:
     for row in held[:MOST_NODES]:
         first, last = row["first_window"], row["first_window"] + row["n_windows"] - 1
         ago = row["leases_ago"]
-        since = "never" if ago is None else "the latest" if not ago else f"{ago:,} leases ago"
+        since = (
+            "never" if ago is None else "the latest" if not ago else f"{count(ago, 'lease')} ago"
+        )
         probes = ", ".join(f"{name} {size(n)}" for name, n in row["probes"].items())
         made.add_row(
             f"{first}–{last}", str(row["span"]), f"{row['leases']:,}", since,
@@ -138,7 +141,7 @@ def _print_others(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
             else "another namespace"
         )
         say(
-            f"{what}, {escape(row['name'])} {row['root'][:12]}: {row['windows']:,} windows, "
+            f"{what}, {escape(row['name'])} {row['root'][:12]}: {count(row['windows'], 'window')}, "
             f"{row['tokens']:,} tokens"
         )
     if len(some) > MOST_OTHERS:

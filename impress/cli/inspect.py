@@ -19,7 +19,7 @@ from impress.cli.survey import (
     survey,
     tree_of,
 )
-from impress.terminal import number, out, share, show, size, table_of
+from impress.terminal import count, number, out, share, show, size, table_of
 
 #: Lines of a drawn tree; more than this nobody reads (--json gives all).
 MOST_LINES = 500
@@ -111,7 +111,8 @@ def _print(found: dict[str, Any]) -> None:
         f"windows of {found['window']} tokens · {size(g['token_bytes'])} a token"
     )
     out.print(
-        f"{found['tokens']:,} tokens in {found['spans']:,} spans, {found['nodes']:,} tree nodes\n"
+        f"{found['tokens']:,} tokens in {count(found['spans'], 'span')}, "
+        f"{count(found['nodes'], 'tree node')}\n"
     )
     show(_tiers(found["tiers"], live="live" in found))
     if len(found["shards"]) > 1:
@@ -221,7 +222,7 @@ def _print_tree(found: dict[str, Any]) -> None:
         last = row["first_window"] + row["n_windows"] - 1
         branch = branches[row["depth"]].add(
             f"windows {row['first_window']}–{last} · {row['tokens']:,} tokens · "
-            f"span {row['span']} · {row['leases']} leases"
+            f"span {row['span']} · {count(row['leases'], 'lease')}"
         )
         del branches[row["depth"] + 1 :]
         branches.append(branch)

@@ -124,7 +124,8 @@ def _stopped_as_by_ctrl_c() -> Iterator[None]:
 def _said(wrong: Any) -> str:
     """What was wrong with the arguments, and where the right ones stand."""
     path = wrong.ctx.command_path if wrong.ctx is not None else "impress"
-    return f"{wrong.format_message().rstrip('.')}; see {path} --help"
+    said = wrong.format_message().rstrip(".")
+    return f"{said}{' See' if said.endswith('?') else '; see'} {path} --help"
 
 
 if __name__ == "__main__":

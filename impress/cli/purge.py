@@ -15,7 +15,7 @@ from impress.config import Config
 from impress.errors import BadInput, StoreFailed
 from impress.spans.params import Params
 from impress.store import PrefixStore
-from impress.terminal import out, size
+from impress.terminal import count, out, size
 from impress.write.directory import Shard, read_identity, shards_of, writing
 from impress.write.env import compact
 
@@ -83,7 +83,8 @@ def purge(
     if as_json:
         print_json({"store": str(where), "spans": spans, "freed_bytes": freed})
     else:
-        out.print(f"{where}: {spans} spans erased, {size(freed)}", markup=False, soft_wrap=True)
+        erased = f"{where}: {count(spans, 'span')} erased, {size(freed)}"
+        out.print(erased, markup=False, soft_wrap=True)
 
 
 def _erased(

@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from impress.cli.options import Json, Store, print_json, store_dir
-from impress.terminal import err, out, size
+from impress.terminal import count, err, out, size
 from impress.upkeep.rebuild import Rebuilt, rebuild_store
 
 
@@ -67,8 +67,8 @@ def _with_progress(where: Path, dry_run: bool) -> Rebuilt:
 def _print(where: Path, found: Rebuilt, dry_run: bool) -> None:
     done = "would hold" if dry_run else "holds"
     out.print(
-        f"{where}: the index {done} {found.spans} spans, {found.windows} windows, "
-        f"{size(found.n_bytes)}",
+        f"{where}: the index {done} {count(found.spans, 'span')}, "
+        f"{count(found.windows, 'window')}, {size(found.n_bytes)}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
     for n, what in (

@@ -14,7 +14,7 @@ from impress.config import MIB, Config
 from impress.errors import StoreLocked
 from impress.repacking.report import UNREADABLE, RepackReport
 from impress.store import PrefixStore
-from impress.terminal import err, out, size
+from impress.terminal import count, err, out, size
 from impress.write.directory import Identity, Shard, read_identity, shards_of, writing
 from impress.write.jobs import Swapped
 
@@ -118,5 +118,5 @@ def _print(where: Path, report: RepackReport) -> None:
     if report.spans:
         out.print(table)
     done = f"{len(report.picked)} {'would move' if report.dry_run else 'moved'}"
-    what = f"{len(report.spans)} spans looked at, {done} ({size(report.picked_bytes)})"
+    what = f"{count(len(report.spans), 'span')} looked at, {done} ({size(report.picked_bytes)})"
     out.print(f"{where}: {what}", markup=False, soft_wrap=True)

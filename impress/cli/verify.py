@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.table import Table
 
 from impress.cli.options import Json, Store, print_json, store_dir
-from impress.terminal import err, out, size
+from impress.terminal import count, err, out, size
 from impress.upkeep.verify import Verdict, verify_store
 
 
@@ -63,7 +63,8 @@ def _with_progress(where: Path) -> Verdict:
 
 
 def _print(verdict: Verdict, where: Path) -> None:
-    read = f"{verdict.spans} spans, {verdict.pieces} pieces, {size(verdict.n_bytes)} of rows"
+    spans, pieces = count(verdict.spans, "span"), count(verdict.pieces, "piece")
+    read = f"{spans}, {pieces}, {size(verdict.n_bytes)} of rows"
     if verdict.gone:
         read += f"; {verdict.gone} evicted by the store's writer meanwhile"
     if verdict.orphans:
@@ -79,5 +80,5 @@ def _print(verdict: Verdict, where: Path) -> None:
         numbers = ("–" if n is None else str(n) for n in (problem.span, problem.segment))
         table.add_row(*numbers, escape(problem.what))
     out.print(table)
-    n = len(verdict.problems)
-    out.print(f"{where}: {n} problem{'s' * (n > 1)} ({read})", markup=False, soft_wrap=True)
+    problems = count(len(verdict.problems), "problem")
+    out.print(f"{where}: {problems} ({read})", markup=False, soft_wrap=True)

@@ -227,7 +227,8 @@ def decide(
     known = {mode: s for mode in MODES if mode in allowed and (s := seconds.get(mode)) is not None}
     costs = ", ".join(f"{mode} {s * 1e3:.1f} ms" for mode, s in known.items())
     if own not in known or len(known) < 2:
-        return Choice(own, f"{own}: the policy's own, not all rates are known ({costs or 'none'})")
+        why = f"not all rates are known ({costs})" if costs else "no rates are known yet"
+        return Choice(own, f"{own}: the policy's own, {why}")
     best = min(known, key=lambda mode: known[mode])
     gain = known[own] - known[best]
     share = _LEAST_GAIN_SHARE if n_reads >= _KNOWN else _FIRST_GAIN_SHARE / max(n_reads, 1)

@@ -141,7 +141,7 @@ def compact(folder: Path) -> None:
         sync_path(folder.parent)  # else a power cut could bring back what was erased
         shutil.rmtree(gone)
     except (lmdb.Error, OSError) as err:
-        raise StoreFailed(f"index: {folder}: {err}") from err
+        raise _failed(folder, err) from err
 
 
 def error_of(folder: Path, err: Exception) -> ImpressError:
@@ -149,7 +149,13 @@ def error_of(folder: Path, err: Exception) -> ImpressError:
     if isinstance(err, _DAMAGE):
         again = "impress rebuild makes it again from the segments"
         return FormatError(f"index: {folder}: {err}; {again}")
-    return StoreFailed(f"index: {folder}: {err}")
+    return _failed(folder, err)
+
+
+def _failed(folder: Path, err: Exception) -> StoreFailed:
+    """With the folder once: LMDB says it of an index that it cannot open."""
+    said = (err.strerror if isinstance(err, OSError) else None) or str(err)
+    return StoreFailed(f"index: {folder}: {said.removeprefix(f'{folder}: ')}")
 
 
 def check_whole(env: Any, folder: Path) -> None:
