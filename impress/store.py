@@ -16,7 +16,7 @@ from impress.blockhash import as_tokens, chain, labels_of, namespace_digest, roo
 from impress.cache.copies import Copies
 from impress.config import Config, tenant_secret
 from impress.errors import FORKED, BadInput, ImpressError, StoreFailed
-from impress.read.parts import sources_of
+from impress.read.parts import miss, sources_of
 from impress.read.placement import Placed, placed
 from impress.read.reading import Reading
 from impress.read.session import Lease
@@ -189,7 +189,7 @@ class PrefixStore:
                 self.counters.add(f"lost/{lost.reason}")
                 if not lost.harmless:
                     self._home.leaving.quarantine(held[len(sources)].record.span_id)
-            reason = "" if sources else self._miss(off=off, lost=bool(held), short=not labels)
+            reason = "" if sources else miss(off=off, lost=bool(held), short=not labels)
             make, clock = partial(session_of, self._reading), self._leases.clock
             lease = Lease(sources, self.window, reason, self._reading, make, self._release, clock)
         except BaseException:  # Ctrl-C in the wait: there is no lease that would unpin them
@@ -200,10 +200,6 @@ class PrefixStore:
         self.counters.add("hits" if sources else f"misses/{reason.replace(' ', '_')}")
         self.counters.add("hit_tokens", lease.n_tokens)
         return lease
-
-    def _miss(self, *, off: bool, lost: bool, short: bool) -> str:
-        # off: every I/O thread is stuck in a read, so computing is faster
-        return "tier off" if off else "lost" if lost else "too short" if short else "not stored"
 
     def _release(self, lease: Lease) -> None:
         self._leases.discard(lease)
@@ -295,18 +291,15 @@ class PrefixStore:
         Raises StoreFailed where the disk does not take that: purge again, or all comes back with
         the next open.
         """
-        if self._closed or os.getpid() != self._pid:  # before anything is erased
-            raise ImpressError(f"purge: {'the store is closed' if self._closed else FORKED}")
+        leaving = self._usable("purge").leaving  # before anything is erased
         digests = {self.namespace} if namespaces is None else set(namespaces)
         if tenant is None:
             try:
-                spans = self._home.leaving.purge(lambda namespace, _: namespace in digests)
+                return leaving.purge(lambda namespace, _: namespace in digests)
             finally:  # whatever comes of the spans; a fit may have ended meanwhile
                 self._reading.params.forget(digests)
-        else:
-            roots = {root_key(d, self.geometry, self.window, tenant, self._secret) for d in digests}
-            spans = self._home.leaving.purge(lambda _, root: root in roots)
-        return spans
+        roots = {root_key(d, self.geometry, self.window, tenant, self._secret) for d in digests}
+        return leaving.purge(lambda _, root: root in roots)
 
     def repack(self, *, dry_run: bool = False, max_bytes: int | None = None) -> RepackReport:
         """Move rows chosen often together (impress.repacking.repack); writes at most max_bytes."""
@@ -316,9 +309,7 @@ class PrefixStore:
 
     def follow(self) -> bool:
         """Take over now, not in `follow_every_s`, what others stored or took out: was there any?"""
-        if os.getpid() != self._pid:
-            raise ImpressError(f"follow: {FORKED}")
-        return self._home.follow()
+        return self._usable("follow").follow()
 
     def drop_caches(self) -> None:
         """Empty the DRAM tier and the cached tables; home keeps everything."""
@@ -362,15 +353,16 @@ class PrefixStore:
 
     def placement(self) -> list[Placed]:
         """Of every span: how many of its chunks each tier holds, and what they are worth."""
-        return placed(self.catalog.records(), self._copies.occupancy(), self.history.summary)
+        records = self._usable("placement").catalog.records()
+        return placed(records, self._copies.occupancy(), self.history.summary)
 
     def names(self) -> dict[bytes, str]:
         """Root key -> what its namespace is called, in any shard."""
-        return self._home.names()
+        return self._usable("names").names()
 
     def saved_ledgers(self) -> list[tuple[bytes, bytes]]:
         """Every guard's ledger, by key, of all shards."""
-        return self._home.saved_ledgers()
+        return self._usable("saved_ledgers").saved_ledgers()
 
     def check(self) -> None:
         """Assert every invariant of tree, spans, caches and space.
@@ -381,6 +373,12 @@ class PrefixStore:
         self._tables.check()
         writers = [w for w in (self._admission, self._repacker) if w is not None]
         self._home.check([draft for writer in writers for draft in writer.drafts()])
+
+    def _usable(self, what: str) -> Home:
+        """For what needs index and committer. Raises ImpressError."""
+        if self._closed or os.getpid() != self._pid:
+            raise ImpressError(f"{what}: {'the store is closed' if self._closed else FORKED}")
+        return self._home
 
     def _names_of(
         self, token_ids: Any, extra: Mapping[int, bytes] | None, tenant: str

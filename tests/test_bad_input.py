@@ -66,6 +66,21 @@ def test_arguments_of_another_type_are_one_line(
     assert not (tmp_path / "s").exists()
 
 
+def refused(said: str, call: Callable[..., object], *args: Any, **named: Any) -> None:
+    with pytest.raises(impress.ImpressError, match=said) as told:
+        call(*args, **named)
+    assert "\n" not in str(told.value)
+
+
+def test_a_closed_store_says_so(open_store: Open, geometry: impress.Geometry) -> None:
+    """In LMDB's words, which speak of operations on closed, deleted or dropped objects."""
+    store = open_store(geometry)
+    assert put_prompt(store, prompt(128)).wait(60)
+    store.close()
+    for call in (store.names, store.saved_ledgers, store.placement, store.follow, store.purge):
+        refused("the store is closed$", call)
+
+
 def test_shapes_and_dtypes_are_checked_before_anything_is_written(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

@@ -161,3 +161,8 @@ def behind(sources: Sequence[Source], n_windows: int) -> tuple[Source, ...]:
             rest = replace(held, first=held.first + skipped, count=held.count - skipped)
             left.append(replace(source, held=rest, at=source.at + skipped - n_windows))
     return tuple(left)
+
+
+def miss(*, off: bool, lost: bool, short: bool) -> str:
+    """Why a lease has nothing. `off`: every I/O thread is stuck in a read, computing is faster."""
+    return "tier off" if off else "lost" if lost else "too short" if short else "not stored"
