@@ -85,6 +85,8 @@ def labels_of(tokens: Tokens, window: int, extra: Extra | None = None) -> bytes:
     raw = tokens[: n_windows * window].astype("<i4", copy=False).tobytes()
     if not extra:
         return raw
+    if not isinstance(extra, Mapping):
+        raise BadInput(f"extra: want positions and their digests, got {type(extra).__name__}")
     if window % 16:
         raise BadInput(f"extra: wants windows of a multiple of 16 tokens, got {window}")
     by_window: dict[int, list[tuple[int, bytes]]] = {}

@@ -134,6 +134,8 @@ class Config(BaseModel):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Config:
         """Read a TOML file of these keys. Raises ConfigError with the file's name in the line."""
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(f"config: want a file, str or os.PathLike, got {type(path).__name__}")
         try:
             values = tomllib.loads(Path(path).read_text())
         except OSError as err:

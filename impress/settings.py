@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from impress.blockhash import namespace_digest
@@ -18,6 +19,8 @@ def check_types(path: Any, geometry: Any, namespace: Any, config: Any) -> None:
     """Raises BadInput where `PrefixStore.open` was given something else than it takes."""
     if not isinstance(path, str | os.PathLike):
         raise BadInput(f"path: want a directory, str or os.PathLike, got {type(path).__name__}")
+    if "\0" in str(path):
+        raise BadInput(f"path: no directory has a NUL in its name, got {path!r}")
     if not isinstance(geometry, Geometry):
         raise BadInput(f"geometry: want impress.Geometry, got {type(geometry).__name__}")
     namespace_digest(namespace)
@@ -31,6 +34,16 @@ def check_config(config: Any) -> None:
             "config: want impress.Config (Config(dram_bytes=...), or Config.load(path) of a file), "
             f"got {type(config).__name__}"
         )
+
+
+def digests_in(namespaces: Any) -> set[bytes]:
+    """What `purge` was given. Raises BadInput on what is no list of digests: a str is one of its
+    characters."""
+    if isinstance(namespaces, Iterable) and not isinstance(namespaces, str | bytes):
+        digests = list(namespaces)
+        if all(isinstance(digest, bytes) for digest in digests):
+            return set(digests)
+    raise BadInput(f"purge: namespaces wants digests, each bytes, got {namespaces!r}")
 
 
 def check_settings(config: Config, geometry: Geometry) -> None:

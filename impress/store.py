@@ -24,13 +24,13 @@ from impress.read.sparse import session_of
 from impress.repacking.repack import Repacker
 from impress.repacking.report import RepackReport
 from impress.selection.probes import codec_of
-from impress.settings import check_settings, check_types
+from impress.settings import check_settings, check_types, digests_in
 from impress.spans.params import Params
 from impress.spans.rows import check_layers
 from impress.spans.tables import TableCache
 from impress.stats import Counters, serve_metrics
 from impress.tree.leases import Leases
-from impress.types import Geometry
+from impress.types import Geometry, a_number, an_int
 from impress.upkeep.standing import standing
 from impress.usage.doorkeeper import Doorkeeper
 from impress.write.admission import Admission
@@ -227,7 +227,7 @@ class PrefixStore:
         """
         layers = self.geometry.n_layers
         tokens = as_tokens(token_ids)
-        n_rows = len(tokens) - start
+        n_rows = len(tokens) - an_int(start, "store: start")
         check_layers(keys, values, n_rows, self.geometry)
         importance = importance_of(importance, (layers, n_rows), "store")
         with self.writer(tokens, start, extra, wait_s, tenant) as w:
@@ -275,6 +275,7 @@ class PrefixStore:
 
         At least what is above `disk_high`; empty segments go. Waits for it; 0 where it failed.
         """
+        a_number(n_bytes, "evict: n_bytes")
         freed = self._home.leaving.evict(max(n_bytes, self._home.leaving.surplus()))
         self._home.ssd.trim()
         return freed
@@ -292,7 +293,7 @@ class PrefixStore:
         the next open.
         """
         leaving = self._usable("purge").leaving  # before anything is erased
-        digests = {self.namespace} if namespaces is None else set(namespaces)
+        digests = {self.namespace} if namespaces is None else digests_in(namespaces)
         if tenant is None:
             try:
                 return leaving.purge(lambda namespace, _: namespace in digests)

@@ -7,12 +7,33 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Final
+from numbers import Integral, Real
+from typing import Any, Final
 
 from impress.errors import BadInput
 
 #: Bytes of one element, by dtype name. The order is the code in the file format: never reorder.
 DTYPES: Final = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+def an_int(value: Any, what: str) -> int:
+    """The value, where it is one (NumPy's are too). Raises BadInput."""
+    if not isinstance(value, Integral):
+        raise BadInput(f"{what} must be an int, got {value!r}")
+    return int(value)
+
+
+def a_number(value: Any, what: str) -> Any:
+    """The value, where it is one. Raises BadInput."""
+    if not isinstance(value, Real):
+        raise BadInput(f"{what} must be a number, got {value!r}")
+    return value
+
+
+def check_layer(layer: object, n_layers: int, what: str) -> None:
+    """Raises BadInput. NumPy takes True for a mask: it would reach every layer's entries."""
+    if type(layer) is not int or not 0 <= layer < n_layers:
+        raise BadInput(f"{what}: layer {layer!r} is not in 0..{n_layers - 1}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +59,7 @@ class Geometry:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 16:
                 raise BadInput(f"geometry: {name} must be an int in 1..65535, got {value!r}")
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise BadInput(
                 f"geometry: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}"
             )

@@ -72,6 +72,60 @@ def refused(said: str, call: Callable[..., object], *args: Any, **named: Any) ->
     assert "\n" not in str(told.value)
 
 
+def test_arguments_of_another_type_are_bad_input_wherever_they_come_in(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Each was the TypeError, AttributeError or RuntimeError of what met it first."""
+    store, tokens, later = open_store(geometry), prompt(128), prompt(128, 1)
+    keys, values = kv_of(tokens, geometry)
+    tensors = [torch.from_numpy(k) for k in keys]
+    assert store.store(tokens, keys, values).wait(60)
+    refused("dtype must be .*, got \\[\\]", impress.Geometry, 2, 4, 2, 64, [])
+    refused("want a file, .*, got NoneType", impress.Config.load, None)
+    refused("path: no directory has a NUL", impress.PrefixStore.open, "a\0b", geometry, "t")
+    refused("extra: want positions and .*, got list", store.lookup, tokens, extra=[1])
+    refused("a list of keys by layer, got NoneType", store.store, later, None, values)
+    refused("a list of values by layer, got int", store.store, later, keys, 3)
+    for start in ("a", None, 1.5):
+        refused("start must be an int, got", store.store, later, keys, values, start=start)
+        refused("start must be an int, got", store.writer, later, start)
+    refused("wait_s must be a number, got None", store.writer, later, wait_s=None)
+    for given in ("a", [[1], [1, 2]], torch.zeros(2, 128).to("meta"), [[1 << 2000] * 128] * 2):
+        refused("importance wants", store.store, later, keys, values, importance=given)
+    for bare in ([k.to("meta") for k in tensors], [k.to_sparse() for k in tensors]):
+        refused("want a dense tensor, got", store.store, later, bare, tensors)
+    for n_bytes in ("a", None):
+        refused("evict: n_bytes must be a number", store.evict, n_bytes)
+    for digests in ("abc", b"abc", 3, ["abc"], [[1]]):
+        refused("namespaces wants digests, each bytes, got", store.purge, namespaces=digests)
+    assert store.lookup(tokens) == 128 and store.lookup(later) == 0
+    store.flush()
+    store.check()
+
+
+def test_reads_say_what_they_want(open_store: Open, geometry: impress.Geometry) -> None:
+    """A suffix_lse of too few heads was taken: rows were chosen by another head's."""
+    store, tokens = open_store(geometry), prompt(128)
+    assert put_prompt(store, tokens).wait(60)
+    query, lse, out = torch.zeros(4, 1, 128), torch.zeros(4, 1), torch.empty(2, 128, 128)
+    with store.lease(tokens) as lease:
+        for first in ("a", None, 64.0):
+            refused("first must be an int, got", lease.session, first=first)
+        refused("policy 'paper' is not one", lease.session, "paper", first=64)
+        with lease.session() as session:
+            refused("query wants a tensor or None, got str", session.retrieve, 0, "q")
+            for wrong in ("ab", (out,), 3, (out, None)):
+                refused("out wants a pair of tensors", session.retrieve, 0, None, out=wrong)
+            refused("want 2 pairs, got int", session.prefetch, 3)
+            refused("out wants a pair of tensors, got NoneType", session.prefetch, [None, None])
+        with lease.session(impress.Quality()) as session:
+            for q, of in ((query[:3], lse), (query.numpy(), lse), (query, lse[:3]), (query, "a")):
+                refused("query and suffix_lse want tensors", session.retrieve, 0, q, suffix_lse=of)
+            session.retrieve(0, query, suffix_lse=lse)
+    wait_for_promotions(store)
+    assert store.buffers.used_bytes == 0
+
+
 def test_a_closed_store_says_so(open_store: Open, geometry: impress.Geometry) -> None:
     """In LMDB's words, which speak of operations on closed, deleted or dropped objects."""
     store = open_store(geometry)

@@ -45,8 +45,9 @@ class Outs:
 
 def outs_of_all(given: Sequence[Tensors], geometry: Geometry, n_tokens: int) -> list[Outs]:
     """A pair for each layer, each of which fits; they lie apart. Raises BadInput."""
-    if len(given) != geometry.n_layers:
-        raise BadInput(f"prefetch: want {geometry.n_layers} pairs, got {len(given)}")
+    n = len(given) if hasattr(given, "__len__") else type(given).__name__
+    if n != geometry.n_layers:
+        raise BadInput(f"prefetch: want {geometry.n_layers} pairs, got {n}")
     outs = [_fitting(pair, geometry, n_tokens) for pair in given]
     _check_apart(outs)
     return outs
@@ -63,6 +64,8 @@ def outs_of(
 
 
 def _fitting(pair: Tensors, geometry: Geometry, n_tokens: int) -> Outs:
+    if not isinstance(pair, Sequence) or [hasattr(out, "data_ptr") for out in pair] != [True] * 2:
+        raise BadInput(f"retrieve: out wants a pair of tensors, got {type(pair).__name__}")
     for out, dim in zip(pair, (geometry.head_dim, geometry.v_dim), strict=True):
         want = (geometry.n_kv_heads, n_tokens, dim)
         if tuple(out.shape) != want or str(out.dtype) != f"torch.{geometry.dtype}":

@@ -28,6 +28,7 @@ from impress.spans.layout import K, V
 from impress.spans.rows import torch_module
 from impress.tree.catalog import Held
 from impress.tree.leases import Clock, now
+from impress.types import an_int, check_layer
 from tiers.iopool import Lane, Task, Ticket
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Session:
         """`first`: see Lease.session. Raises BadInput."""
         lease.check_active()
         self._window = lease.sources[0].held.record.window
-        if not 0 <= first < lease.n_tokens or first % self._window:
+        if not 0 <= an_int(first, "session: first") < lease.n_tokens or first % self._window:
             raise BadInput(
                 f"session: first must be whole windows of {self._window} and below "
                 f"{lease.n_tokens} tokens, got {first}"
@@ -214,11 +215,9 @@ class Session:
         close. Raises PrefixLost when the read failed, was short or late; BadInput.
         """
         torch = torch_module()
-        # NumPy takes True for a mask: it would reach every layer's entries.
-        if type(layer) is not int or not 0 <= layer < self._r.geometry.n_layers:
-            raise BadInput(
-                f"retrieve: layer {layer!r} is not in 0..{self._r.geometry.n_layers - 1}"
-            )
+        check_layer(layer, self._r.geometry.n_layers, "retrieve")
+        if query is not None and not hasattr(query, "device"):
+            raise BadInput(f"retrieve: query wants a tensor or None, got {type(query).__name__}")
         if self._closed:
             raise ImpressError("session: closed")
         self._lease.check_age()

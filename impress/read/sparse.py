@@ -344,9 +344,9 @@ def session_of(reading: Reading, lease: Lease, policy: Policy, first: int = 0) -
     """
     if isinstance(policy, Exact | KeepAll):
         return Session(lease, policy, reading, first)
-    if first:
-        raise BadInput(f"session: {policy.name} chooses among all rows, it cannot skip {first}")
     if select.dispatch(type(policy)) is select.dispatch(object):  # which serves nothing
         raise ImpressError(f"session: policy {policy!r} is not one this version can serve")
+    if first:
+        raise BadInput(f"session: {policy.name} chooses among all rows, it cannot skip {first}")
     check_fits(policy, reading.geometry, lease.sources[0].held.record.window)
     return SparseSession(lease, policy, reading)

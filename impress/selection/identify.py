@@ -235,7 +235,20 @@ def leaves_room(policy: Any, asked: Asked) -> bool:
 def _seen(asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
     if asked.query is None or asked.suffix_lse is None:
         raise ImpressError("this policy needs the query and suffix_lse")
+    g, shape = asked.geometry, tuple(getattr(asked.query, "shape", ()))
+    tensors = all(hasattr(given, "to") for given in (asked.query, asked.suffix_lse))
+    fits = len(shape) == 3 and (shape[0], shape[2]) == (g.n_heads, g.head_dim)
+    if not tensors or not fits or tuple(asked.suffix_lse.shape) != shape[:2]:
+        raise BadInput(
+            f"retrieve: query and suffix_lse want tensors, [{g.n_heads}, q, {g.head_dim}] and "
+            f"[{g.n_heads}, q], got {_given(asked.query)} and {_given(asked.suffix_lse)}"
+        )
     return asked.query, asked.suffix_lse
+
+
+def _given(value: Any) -> str:
+    """A tensor's shape, else what it is."""
+    return str(list(value.shape)) if hasattr(value, "shape") else type(value).__name__
 
 
 def _importance(asked: Asked, who: str) -> Floats:

@@ -49,6 +49,8 @@ def check_rows(rows: Any, geometry: Geometry, head_dim: int, what: str) -> int:
     loaded = _loaded_torch()
     if not isinstance(rows, np.ndarray) and (loaded is None or not isinstance(rows, loaded.Tensor)):
         raise BadInput(f"{what}: want a torch tensor or NumPy array, got {type(rows).__name__}")
+    if not isinstance(rows, np.ndarray) and (rows.is_meta or rows.layout is not loaded.strided):
+        raise BadInput(f"{what}: want a dense tensor, got {rows.layout} on {rows.device}")
     return int(shape[1])
 
 
@@ -58,6 +60,8 @@ def check_layers(
     """Lists over layers of n_rows keys and values. Touches no data. Raises BadInput."""
     wanted = (("keys", keys, geometry.head_dim), ("values", values, geometry.v_dim))
     for what, rows, dim in wanted:
+        if not hasattr(rows, "__len__"):
+            raise BadInput(f"store: want a list of {what} by layer, got {type(rows).__name__}")
         if len(rows) != geometry.n_layers:
             raise BadInput(f"store: want {geometry.n_layers} layers of {what}, got {len(rows)}")
         for layer, tensor in enumerate(rows):

@@ -19,7 +19,7 @@ from impress.errors import BadInput, StoreFailed
 from impress.spans.layout import K, V
 from impress.spans.order import Rows, by_worth
 from impress.spans.rows import Words, check_rows, host_words, pack
-from impress.types import Geometry
+from impress.types import Geometry, check_layer
 from impress.write.draft import Draft, Media, Stored
 from tiers.errors import ReadFailed
 from tiers.slots import Buffer
@@ -70,9 +70,7 @@ class Writer:
         last whole window are passed over. importance float32 [m]. Raises BadInput.
         """
         g = self._geometry
-        # NumPy takes True for a mask: it would reach every layer's entries.
-        if type(layer) is not int or not 0 <= layer < g.n_layers:
-            raise BadInput(f"put: layer {layer!r} is not in 0..{g.n_layers - 1}")
+        check_layer(layer, g.n_layers, "put")
         if not isinstance(first, int) or first < 0:
             raise BadInput(f"put: first {first!r} is not a token position")
         m = check_rows(k, g, g.head_dim, f"put: layer {layer} keys")
@@ -303,9 +301,12 @@ def importance_of(values: Any, shape: tuple[int, ...], what: str) -> npt.NDArray
     """Importance as a float32 array of this shape. Raises BadInput."""
     if values is None:
         return None
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().numpy()
-    array = np.asarray(values, dtype=np.float32)
+    try:
+        if hasattr(values, "detach"):
+            values = values.detach().cpu().numpy()
+        array = np.asarray(values, dtype=np.float32)
+    except (ValueError, TypeError, OverflowError, NotImplementedError) as err:  # meta: the last
+        raise BadInput(f"{what}: importance wants {list(shape)} numbers: {err}") from None
     if array.shape != shape or np.isnan(array).any():
         raise BadInput(f"{what}: importance wants {list(shape)} numbers, got {list(array.shape)}")
     return array
