@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,8 @@ from impress.policy import AllHeads, Contiguous, Exact, Pages, Paper, Policy, Qu
 from impress.read.parts import Source
 from impress.read.reading import Reading
 from impress.read.worth import judge, ranks_if_used
+from impress.selection.choices import Selection
+from impress.selection.identify import Asked, select
 from impress.usage.history import Note
 
 Open = Callable[..., impress.PrefixStore]
@@ -228,6 +231,33 @@ def test_of_equals_that_take_turns_the_first_to_come_stays(open_store: Open) -> 
             ask(store, tokens, Exact())
         assert store.stats()["rows_from"]["dram"] == hits, eviction
         store.close()
+
+
+@dataclass(frozen=True)
+class Named:
+    """One row of each of these chunks."""
+
+    chunks: tuple[int, ...]
+    name: str = "named"
+    needs_suffix_lse: bool = False
+    probe: str | None = None
+
+
+@select.register
+def _(policy: Named, asked: Asked) -> Selection:
+    return Selection(np.array(policy.chunks) * 64, 0.1, 0.1, False, "given")
+
+
+def test_by_last_use_only_the_chunks_that_hold_wanted_rows_are_used(open_store: Open) -> None:
+    """All between the first and the last of them were: what was used last of all went."""
+    store = open_store(GEOMETRY, eviction="lru", dram_bytes=budget(6), io_threads=1)
+    put_prompt(store, prompt(N)).wait(60)
+    for chunks in ((0,), (1,), (2,), (0, 2), (5,)):
+        ask(store, prompt(N), Named(chunks))
+    (span,) = (record.span_id for record in store.catalog.records())
+    (cache,) = store._copies.chunks
+    for layer in range(2):
+        assert np.flatnonzero(cache.has(span, layer, np.arange(6))).tolist() == [0, 2, 5]
 
 
 def test_lfu_remembers_uses_of_what_is_in_no_cache(open_store: Open) -> None:

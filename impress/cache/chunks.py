@@ -21,6 +21,7 @@ Ids = npt.NDArray[np.int64]
 Ranks = npt.NDArray[np.float64]
 Shares = npt.NDArray[np.float32]
 Levels = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
 _ABSENT = -1
 
 #: A newcomer's rank (log2 of its score or its uses) must beat what it drives out by this, 9 % of
@@ -71,10 +72,10 @@ class ChunkCache:
         self._tick = 0
         self.evictions = 0
 
-    def pin(self, span: int, layer: int, first: int, count: int) -> Ids:
+    def pin(self, span: int, layer: int, first: int, count: int, used: Mask | None = None) -> Ids:
         """Entries of windows [first, first + count), _ABSENT (-1) where there is no copy.
 
-        Those found are pinned until `unpin`, and counted as used.
+        Those found are pinned until `unpin`; those of `used` [count] (None: all) count as used.
         """
         with self._lock:
             table = self._maps.get(span)
@@ -85,7 +86,7 @@ class ChunkCache:
             found[found >= 0] = np.where(self._ready[there], there, _ABSENT)
             there = found[found >= 0]
             self._tick += 1
-            self._used[there] = self._tick
+            self._used[there if used is None else found[used & (found >= 0)]] = self._tick
             self._pins[there] += 1
             self._heap.discard(there)
             return found
@@ -110,7 +111,7 @@ class ChunkCache:
         """Where in the arena a plane's pieces begin in these entries."""
         return entries * self.chunk_bytes + self._offs.get(plane, 0)
 
-    def has(self, span: int, layer: int, windows: Ids) -> npt.NDArray[np.bool_]:
+    def has(self, span: int, layer: int, windows: Ids) -> Mask:
         """Which of these windows have an entry, ready or being filled."""
         with self._lock:
             table = self._maps.get(span)

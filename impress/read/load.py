@@ -13,7 +13,7 @@ from impress.errors import PrefixLost
 from impress.read.direct import Direct, copies_of, divided
 from impress.read.flights import Flight, key_of, take
 from impress.read.outs import Outs
-from impress.read.parts import Mask, Part, Positions, Source, parts_of
+from impress.read.parts import Mask, Part, Positions, Source, parts_of, used_chunks
 from impress.read.placement import Brought
 from impress.read.plan import (
     Gather,
@@ -95,7 +95,8 @@ class Load:
         try:
             for cache, entries in zip(caches, self.entries, strict=True):
                 for part in self.parts:
-                    entries.append(cache.pin(part.span, layer, part.first, part.count))
+                    used = None if part.ordinals is None else used_chunks(part)
+                    entries.append(cache.pin(part.span, layer, part.first, part.count, used))
                     if (entries[-1] >= 0).any():
                         self._pinned.append((cache, entries[-1]))
             self._begin()
