@@ -155,6 +155,20 @@ def test_low_bit_scores_err_by_about_the_noise_they_state(
     assert 0.25 * noise.mean() < error < 4 * noise.mean()
 
 
+@pytest.mark.parametrize("name", ["int4-v1", "int1-v1"])
+@pytest.mark.parametrize("dim", [1, 2, 3, 4, 5])
+def test_heads_of_few_dimensions_score_as_their_codes_say(name: str, dim: int) -> None:
+    """Over one dimension, or two halves of one, scores were what lay in memory."""
+    codec, g = codec_of(name), Geometry(1, 4, 2, dim, "float32")
+    rng = np.random.default_rng(3)
+    keys = np.sign(rng.standard_normal((2, 64, dim))).astype(np.float32)
+    query = torch.from_numpy(rng.standard_normal((4, 5, dim)).astype(np.float32))
+    found = [scored.scores.clone() for scored in codec.score(codec.encode(keys, g), query, g, 1.0)]
+    level = {"int4-v1": 7.5 / 8, "int1-v1": 0.5 * 0.6}[name]  # of keys that are all 1 or −1
+    want = torch.einsum("hqd,hnd->hqn", query, torch.from_numpy(keys).repeat_interleave(2, 0))
+    assert torch.allclose(torch.cat(found), want * level, atol=0.03 * float(want.abs().max()))
+
+
 def test_int4_error_is_a_tenth_of_the_scores() -> None:
     geometry = Geometry(1, 8, 8, 64, "float16")
     keys, query = keys_and_query(geometry, n=512)

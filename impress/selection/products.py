@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _MOST_RATIO: Final = 1024.0
 #: Up to so many rows, products are made codes first.
 _FEW_ROWS: Final = 32
+#: Least heads for integer products: over a single dimension, half of two, torch's are garbage.
+_LEAST_DIM: Final = 3
 
 
 class CodeProduct(Protocol):
@@ -40,7 +42,7 @@ def code_product(rows: torch.Tensor, n: int, bits: int, dtype: str, take: Take) 
 
     `dtype` is the store's: where products are made in floats, a float32 store's are in float32.
     """
-    if not integer_products(rows.device.type):
+    if rows.shape[-1] < _LEAST_DIM or not integer_products(rows.device.type):
         return FloatProduct(rows.to(sketch_dtype(rows.device.type, dtype)), n, bits, take)
     if bits == 4 and rows.shape[-1] % 2 == 0:
         return HalvesProduct(rows, n, take)
