@@ -75,14 +75,14 @@ class IntegerProduct:
         self._bits = bits
         whole, steps = _rounded(rows)
         self._rows, self._steps = whole.to(module.int8).unbind(), steps.unbind()
-        self._centres = _centres(whole, bits).unbind()
+        self._centres = (steps * _centres(whole, bits)).unbind()
         self._codes = take((n, rows.shape[-1]), module.uint8)
         self._dots = _Dots(rows.shape[1], n, 1, take)
 
     def __call__(self, kv: int, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         unpack_codes(packed, self._codes.shape[1], self._bits, self._codes)
         self._dots.multiply(0, self._rows[kv], self._codes)
-        return self._dots.floats().sub_(self._centres[kv]).mul_(scales * self._steps[kv])
+        return self._dots.floats(self._steps[kv]).sub_(self._centres[kv]).mul_(scales)
 
 
 class HalvesProduct:
@@ -92,12 +92,15 @@ class HalvesProduct:
 
         q_hi·hi + q_lo·lo = (q_hi / 16)·x + (q_lo − q_hi / 16)·lo + 8 Σ q_hi
 
-    The two products are made with steps whose ratio is whole, and add up as integers.
+    The two products are made with steps whose ratio is whole, and add up as integers. It is one for
+    all rows of a head, which are first made of one size.
     """
 
     def __init__(self, rows: torch.Tensor, n: int, take: Take) -> None:
         module = torch_module()
         half = rows.shape[-1] // 2
+        peaks = _peaks(rows)
+        rows = rows / peaks
         most = rows.abs().amax(dim=1, keepdim=True)
         most_low = most[..., :half].amax(dim=-1, keepdim=True)
         most_high = most[..., half:].amax(dim=-1, keepdim=True)
@@ -108,12 +111,13 @@ class HalvesProduct:
         ratios = (left.abs().amax(dim=(1, 2), keepdim=True) / (127.0 * steps)).ceil_()
         ratios.nan_to_num_(nan=1.0).clamp_(1, 2 * _MOST_RATIO)  # a query of nan scores nan
         low = (left / (ratios * steps)).round_().clamp_(-127, 127)
-        self._steps, self._ratios = steps.unbind(), ratios.flatten().to(module.int64).tolist()
+        by_row = steps * peaks
+        self._steps, self._ratios = by_row.unbind(), ratios.flatten().to(module.int64).tolist()
         self._high, self._low = high.to(module.int8).unbind(), low.to(module.int8).unbind()
         # In steps, q_hi = 16 high and q_lo = low × ratio + high: 8 Σ q_hi − 7.5 Σ (q_hi + q_lo)
         tops = high.sum(dim=-1, keepdim=True)
         centres = 8 * tops - 7.5 * (low.sum(dim=-1, keepdim=True) * ratios + tops)
-        self._centres = centres.unbind()
+        self._centres = (by_row * centres).unbind()
         self._bytes = take((n, half), module.uint8)
         self._dots = _Dots(rows.shape[1], n, 2, take)
 
@@ -123,7 +127,7 @@ class HalvesProduct:
         dots.multiply(0, self._high[kv], raw)
         dots.multiply(1, self._low[kv], raw.bitwise_and_(15))
         dots.add(self._ratios[kv])
-        return dots.floats().add_(self._centres[kv]).mul_(scales * self._steps[kv])
+        return dots.floats(self._steps[kv]).add_(self._centres[kv]).mul_(scales)
 
 
 class _Dots:
@@ -157,13 +161,13 @@ class _Dots:
         """The second part, times a whole number, to the first."""
         self._parts[0].add_(self._parts[1], alpha=ratio)
 
-    def floats(self) -> torch.Tensor:
-        """The first part, to be overwritten."""
+    def floats(self, steps: torch.Tensor) -> torch.Tensor:
+        """The first part times `steps` [r, 1], to be overwritten."""
         floats = self._floats.copy_(self._parts[0])
         if not self._turns:
-            return floats
+            return floats.mul_(steps)
         module = torch_module()
-        turned: torch.Tensor = module.mm(self._identity, floats.t(), out=self._turned)
+        turned: torch.Tensor = module.mm(self._identity * steps, floats.t(), out=self._turned)
         return turned
 
 
@@ -177,12 +181,15 @@ def integer_products(device_type: str) -> bool:
 
 
 def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [n_kv, r, dim] as whole numbers up to 127, in float32, and their steps [n_kv, 1, 1].
-
-    One step for all rows of a head: what counts is the error of a score, not of a row.
-    """
-    steps = rows.abs().amax(dim=(1, 2), keepdim=True).clamp_(min=1e-30) / 127.0
+    """rows [n_kv, r, dim] as whole numbers up to 127, in float32, and their steps [n_kv, r, 1]."""
+    steps = _peaks(rows) / 127.0
     return (rows / steps).round_(), steps
+
+
+def _peaks(rows: torch.Tensor) -> torch.Tensor:
+    """The largest of each row, [n_kv, r, 1]: by that of all, a small row would be rounded away,
+    and no estimate would tell of it."""
+    return rows.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30)
 
 
 def _centres(rows: torch.Tensor, bits: int) -> torch.Tensor:
