@@ -116,6 +116,24 @@ def test_ranks_are_of_fading_uses_times_shares_and_never_need_renewing() -> None
     assert np.allclose(np.exp2(ranks - h.tick / HALF_LIFE), want, rtol=1e-4)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_share_of_a_chunk_is_of_rows_that_something_was_decided_about(packed: bool) -> None:
+    """The others count 1 in what it is worth, and did in the share that people are shown."""
+    h = history()
+    ordinals = np.arange(ROWS)
+    if packed:  # halves of the first two chunks change places
+        ordinals = np.concatenate(
+            [np.arange(8), np.arange(16, 24), np.arange(8, 16), ordinals[24:]]
+        )
+    h.request([note(None)])
+    h.request([note([0, 8], first=0, count=W)])
+    worth = h.worth(7, 0, ordinals)
+    assert worth is not None and worth.shares is not None
+    want = [1 / 8, 1 / 8, np.nan, np.nan] if packed else [1 / 8, *[np.nan] * 3]
+    assert np.allclose(worth.shares, want, atol=1e-3, equal_nan=True)
+    assert (worth.ranks > -np.inf).all()
+
+
 def test_chunks_are_those_the_rows_lie_in() -> None:
     h = history()
     order = np.arange(ROWS).reshape(W, WINDOWS).T.reshape(-1)  # ordinals of rows 0, 1, …

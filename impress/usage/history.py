@@ -68,7 +68,7 @@ class Worth(NamedTuple):
     """log2 of the scores as they will stand to others at any later time: all fade alike, so a rank
     never needs an update for that. -inf: never used."""
     shares: Floats | None
-    """None: nothing was decided about any row."""
+    """Of rows that something was decided about; nan: none of a chunk's, None: none of any."""
 
 
 class History:
@@ -197,12 +197,12 @@ class History:
         if known is None:
             return None
         with self._lock:
-            shares = _shares(known, layer, ordinals)
+            shares = known.shares(layer, ordinals)
             uses, tick = known.uses[layer], int(known.ticks[layer])
             ranks = _ranks(uses, np.ones_like(shares) if by_uses else shares, tick)
             known.scores[layer] = float((uses * shares).mean()) * _faded(known.tick - tick)
             known.summed = None
-            return Worth(ranks, shares if known.seen[layer].any() else None)
+            return Worth(ranks, known.decided(shares, layer, ordinals))
 
     def ranks_if_used(
         self, span_id: int, layer: int, n_chunks: int, used: Ids, ordinals: Ids | None = None,
@@ -215,7 +215,7 @@ class History:
             uses, shares = np.zeros(n_chunks, dtype=np.float32), np.ones(n_chunks, dtype=np.float32)
             if known is not None and known.seen.shape[1] == n_chunks:
                 uses += known.uses[layer] * np.float32(_faded(now - int(known.ticks[layer])))
-                shares = shares if by_uses else _shares(known, layer, ordinals)
+                shares = shares if by_uses else known.shares(layer, ordinals)
             uses[used] += 1
             return _ranks(uses, shares, now)
 
@@ -378,14 +378,3 @@ def _ranks(uses: Floats, shares: Floats, tick: int) -> npt.NDArray[np.float64]:
     """Of uses as of `tick`."""
     with np.errstate(divide="ignore"):
         return np.asarray(np.log2(uses * shares.astype(np.float64)) + tick / HALF_LIFE)
-
-
-def _shares(known: Remembered, layer: int, ordinals: Ids | None) -> Floats:
-    """Mean of the rows' averages by chunk; a row nothing was decided about counts 1."""
-    rows = known.average[layer].astype(np.float32)
-    rows.reshape(-1, known.window)[known.seen[layer] == 0] = 1
-    if ordinals is not None:
-        placed = np.empty_like(rows)
-        placed[ordinals] = rows
-        rows = placed
-    return np.asarray(rows.reshape(-1, known.window).mean(axis=1))

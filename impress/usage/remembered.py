@@ -24,6 +24,9 @@ import xxhash
 
 from impress.errors import FormatError
 
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
 _HEAD: Final = struct.Struct("<HHIIIQff")
 _VERSION: Final = 1
 _MOST_BYTES: Final = 1 << 30
@@ -91,6 +94,31 @@ class Remembered:
             np.repeat(self.uses.max(axis=1, keepdims=True), count, axis=1),
             self.ticks.copy(), np.full(len(self.ticks), np.nan), self.window,
         )  # fmt: skip
+
+    def shares(self, layer: int, ordinals: Ids | None) -> Floats:
+        """[n_chunks]: means of the rows' averages; a row nothing was decided about counts 1.
+
+        `ordinals`: where each row lies in the order of chunks; None: in position order.
+        """
+        rows = self.average[layer].astype(np.float32)
+        rows.reshape(-1, self.window)[self.seen[layer] == 0] = 1
+        return self._by_chunk(rows, ordinals)
+
+    def decided(self, shares: Floats, layer: int, ordinals: Ids | None) -> Floats | None:
+        """These without rows that count 1; nan where no others are, None where none are at all."""
+        seen = self.seen[layer] > 0
+        if seen.all() or not seen.any():
+            return shares if seen.any() else None
+        part = self._by_chunk(np.repeat(seen, self.window).astype(np.float32), ordinals)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(part > 0, (shares - (1 - part)) / part, np.float32(np.nan))
+
+    def _by_chunk(self, rows: Floats, ordinals: Ids | None) -> Floats:
+        if ordinals is not None:
+            placed = np.empty_like(rows)
+            placed[ordinals] = rows
+            rows = placed
+        return np.asarray(rows.reshape(-1, self.window).mean(axis=1))
 
     def summary(self) -> tuple[float, float]:
         """(mean score when last noted, mean share of important rows or nan)."""
