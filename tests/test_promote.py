@@ -22,6 +22,7 @@ from impress.read.worth import judge, ranks_if_used
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
 from impress.usage.history import Note
+from impress.usage.remembered import HALF_LIFE
 
 Open = Callable[..., impress.PrefixStore]
 Answer = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -285,6 +286,22 @@ def test_what_a_query_chose_by_units_is_learnt(open_store: Open, policy: Policy)
     assert average is not None
     for layer, (_, _, positions) in enumerate(answer):
         assert np.array_equal(np.flatnonzero(average[layer]), positions)
+
+
+def test_a_layer_retrieved_twice_is_one_use_of_all_its_rows(open_store: Open) -> None:
+    store = open_store(GEOMETRY)
+    put_prompt(store, prompt(N)).wait(60)
+    with store.lease(prompt(N)) as lease, lease.session(Named((1, 3))) as session:
+        session.retrieve(0, torch.zeros(4, 1, 64))
+        session.policy = Named((3, 4))
+        session.retrieve(0, torch.zeros(4, 1, 64))
+    settled(store)
+    (span,) = (record.span_id for record in store.catalog.records())
+    worth = store.history.worth(span, 0)
+    average = store.history.average(span)
+    assert worth is not None and average is not None
+    assert np.flatnonzero(average[0] == 1).tolist() == [64, 192, 256]
+    assert np.exp2(worth.ranks - 1 / HALF_LIFE)[[1, 3, 4]] == pytest.approx(1 / 64)
 
 
 def test_what_is_used_more_drives_out_what_is_used_less(open_store: Open) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Final
@@ -84,9 +84,20 @@ def count(reading: Reading, looked: Sequence[Looked]) -> None:
 
 def learn(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked]) -> None:
     """Give history one request's notes, and ask for a save when enough have come together."""
-    reading.history.request(note for one in looked for note in notes_of(sources, one))
+    once = by_layer(looked)
+    reading.history.request(note for one in once for note in notes_of(sources, one))
     if reading.history.due:
         reading.save_history()
+
+
+def by_layer(looked: Sequence[Looked]) -> list[Looked]:
+    """One a layer: of those retrieved more than once, which a request uses once all the same, the
+    rows of every time. Pure."""
+    found: dict[int, Looked] = {}
+    for one in looked:
+        before = found.get(one.layer)
+        found[one.layer] = one if before is None else _joined(before, one)
+    return list(found.values())
 
 
 def notes_of(sources: Sequence[Source], looked: Looked) -> Iterator[Note]:
@@ -261,6 +272,13 @@ def _read(
 
 
 # ---- parts -------------------------------------------------------------------------------------
+
+
+def _joined(one: Looked, other: Looked) -> Looked:
+    rows = None
+    if one.positions is not None and other.positions is not None:
+        rows = np.union1d(one.positions, other.positions)
+    return replace(other, positions=rows, decided=one.decided and other.decided)
 
 
 def _rows_of(source: Source, positions: Ids | None) -> Ids:
