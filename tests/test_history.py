@@ -396,3 +396,25 @@ def test_history_is_saved_every_so_many_requests(
     store.flush()
     assert store.index.history(span) is not None
     assert store.index.history_tick() == SAVE_EVERY
+
+
+def test_a_span_is_saved_with_the_score_that_its_last_request_gave_it(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was saved between the note and the judging: a use less, which `inspect` then showed."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(128)).wait(60)
+    saved: list[dict[int, bytes]] = []
+    monkeypatch.setattr(History, "due", True)
+    store._reading = replace(
+        store._reading, save_history=lambda: saved.append(store.history.dump())
+    )
+    for _ in range(2):
+        with store.lease(prompt(128)) as lease, lease.session() as session:
+            for layer in range(geometry.n_layers):
+                session.retrieve(layer, None)
+        assert store._pool.idle(60)
+    ((span, value),) = saved[-1].items()
+    head = head_of(value)
+    assert head is not None and head.score == pytest.approx(2, rel=1e-2)
+    assert store.history.summary(span) == pytest.approx((head.score, np.nan), nan_ok=True)

@@ -61,6 +61,8 @@ def after(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked])
         count(reading, looked)
         learn(reading, sources, looked)
         worths = [_judged(reading, sources, one) for one in looked]
+        if reading.history.due:  # not before they are judged: a span is saved with its score
+            reading.save_history()
         fetch(reading, sources, looked, worths)
     except Exception:  # nobody waits for it, and the cache may forget
         log.exception("what follows a request failed")
@@ -83,11 +85,9 @@ def count(reading: Reading, looked: Sequence[Looked]) -> None:
 
 
 def learn(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked]) -> None:
-    """Give history one request's notes, and ask for a save when enough have come together."""
+    """Give history one request's notes."""
     once = by_layer(looked)
     reading.history.request(note for one in once for note in notes_of(sources, one))
-    if reading.history.due:
-        reading.save_history()
 
 
 def by_layer(looked: Sequence[Looked]) -> list[Looked]:
