@@ -86,7 +86,8 @@ class Config(BaseModel):
     """Most space on disk that a copy may take while its span is repacked; one is, at a time."""
     daily_write_bytes: int | None = Field(default=None, gt=0, le=MOST_BYTES)
     """Bytes stores and repacking may write in a day, restarts included; a store beyond it is
-    refused. None: no limit."""
+    refused. What was left over counts for the next day, so up to twice as many in one after a rest.
+    None: no limit."""
     admit: Literal["first", "second"] = "first"
     """When an engine stores a window: at its first use, or only once it was used before (for
     servers: most prompts never return). What `store` and `writer` are given is always admitted."""
