@@ -93,9 +93,9 @@ class Load:
         self.flight: Flight | None = None  # others may copy what it brings
         self.tickets = {} if tickets is None else tickets
         try:
-            for cache, entries in zip(caches, self.entries, strict=True):
-                for part in self.parts:
-                    used = None if part.ordinals is None else used_chunks(part)
+            for part in self.parts if caches else ():
+                used = None if part.ordinals is None else used_chunks(part)
+                for cache, entries in zip(caches, self.entries, strict=True):
                     entries.append(cache.pin(part.span, layer, part.first, part.count, used))
                     if (entries[-1] >= 0).any():
                         self._pinned.append((cache, entries[-1]))
