@@ -792,10 +792,10 @@ def test_a_header_without_room_gives_back_the_room_for_rows(
     assert rest is not None and data is not None and store.ssd.usage().free == 0
     store.ssd.free(data)  # room for the rows, and a new segment for the header
     taken = store.ssd.folder / f"{data.parts[0].segment + 1:08d}.seg"
-    taken.mkdir()
+    taken.touch()
     assert [span.outcome for span in store.repack().spans] == ["no room for a copy"]
     assert store.ssd.usage().free == data.n_bytes
-    taken.rmdir()
+    taken.unlink()
     store.ssd.free(rest)
     assert store.repack().moved == 1
     assert_serves(store, prompt(256), 256)

@@ -314,7 +314,7 @@ class SsdContract(TierContract):
         go.set()
         for thread in (trimming, wanting):
             thread.join(60)
-        assert all(in_time) and slots == [go_away]
+        assert in_time == [True] and slots == [go_away]
         tier.check()
 
     def test_files_of_another_folders_numbers_are_left_alone(

@@ -141,15 +141,17 @@ class Space:
         self._stale = outside(self._stale, sorted(extents))
 
     def drop(self, segment: int) -> int:
-        """Forget a segment that is wholly free; the bytes it had. 0: it is not."""
-        n_bytes = self.sizes[segment]
-        if self._free[segment] != [(0, n_bytes)]:
-            return 0
-        self.cleaned([Extent(segment, 0, n_bytes)])
-        del self.sizes[segment]
+        """Forget a segment that is wholly free; the bytes it had."""
+        assert self.is_empty(segment), "segment in use"
+        self.cleaned([Extent(segment, 0, self.sizes[segment])])
+        n_bytes = self.sizes.pop(segment)
         self.free_bytes -= n_bytes
         del self._free[segment]
         return n_bytes
+
+    def is_empty(self, segment: int) -> bool:
+        """Whether it holds nothing."""
+        return self._free[segment] == [(0, self.sizes[segment])]
 
     def check(self) -> None:
         """Assert that free extents are sorted, disjoint, merged, inside, and add up."""

@@ -231,10 +231,8 @@ class SsdTier:
 
     def turns(self) -> list[Extent]:
         """All there is, in parts that `erase_free` is called with one after the other."""
-        return [
-            Extent(segment, off, ERASE_BYTES)
-            for segment, n in list(self._space.sizes.items()) for off in range(0, n, ERASE_BYTES)
-        ]  # fmt: skip
+        sizes = list(self._space.sizes.items())
+        return [Extent(s, off, ERASE_BYTES) for s, n in sizes for off in range(0, n, ERASE_BYTES)]
 
     def erase_free(self, within: Extent, kept: Sequence[Extent] = ()) -> None:
         """Erase and sync what is free there: rows that were evicted, or that a crash cut off. So
@@ -287,7 +285,7 @@ class SsdTier:
         n_bytes, path = 0, self._files.path(segment)
         try:
             with self._lock:
-                n_bytes = self._space.drop(segment)
+                n_bytes = self._space.drop(segment) if self._space.is_empty(segment) else 0
             if n_bytes:
                 self._files.forget(segment)  # first: else a new one's rows would go to this
                 path.unlink(missing_ok=True)
@@ -318,14 +316,17 @@ class SsdTier:
             return self._outgrown(OSError(errno.ENOSPC, "no number is left for it"))
         path = self._files.path(segment)
         try:
-            path.unlink(missing_ok=True)  # where Ctrl-C came between one and its account
             make_full(path, self._segment_bytes)
+            with self._lock:
+                self._space.add(segment, self._segment_bytes)
         except OSError as err:
             if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 return self._outgrown(err)
             raise MediumError(f"ssd: {path}: {err.strerror}") from err
-        with self._lock:
-            self._space.add(segment, self._segment_bytes)
+        except BaseException:  # Ctrl-C: a file without an account keeps the next from its name
+            if segment not in sizes:
+                path.unlink(missing_ok=True)
+            raise
         self.no_room = ""
         return True
 

@@ -168,10 +168,10 @@ class _Verification:
             if self._pool.idle(0.1):  # a read that hangs would hold whoever closes its queue
                 self._ssd.close()
         for (span, segment), bad in sorted(self._bad.items()):
-            some = f"{bad.n_pieces} pieces do not match their checksums"
-            what = some if bad.n_pieces > 1 else "1 piece does not match its checksum"
-            what = f"{what}, first: {bad.first}"
-            self._report(what, span, segment)
+            what = "1 piece does not match its checksum"
+            if bad.n_pieces > 1:
+                what = f"{bad.n_pieces} pieces do not match their checksums"
+            self._report(f"{what}, first: {bad.first}", span, segment)
         self._drop_evicted()
         return self._verdict
 
