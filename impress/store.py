@@ -149,7 +149,7 @@ class PrefixStore:
         self._repacker: Repacker | None = None
         if self.writable:  # last: it starts to work
             busy = partial(bool, self._leases)  # a request is between its lease and its first token
-            self._repacker = Repacker(home, self._pool, geometry, config, self.counters, busy)
+            self._repacker = Repacker(home, self._pool, config, self.counters, busy)
 
     def _forget(self, span: int) -> None:
         self._copies.drop_span(span)

@@ -15,15 +15,13 @@ from impress.blockhash import Tokens, key_after, labels_of, namespace_digest, ro
 from impress.cli.survey import called, known_of
 from impress.config import Config
 from impress.quality.ledgers import decoded
-from impress.read.parts import Source, parts_of
+from impress.read.parts import Source, parts_of, source_of
 from impress.read.plan import plan_reads, whole
-from impress.spans.format import SpanHeader
-from impress.spans.layout import K, SpanLayout, V
-from impress.spans.tables import read_header
+from impress.spans.layout import K, V
+from impress.spans.tables import Tables, read_header
 from impress.store import PrefixStore
 from impress.tree.catalog import Held
 from impress.tree.trace import Near, Step, Trace
-from tiers.base import Slot
 from tiers.coalesce import TURNS, coalesce, slice_bytes, slices
 from tiers.errors import ReadFailed
 
@@ -165,22 +163,18 @@ def _sources(
     store: PrefixStore, held: Sequence[Held]
 ) -> tuple[list[Source], dict[str, Any] | None]:
     """Held runs with their headers, as a lease would have them; and why one cannot be had."""
-    headers: dict[int, SpanHeader] = {}
+    tables: dict[int, Tables] = {}
     sources: list[Source] = []
     at = 0
     for h in held:
         span = h.record.span_id
-        if span not in headers:
+        if span not in tables:
             try:
-                headers[span] = read_header(store.ssd, h.record)
+                tables[span] = Tables.of(read_header(store.ssd, h.record))
             except ReadFailed as err:
                 why = f"span {span} does not read back, or was evicted just now: {err}"
                 return sources, {"span": span, "why": why}
-        header = headers[span]
-        probe_bytes = [probe.window_bytes(store.window) for probe in header.probes]
-        layout = SpanLayout.of(store.geometry, store.window, h.record.n_windows, probe_bytes)
-        slot = Slot(h.record.parts)
-        sources.append(Source(h, layout, slot, header.sums, header.probes, at, header.order))
+        sources.append(source_of(h, tables[span], store.geometry, at))
         at += h.count
     return sources, None
 

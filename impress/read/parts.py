@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from impress.spans.format import ProbeRecord
+from impress.spans.format import ProbeRecord, layout_of
 from impress.spans.layout import SpanLayout
 from impress.spans.order import RowOrder
 from impress.spans.tables import Tables
@@ -65,8 +65,7 @@ def sources_of(
 def source_of(held: Held, tables: Tables, geometry: Geometry, at: int) -> Source:
     """What reading a held run takes. `at`: its first window on the lease. Pure."""
     record = held.record
-    probe_bytes = [probe.window_bytes(record.window) for probe in tables.probes]
-    layout = SpanLayout.of(geometry, record.window, record.n_windows, probe_bytes)
+    layout = layout_of(geometry, record.window, record.n_windows, tables.probes)
     return Source(held, layout, Slot(record.parts), tables.sums, tables.probes, at, tables.order)
 
 

@@ -34,10 +34,9 @@ from impress.repacking.report import (
 )
 from impress.repacking.span_copy import Copier, Gone, SpanPart, Stopped
 from impress.spans.format import SpanHeader, SpanRecord, meta_bytes
-from impress.spans.layout import K, SpanLayout, V
+from impress.spans.layout import K, V
 from impress.stats import Counters
 from impress.tree.catalog import Held
-from impress.types import Geometry
 from impress.write.budget import Clock, Pace
 from impress.write.home import Home
 from impress.write.jobs import SwapJob, Swapped
@@ -64,12 +63,11 @@ class _Move:
 
     held: Held
     part: SpanPart
-    layout: SpanLayout  # of the copy
     plan: Repacking | None  # None: a rewrite, for the sake of the windows that are dead
 
     @property
     def n_bytes(self) -> int:
-        return self.layout.data_bytes + self.held.record.meta.length
+        return self.part.layout.data_bytes + self.held.record.meta.length
 
     def report(self, outcome: str) -> SpanReport:
         record, plan = self.held.record, self.plan
@@ -102,12 +100,11 @@ class Repacker:
     """One pass at a time, one span at a time. Thread-safe."""
 
     def __init__(
-        self, home: Home, pool: IoPool, geometry: Geometry, config: Config, counters: Counters,
+        self, home: Home, pool: IoPool, config: Config, counters: Counters,
         busy: Callable[[], bool], clock: Clock = monotonic,
     ) -> None:  # fmt: skip
         """`busy`: whether requests are being served, whose turn comes first."""
         self._home = home
-        self._geometry = geometry
         self._config = config
         self._counters = counters
         self._stop = threading.Event()
@@ -212,7 +209,7 @@ class Repacker:
         # What is dead between two windows that live stays: another pass would only copy it again.
         if rewrite and held.record.n_windows - (end - first) > DEAD_SHARE * held.record.n_windows:
             part = SpanPart.as_it_lies(header, first, end - first)
-            return _Move(held, part, part.layout(part.count), None)
+            return _Move(held, part, None)
         return self._order(held, header, views)
 
     def _order(self, held: Held, header: SpanHeader, views: list[tuple[int, int]]) -> _Move | None:
@@ -224,11 +221,10 @@ class Repacker:
         if worth is None or chosen is None:
             return None
         window, n_windows = held.record.window, held.record.n_windows
-        layout = SpanPart(header, 0, n_windows, None).layout(n_windows)
         groups = [(a * window, n * window) for a, n in tiled(views, n_windows)]
-        gap, planes = self._config.read_gap_bytes, [layout.planes[plane] for plane in (K, V)]
+        gap, planes = self._config.read_gap_bytes, [header.layout.planes[plane] for plane in (K, V)]
         plan = plan_repack(worth, chosen, header.order, groups, planes, window, gap)
-        return _Move(held, SpanPart(header, 0, n_windows, plan.slots), layout, plan)
+        return _Move(held, SpanPart(header, 0, n_windows, plan.slots), plan)
 
     def _deal_with(self, move: _Move, so_far: _Pass) -> str:
         """Move it, or say why not."""
@@ -283,7 +279,7 @@ class Repacker:
         growth = math.inf if capacity is None else max(0, capacity - usage.total)
         if ssd.no_room:  # the file system is full
             growth = 0
-        rows = max(0, so_far.taken + move.layout.data_bytes)
+        rows = max(0, so_far.taken + move.part.layout.data_bytes)
         holed = ssd.missing(rows, SMALL_PART) > growth
         if holed or so_far.taken + move.n_bytes > usage.free + growth:  # a header: in any hole
             return NO_ROOM
@@ -294,16 +290,16 @@ class Repacker:
     def _reserve(self, move: _Move) -> SpanRecord | None:
         """Room for the copy where there is some, in parts as small as a store's; nothing is evicted
         for it. None, or what fails: its part of the day's writes is given back."""
-        ssd, record = self._home.ssd, move.held.record
+        ssd, layout = self._home.ssd, move.part.layout
         self._sync_failures = ssd.sync_failures
         data = meta = draft = None
         try:
             with suppress(MediumError):
-                data = ssd.reserve(move.layout.data_bytes, SMALL_PART)
+                data = ssd.reserve(layout.data_bytes, SMALL_PART)
                 if data is not None:
                     size = meta_bytes(
-                        len(data.parts), move.part.count, record.window, self._geometry.n_layers,
-                        move.layout.n_sums,
+                        len(data.parts), layout.n_windows, move.held.record.window,
+                        layout.n_layers, layout.n_sums,
                     )  # fmt: skip
                     meta = ssd.reserve(size)
             # A header is one extent, for scans.

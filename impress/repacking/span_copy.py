@@ -15,7 +15,13 @@ from typing import Final
 import numpy as np
 
 from impress.blockhash import key_after
-from impress.spans.format import ORDER_PACKED, ORDER_POSITION, SpanHeader, SpanRecord
+from impress.spans.format import (
+    ORDER_PACKED,
+    ORDER_POSITION,
+    SpanHeader,
+    SpanRecord,
+    layout_of,
+)
 from impress.spans.layout import K, SpanLayout, V
 from impress.spans.order import RowOrder, Rows
 from impress.spans.rows import move_rows
@@ -64,11 +70,11 @@ class SpanPart:
         slots = np.stack([rows[(rows >= 0) & (rows < n_rows)] for rows in lying])
         return cls(header, first, count, slots)
 
-    def layout(self, n_windows: int) -> SpanLayout:
-        """Of a span like it with so many windows."""
-        window = self.header.record.window
-        probe_bytes = [probe.window_bytes(window) for probe in self.header.probes]
-        return SpanLayout.of(self.header.geometry, window, n_windows, probe_bytes)
+    @property
+    def layout(self) -> SpanLayout:
+        """Of the copy."""
+        header = self.header
+        return layout_of(header.geometry, header.record.window, self.count, header.probes)
 
     def record(self, span_id: int, meta: Extent, parts: tuple[Extent, ...]) -> SpanRecord:
         """Of the copy: the same keys and labels for the same windows."""
@@ -115,8 +121,7 @@ class Copier:
 
         Gone when `alive()`, asked before each layer, says so.
         """
-        new = part.layout(part.count)
-        old = part.layout(part.header.record.n_windows)
+        old, new = part.header.layout, part.layout
         low, order = part.first * part.header.record.window, part.header.order
         sums = np.zeros(new.n_sums, dtype=np.uint64)
         for layer in range(new.n_layers):

@@ -7,7 +7,7 @@ decode is FormatError, never a guess.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from impress.errors import FormatError
+from impress.spans.layout import SpanLayout
 from impress.spans.order import RowOrder, order_bytes
 from impress.types import Geometry
 from tiers.base import PAGE, Bytes, Extent, Sums, round_up
@@ -101,6 +102,20 @@ class SpanHeader:
     name: str
     probes: tuple[ProbeRecord, ...] = ()
     order: RowOrder | None = None  # None: position order
+
+    @property
+    def layout(self) -> SpanLayout:
+        """Where its rows and probe records lie."""
+        record = self.record
+        return layout_of(self.geometry, record.window, record.n_windows, self.probes)
+
+
+def layout_of(
+    geometry: Geometry, window: int, n_windows: int, probes: Sequence[ProbeRecord]
+) -> SpanLayout:
+    """Where rows and probe records of a span of `n_windows` lie."""
+    probe_bytes = [probe.window_bytes(window) for probe in probes]
+    return SpanLayout.of(geometry, window, n_windows, probe_bytes)
 
 
 def meta_bytes(n_parts: int, n_windows: int, window: int, n_layers: int, n_sums: int) -> int:

@@ -27,6 +27,10 @@ class Tables:
     probes: tuple[ProbeRecord, ...]
     order: RowOrder | None = None  # None: rows lie in position order
 
+    @classmethod
+    def of(cls, header: SpanHeader) -> Tables:
+        return cls(header.sums, header.probes, header.order)
+
     @property
     def n_bytes(self) -> int:
         return self.sums.nbytes + (self.order.n_bytes if self.order else 0)
@@ -96,8 +100,7 @@ class TableCache:
 
     def _load(self, record: SpanRecord) -> Tables | ReadFailed:
         try:
-            header = read_header(self._ssd, record)
-            return Tables(header.sums, header.probes, header.order)
+            return Tables.of(read_header(self._ssd, record))
         except ReadFailed as err:
             return err
 

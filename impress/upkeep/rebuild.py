@@ -33,7 +33,6 @@ from impress.spans.format import (
     encode_index,
     header_page_length,
 )
-from impress.spans.layout import SpanLayout
 from impress.spans.records import wrong_record
 from impress.write.directory import (
     IDENTITY,
@@ -263,8 +262,8 @@ def _ours(
         if header.store_uuid != identity.uuid:
             found.foreign += 1
             continue
-        layout = _layout(header)
-        wrong = header.geometry != identity.geometry or len(header.sums) != layout.n_sums
+        wrong = header.geometry != identity.geometry
+        wrong = wrong or len(header.sums) != header.layout.n_sums
         wrong = wrong or record.span_id not in shard.spans
         if wrong or wrong_record(record, identity.geometry, identity.window):
             found.torn += 1
@@ -324,14 +323,8 @@ def _claimed(space: Space, header: SpanHeader) -> bool:
     return True
 
 
-def _layout(header: SpanHeader) -> SpanLayout:
-    record = header.record
-    probe_bytes = [probe.window_bytes(record.window) for probe in header.probes]
-    return SpanLayout.of(header.geometry, record.window, record.n_windows, probe_bytes)
-
-
 def _rows_match(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferPool) -> bool:
-    slot, layout = Slot(header.record.parts), _layout(header)
+    slot, layout = Slot(header.record.parts), header.layout
     for layer in range(layout.n_layers):
         for plane, shape in enumerate(layout.planes):
             step = max(1, _READ_BYTES // shape.chunk_bytes)

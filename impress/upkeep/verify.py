@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -21,11 +21,11 @@ import numpy as np
 
 from impress.errors import FormatError, StoreFailed
 from impress.spans.format import (
-    ProbeRecord,
     SpanHeader,
     SpanRecord,
     decode_header,
     decode_index,
+    layout_of,
     split_index,
 )
 from impress.spans.layout import K, SpanLayout, V
@@ -251,17 +251,12 @@ class _Verification:
             raise StoreFailed(f"verify: a read took more than {_TIMEOUT_S:g} s")
         return n_bytes
 
-    def _layout(self, record: SpanRecord, probes: Sequence[ProbeRecord] = ()) -> SpanLayout:
-        window = self._identity.window
-        probe_bytes = [probe.window_bytes(window) for probe in probes]
-        return SpanLayout.of(self._identity.geometry, window, record.n_windows, probe_bytes)
-
     def _parts(self, record: SpanRecord) -> Iterator[_Part]:
         """What to read of a span; nothing when its header, where the sums are, is not sound."""
         header = self._read_header(record)
         if header is None:
             return
-        layout, sums = self._layout(record, header.probes), header.sums
+        layout, sums = header.layout, header.sums
         for probe in header.probes:
             if probe.params != NONE and self._params.layers(probe.params) is None:
                 what = f"{probe.codec} parameters {probe.params.hex()[:12]}…: missing or damaged"
@@ -296,7 +291,8 @@ class _Verification:
             differs.append("store_uuid")
         if header.geometry != self._identity.geometry:
             differs.append("geometry")
-        if len(header.sums) != self._layout(record, header.probes).n_sums:
+        shape = (self._identity.geometry, self._identity.window, record.n_windows)
+        if len(header.sums) != layout_of(*shape, header.probes).n_sums:
             differs.append("sums")
         if differs:
             what = f"header: not what the index says ({', '.join(differs)})"

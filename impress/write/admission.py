@@ -8,7 +8,7 @@ from typing import Final
 
 from impress.blockhash import Tokens, key_after
 from impress.errors import BadInput, StoreFailed
-from impress.spans.format import ProbeRecord, SpanRecord, meta_bytes
+from impress.spans.format import ProbeRecord, SpanRecord, layout_of, meta_bytes
 from impress.spans.layout import SpanLayout
 from impress.spans.tables import TableCache
 from impress.stats import Counters
@@ -145,8 +145,8 @@ class Admission:
     ) -> Draft | str:
         """Reserve space for a span of n_windows from window `first`; or why there is none."""
         sketches = self._media.sketches(probed)
-        probe_bytes = [sketch.record.window_bytes(self._window) for sketch in sketches]
-        layout = SpanLayout.of(self._geometry, self._window, n_windows, probe_bytes)
+        records = [sketch.record for sketch in sketches]
+        layout = layout_of(self._geometry, self._window, n_windows, records)
         reserved = self._reserve_both(n_windows, layout)
         if isinstance(reserved, str):
             return reserved

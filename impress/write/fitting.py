@@ -19,7 +19,7 @@ from impress.errors import ImpressError
 from impress.selection.probes import FittedCodec, ProbeCodec, fitted
 from impress.selection.probes_pca import FIT_TOKENS
 from impress.spans.format import SpanHeader, SpanRecord
-from impress.spans.layout import K, SpanLayout
+from impress.spans.layout import K
 from impress.spans.params import Params
 from impress.spans.rows import Words, plane_words
 from impress.spans.tables import read_header
@@ -151,8 +151,7 @@ class Fitter:
     def _keys(self, header: SpanHeader, layer: int, count: int) -> Words:
         """A layer's keys in the first `count` chunks of a span, in any order of rows."""
         g, record = self._geometry, header.record
-        probe_bytes = [probe.window_bytes(record.window) for probe in header.probes]
-        layout = SpanLayout.of(g, record.window, record.n_windows, probe_bytes)
+        layout = header.layout
         shape = layout.planes[K]
         dest = aligned(count * shape.chunk_bytes)[: count * shape.chunk_bytes]
         at = layout.sums_at(layer, K, 0)
