@@ -458,7 +458,7 @@ class Clock:
 
 def with_clock(store: impress.PrefixStore) -> Clock:
     clock = Clock()
-    store._leases.clock = clock  # type: ignore[misc]
+    store._leases.clock = clock
     return clock
 
 

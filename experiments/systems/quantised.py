@@ -9,6 +9,7 @@ device's work: emulated (`Compute.dequantise`).
 from __future__ import annotations
 
 from pathlib import Path
+from time import monotonic
 from typing import Any, Final
 
 import numpy as np
@@ -134,7 +135,7 @@ class QuantisedStore:
         return Lease(
             [self.sources[number]], self._window, "", self._reading,
             lambda lease, policy, first: Session(lease, policy, self._reading, first),
-            lambda _lease: None,
+            lambda _lease: None, monotonic,
         )  # fmt: skip
 
     def close(self) -> None:

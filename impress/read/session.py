@@ -27,7 +27,7 @@ from impress.read.tickets import ended, give_way, nothing, when_all
 from impress.spans.layout import K, V
 from impress.spans.rows import torch_module
 from impress.tree.catalog import Held
-from impress.tree.leases import Clock, now
+from impress.tree.leases import Clock
 from impress.types import an_int, check_layer
 from tiers.iopool import Lane, Task, Ticket
 
@@ -50,7 +50,7 @@ class Lease:
     def __init__(
         self, sources: Sequence[Source], window: int, miss_reason: str, reading: Reading,
         make_session: Callable[[Lease, Policy, int], Session], release: Callable[[Lease], None],
-        clock: Clock = now,
+        clock: Clock,
     ) -> None:  # fmt: skip
         self.sources = tuple(sources)
         self.n_tokens = sum(source.held.count for source in sources) * window

@@ -37,7 +37,7 @@ from impress.spans.format import SpanHeader, SpanRecord, meta_bytes
 from impress.spans.layout import K, V
 from impress.stats import Counters
 from impress.tree.catalog import Held
-from impress.write.budget import Clock, Pace
+from impress.write.budget import Pace
 from impress.write.home import Home
 from impress.write.jobs import SwapJob, Swapped
 from impress.write.leaving import COMMIT_TIMEOUT_S, SMALL_PART
@@ -101,15 +101,15 @@ class Repacker:
 
     def __init__(
         self, home: Home, pool: IoPool, config: Config, counters: Counters,
-        busy: Callable[[], bool], clock: Clock = monotonic,
+        busy: Callable[[], bool],
     ) -> None:  # fmt: skip
         """`busy`: whether requests are being served, whose turn comes first."""
         self._home = home
         self._config = config
         self._counters = counters
         self._stop = threading.Event()
-        pace = Pace(config.repack_bytes_per_s, clock, self._stop.wait)
-        self._copier = Copier(home.ssd, pool, pace, partial(self._stand_back, busy, clock))
+        pace = Pace(config.repack_bytes_per_s, monotonic, self._stop.wait)
+        self._copier = Copier(home.ssd, pool, pace, partial(self._stand_back, busy))
         self._pass = threading.Lock()  # held for a whole pass; only passes take it
         self._looked: dict[int, int] = {}  # span -> its leases when the background last looked
         self._moved: set[int] = set()  # out of the tree, perhaps not reclaimed yet
@@ -371,10 +371,10 @@ class Repacker:
         ended.wait(COMMIT_TIMEOUT_S)
         return outcomes[-1]
 
-    def _stand_back(self, busy: Callable[[], bool], clock: Clock) -> bool:
+    def _stand_back(self, busy: Callable[[], bool]) -> bool:
         """Let requests under way go first, for a while; False when the store is closing."""
-        give_up_s = clock() + PATIENCE_S
-        while busy() and clock() < give_up_s:
+        give_up_s = monotonic() + PATIENCE_S
+        while busy() and monotonic() < give_up_s:
             if self._stop.wait(NAP_S):
                 return False
         return True

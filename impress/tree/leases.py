@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from time import monotonic
-from typing import Final, Protocol
+from typing import Protocol
 
 log = logging.getLogger("impress")
 
@@ -22,11 +22,6 @@ class Held(Protocol):
         """Unpin for the holder; False when it has done so itself."""
 
 
-def now() -> float:
-    """Seconds of the clock that leases age by."""
-    return monotonic()
-
-
 class Leases:
     """Thread-safe. A lease is taken back `grace_s` after it expired at `timeout_s`.
 
@@ -34,11 +29,10 @@ class Leases:
     that is reclaimed then. (One that is stuck for longer meets bytes of another checksum: a miss.)
     """
 
-    def __init__(
-        self, timeout_s: float, grace_s: float, count: Callable[[int], None], clock: Clock = now
-    ) -> None:
+    def __init__(self, timeout_s: float, grace_s: float, count: Callable[[int], None]) -> None:
         """`count` is told how many were taken back."""
-        self.clock: Final = clock
+        self.clock: Clock = monotonic
+        """Seconds of the clock that leases age by."""
         self._count = count
         self._limit_s = timeout_s + grace_s
         self._lock = threading.Lock()

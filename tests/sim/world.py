@@ -24,7 +24,6 @@ import impress.write.env
 import impress.write.health
 import impress.write.home
 from impress.policy import Paper, Quality, Random, Recency
-from impress.repacking.repack import Repacker
 from tiers.errors import MediumError
 
 GEOMETRY = impress.Geometry(2, 4, 2, 32, "float32")
@@ -41,12 +40,6 @@ FAULTS = (
     Faults(), Faults(), Faults(late=0.05), Faults(eio=0.02), Faults(flip=0.02), Faults(write=0.01),
     Faults(sync=0.1), Faults(late=0.02, sync=0.02, eio=0.01, short=0.01, flip=0.01, write=0.005),
 )  # fmt: skip
-
-
-def _monotonic_defaults(patch: Any, clock: Any) -> None:
-    """Clocks bound as defaults when a module was imported."""
-    defaults = tuple(clock if callable(d) else d for d in Repacker.__init__.__defaults__ or ())
-    patch(Repacker.__init__, "__defaults__", defaults)
 
 
 class World:
@@ -75,7 +68,6 @@ class World:
         patch(impress.write.home, "SsdTier", SimSsd)
         patch(impress.write.home, "wall_clock", self.sched.clock)
         patch(impress.write.health, "RETRY_S", impress.write.health.RETRY_S)
-        _monotonic_defaults(patch, self.sched.clock)
 
     def _make_prompts(self) -> list[np.ndarray]:
         """A few that begin alike: the tree splits, spans are seen in part."""
