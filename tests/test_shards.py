@@ -172,7 +172,7 @@ def test_a_reader_never_waits_for_one_of_the_same_process_number(
     ready(writer, prompt(128))
     folder = writer.path / "shards/main/readers"
     folder.mkdir(exist_ok=True)
-    fds = [lock_file(folder / f"{os.getpid()}.{n}", wait=False) for n in range(1000)]
+    fds = [lock_file(folder / f"{os.getpid()}.{n}") for n in range(1000)]
     try:
         assert_serves(open_store(geometry, mode="r"), prompt(128), 128)
     finally:

@@ -50,12 +50,12 @@ def give_to_owner(path: Path) -> None:
             os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
-def numbered(folder: Path, suffix: str) -> list[Path]:
-    """The files NUMBER.suffix of a folder, by name; none where there is no folder.
+def segment_paths(folder: Path) -> list[Path]:
+    """The files NUMBER.seg of a folder, by name; none where there is no folder.
 
     Whatever else somebody put there, a copy with a name of his own, is not among them.
     """
-    found = folder.glob(f"[0-9]*{suffix}")
+    found = folder.glob("[0-9]*.seg")
     return sorted(path for path in found if path.stem.isascii() and path.stem.isdigit())
 
 
@@ -120,8 +120,8 @@ def make_full(path: Path, n_bytes: int) -> None:
         os.close(fd)
 
 
-def lock_file(path: Path, *, wait: bool) -> int | None:
-    """Create a file if need be and lock it for this process alone; None: somebody else has it.
+def lock_file(path: Path) -> int | None:
+    """Create a file if need be and lock it for this process alone; None at once: another has it.
 
     The kernel lets go when the process ends, however it ends: a forked child does not inherit the
     lock. Give the descriptor to `unlock_file`. Raises OSError.
@@ -130,7 +130,7 @@ def lock_file(path: Path, *, wait: bool) -> int | None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         give_to_owner(path)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _still_there(path, fd):
                 _locked.add(fd)
                 return fd

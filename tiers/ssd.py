@@ -21,7 +21,7 @@ from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import Run, coalesce, locate
 from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError, ReadFailed, read_failed
-from tiers.files import emptied, make_folder, make_full, numbered
+from tiers.files import emptied, make_folder, make_full, segment_paths
 from tiers.queues import DEPTH, ReadQueue, close_all
 from tiers.segments import SegmentFiles
 from tiers.slots import aligned, copied
@@ -71,7 +71,7 @@ class SsdTier:
         try:
             if not read_only:
                 make_folder(folder)
-            self._find(numbered(folder, ".seg"))
+            self._find(segment_paths(folder))
         except OSError as err:
             raise MediumError(f"ssd: {folder}: {err.strerror}") from err
 

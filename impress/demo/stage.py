@@ -56,7 +56,7 @@ def prepared(folder: Path) -> Iterator[None]:
                 f"--dir {folder}: not empty, and not made by impress demo; name another directory"
             )
         marker.write_text(json.dumps({"made_by": "impress demo"}) + "\n")
-    fd = lock_file(marker, wait=False)
+    fd = lock_file(marker)
     if fd is None:
         raise BadInput(f"--dir {folder}: another impress demo plays there; name another directory")
     try:

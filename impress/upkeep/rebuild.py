@@ -48,7 +48,7 @@ from impress.write.index import Index
 from tiers.base import PAGE, Extent, Read, Slot
 from tiers.coalesce import slices
 from tiers.errors import MediumError
-from tiers.files import numbered, read_pages, sync_path
+from tiers.files import read_pages, segment_paths, sync_path
 from tiers.iopool import IoPool, Lane
 from tiers.slots import BufferPool
 from tiers.space import Space
@@ -158,7 +158,7 @@ def _rebuild(
 
 def _scan(folder: Path, found: Rebuilt, say: Progress) -> Iterator[SpanHeader]:
     """Every header record that reads back whole, in no order."""
-    paths = numbered(folder, ".seg")
+    paths = segment_paths(folder)
     total, done = sum(p.stat().st_size for p in paths), 0
     for path in paths:
         lost = 0
@@ -281,7 +281,7 @@ def _resolved(
     that a crash cut off. Of two of one generation the one with more windows.
     """
     space = Space()
-    for path in numbered(shard.segments, ".seg"):
+    for path in segment_paths(shard.segments):
         space.add(int(path.stem), path.stat().st_size // PAGE * PAGE)
     sound: list[SpanHeader] = []
     taken: set[_Name] = set()

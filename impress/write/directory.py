@@ -217,7 +217,7 @@ class Shard:
         """Become the writer. Raises StoreLocked at once when somebody is."""
         try:
             make_folder(self.path)
-            self._fd = lock_file(self.path / "lock", wait=False)
+            self._fd = lock_file(self.path / "lock")
             if self._fd is None:
                 raise StoreLocked(
                     f"{self.path.parent.parent}: shard {self.name} is open for writing by process "

@@ -55,7 +55,7 @@ class Presence:
         while self._fd is None:  # None: the writer, which looked whether it was anybody's
             # Not by process number: one in another container may have the same.
             self._path = folder / secrets.token_hex(8)
-            self._fd = lock_file(self._path, wait=False)
+            self._fd = lock_file(self._path)
         self._said = b""
 
     def say(self, generation: int, held: Collection[int]) -> None:
@@ -94,7 +94,7 @@ def _seen(path: Path) -> Seen | None:
     try:
         if not path.exists():
             return None
-        fd = lock_file(path, wait=False)
+        fd = lock_file(path)
         if fd is not None:  # nobody's any more
             path.unlink(missing_ok=True)
             unlock_file(fd)
