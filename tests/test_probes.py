@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from impress.errors import BadInput, ImpressError
 from impress.selection import products
 from impress.selection.probes import Heads3, LowBit, codec_of, fitted, register
-from impress.selection.probes_pca import Pca, params_digest
+from impress.selection.probes_pca import Pca
 from impress.selection.quant import dequantise, pack_codes, packed_bytes, quantise, unpack_codes
 from impress.selection.scratch import _place
 from impress.spans.rows import host_words
@@ -253,17 +253,12 @@ def test_pca_states_its_noise_and_costs_what_it_says(name: str) -> None:
     assert 0.5 * noise.mean() < error < 2 * noise.mean()
 
 
-def test_a_fit_is_deterministic_and_guards_its_bytes() -> None:
+def test_a_fit_is_deterministic_and_its_bytes_are_no_other_codecs() -> None:
     geometry = Geometry(1, 4, 4, 16, "float16")
     keys, _ = keys_and_query(geometry)
     codec = Pca("pca25-v1", 1, 4)
     params = codec.fit(keys, geometry)
     assert params == codec.fit(keys.clone(), geometry)
-    assert len(params_digest(params)) == 16
-    damaged = bytearray(params)
-    damaged[-1] ^= 1
-    with pytest.raises(ImpressError, match="damaged"):
-        params_digest(bytes(damaged))
     with pytest.raises(ImpressError, match="another codec"):
         codec.encode(keys, geometry, Pca("pca12-v1", 1, 8).fit(keys, geometry))
     with pytest.raises(ImpressError, match="no parameters"):

@@ -85,7 +85,7 @@ class FittedCodec(ProbeCodec, Protocol):
         """Name of the parameter-free codec used until parameters exist."""
 
     def fit(self, keys: Any, geometry: Geometry) -> bytes:
-        """Parameters from one layer's keys; deterministic. They carry a digest of themselves."""
+        """Parameters from one layer's keys; deterministic."""
 
 
 @dataclass(frozen=True, slots=True)

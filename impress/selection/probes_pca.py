@@ -52,7 +52,9 @@ FIT_TOKENS: Final = 4096
 _BLOCK_TOKENS: Final = 512
 
 _MAGIC: Final = b"impPCA1\0"
-_HEADER: Final = struct.Struct("<8s16s4I")  # magic, digest of what follows it, sizes
+#: Magic, digest of what follows, sizes. Nothing reads the digest: all layers' parameters together
+#: are named by one (impress.spans.params).
+_HEADER: Final = struct.Struct("<8s16s4I")
 
 
 class Basis(NamedTuple):
@@ -217,16 +219,6 @@ class Pca:
             basis.spreads.append(flat[end : end + rank])
             at = end + rank
         return basis
-
-
-def params_digest(params: bytes) -> bytes:
-    """The 16 bytes that name parameters. Raises ImpressError when they are damaged."""
-    if len(params) < _HEADER.size or params[:8] != _MAGIC:
-        raise ImpressError("probe parameters: not a record of them")
-    digest = bytes(params[8:24])
-    if _digest(params[_HEADER.size :]) != digest:
-        raise ImpressError("probe parameters: damaged (their digest does not match)")
-    return digest
 
 
 def _digest(body: bytes) -> bytes:
