@@ -180,7 +180,7 @@ class Watch:
             return None, None
         query, scaling = found
         n_prefix = self.lease.n_tokens
-        keys = self.cache.layers[layer].key_rows(0, 0, self.n_prompt)
+        keys = self.cache.layers[layer].first_keys(0, self.n_prompt)
         query = query.to(keys.device)
         suffix_lse = suffix_lse_of(query, keys[:, n_prefix:], scaling)
         return Seen(query, scaling, suffix_lse), keys[:, :n_prefix]

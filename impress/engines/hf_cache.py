@@ -158,9 +158,9 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         k, v = (plane.rows[row, first:end].transpose(0, 1).cpu() for plane in self._planes)
         return k, v
 
-    def key_rows(self, row: int, first: int, end: int) -> torch.Tensor:
-        """The keys alone of `rows`: from a device the values need not come."""
-        return self._planes[0].rows[row, first:end].transpose(0, 1).cpu()
+    def first_keys(self, row: int, n: int) -> torch.Tensor:
+        """The keys alone of a batch row's first n `rows`: from a device values need not come."""
+        return self._planes[0].rows[row, :n].transpose(0, 1).cpu()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self._check(key_states)

@@ -179,5 +179,5 @@ def _importance(
     """Of the first n_tokens rows of a layer, by what the prompt's last rows attended to."""
     if cache.observed is None:
         return None
-    keys = cache.layers[layer].key_rows(row, 0, cache.observed.n_prompt)
+    keys = cache.layers[layer].first_keys(row, cache.observed.n_prompt)
     return cache.observed.importance(layer, row, keys, n_tokens)

@@ -381,7 +381,7 @@ class Catalog:
         """A node views this span, which lacks the first `skip` windows of the one before, instead;
         True when that retired the one before."""
         span, _, n_windows = self._tree.view(node)
-        self._tree.replace([node], record.span_id, skip)
+        self._tree.replace(node, record.span_id, skip)
         self._views.view(record.span_id, n_windows, record.n_windows)
         return self._views.unview(span, n_windows)
 

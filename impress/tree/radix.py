@@ -16,7 +16,7 @@ Not thread-safe: the store calls it under its metadata lock.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -245,11 +245,10 @@ class RadixTree:
             used[node] = tick
             hits[node] += 1
 
-    def replace(self, nodes: Iterable[int], by: int, skip: int) -> None:
-        """Nodes that view a span view another, which lacks its first `skip` windows."""
-        for node in nodes:
-            self._span[node] = by
-            self._first[node] -= skip
+    def replace(self, node: int, by: int, skip: int) -> None:
+        """A node that views a span views another, which lacks its first `skip` windows."""
+        self._span[node] = by
+        self._first[node] -= skip
 
     def remove(self, node: int) -> None:
         """Take a leaf out."""

@@ -32,6 +32,7 @@ TEST_BYTES: Final = 256 << 20
 EXTENT_BYTES: Final = 64 << 10
 _PIECE_BYTES: Final = 16 << 10
 _SLICE_BYTES: Final = 2 << 20
+_THREADS: Final = 8
 _TURN_S: Final = 2.0  # each of two kinds of reads
 _TIMEOUT_S: Final = 60.0
 
@@ -64,7 +65,7 @@ def machine(folder: Path) -> dict[str, str | int]:
     }
 
 
-def examine(folder: Path, *, measure: bool, n_threads: int = 8) -> Generator[Finding, None, None]:
+def examine(folder: Path, *, measure: bool) -> Generator[Finding, None, None]:
     """One finding an engine, each as it is made. Raises OSError or MediumError for the folder."""
     usable = [name for name in ENGINES if not why_not(name)]
     for name in ENGINES:
@@ -75,7 +76,7 @@ def examine(folder: Path, *, measure: bool, n_threads: int = 8) -> Generator[Fin
         return
     with _test_data(folder) as (where, slot, data):
         for name in usable:
-            yield _measured(name, where, slot, data, n_threads)
+            yield _measured(name, where, slot, data)
 
 
 @contextmanager
@@ -99,9 +100,9 @@ def _test_data(folder: Path) -> Iterator[tuple[Path, Slot, Bytes]]:
         shutil.rmtree(where, ignore_errors=True)
 
 
-def _measured(name: str, where: Path, slot: Slot, data: Bytes, n_threads: int) -> Finding:
+def _measured(name: str, where: Path, slot: Slot, data: Bytes) -> Finding:
     tier = SsdTier(where, TEST_BYTES, None, read_only=True, engine=name)
-    pool = IoPool(n_threads, "impress-doctor")
+    pool = IoPool(_THREADS, "impress-doctor")
     turns = []
     try:
         for extent in (EXTENT_BYTES, TEST_BYTES):

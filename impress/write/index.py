@@ -78,12 +78,11 @@ class Index:
             close_env(self._key)  # kept open, it would be what the rebuilt index's path gives
             raise
 
-    def spans(self, after: int = -1) -> Iterator[tuple[int, bytes]]:
-        """(span id, value) of every span with id > after, in id order. Holds a read transaction."""
+    def spans(self) -> Iterator[tuple[int, bytes]]:
+        """(span id, value) of every span, in id order. Holds a read transaction."""
         with self._read() as txn, txn.cursor(self._dbs["spans"]) as cursor:
-            if cursor.set_range(_id(after + 1)):
-                for key, value in cursor:
-                    yield int.from_bytes(key, "big"), value
+            for key, value in cursor:
+                yield int.from_bytes(key, "big"), value
 
     def heat(self) -> dict[int, tuple[int, int]]:
         """Span id -> (leases, lease counter at the last one), as last committed."""
