@@ -105,17 +105,21 @@ def check_model(model: Any) -> None:
 
 def check_family(config: Any) -> None:
     """The same, as far as a config tells: before its weights are loaded."""
-    if config.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise Unsupported(f"model type {config.model_type!r} is not supported; supported: {known}")
-    for rope_type in rope_types(config):
-        if "dynamic" in rope_type or rope_type == "longrope":
-            raise Unsupported(f"RoPE type {rope_type!r} rotates keys by the prompt's length")
+    check_kind(config)
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise Unsupported(f"layer type {kind!r} is not supported, only full attention is")
-
     _check_causal(config)
+
+
+def check_kind(config: Any) -> None:
+    """Raises Unsupported on another family, or a RoPE whose angles depend on what follows."""
+    if config.model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise Unsupported(f"model type {config.model_type!r} is not supported; supported: {known}")
+    for rope_type in _rope_types(config):
+        if "dynamic" in rope_type or rope_type == "longrope":
+            raise Unsupported(f"RoPE type {rope_type!r} rotates keys by the prompt's length")
 
 
 def _check_causal(config: Any) -> None:
@@ -124,7 +128,7 @@ def _check_causal(config: Any) -> None:
         raise Unsupported("is_causal=False is not supported: keys depend on what follows them")
 
 
-def rope_types(config: Any) -> list[str]:
+def _rope_types(config: Any) -> list[str]:
     """The RoPE types of a config, of which newer ones may have one for each layer type."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     groups = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]

@@ -105,8 +105,8 @@ class Events:
                 continue
             prompt, hashes = told
             end = len(hashes) * self._block_size
-            found = lookup(prompt.tokens[:end], _before(prompt.extra, end), prompt.tenant)
-            n = found // self._block_size
+            cut = prompt.cut(end)
+            n = lookup(cut.tokens, cut.extra, cut.tenant) // self._block_size
             self._removed(hashes[n:])
             self._remember(_Told(prompt, hashes[:n]))
 
@@ -148,7 +148,3 @@ class Events:
         """Events since the last call."""
         taken, self._ready = self._ready, []
         return taken
-
-
-def _before(extra: Mapping[int, bytes], end: int) -> dict[int, bytes]:
-    return {at: key for at, key in extra.items() if at < end}

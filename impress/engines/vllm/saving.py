@@ -265,9 +265,10 @@ class Saver:
             if late:
                 self._note_stuck()
                 break
-        tokens = spec.prompt.tokens[: life.n_wanted]
-        extra = {at: key for at, key in spec.prompt.extra.items() if at < len(tokens)}
-        life.writer = self._store.writer(tokens, 0, extra, _BUFFER_WAIT_S, spec.prompt.tenant)
+        prompt = spec.prompt.cut(life.n_wanted)
+        life.writer = self._store.writer(
+            prompt.tokens, 0, prompt.extra, _BUFFER_WAIT_S, prompt.tenant
+        )
         life.n_put = life.writer.stored.n_tokens - life.writer.stored.n_new
         return True
 

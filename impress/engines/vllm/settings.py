@@ -19,7 +19,7 @@ from typing import Any
 
 from impress.config import Config
 from impress.engines.hf_chosen import check_policy
-from impress.engines.hf_models import FAMILIES, rope_types
+from impress.engines.hf_models import check_kind
 from impress.engines.vllm import BACKEND, CUDA_BACKEND
 from impress.errors import BadInput, ConfigError, Unsupported
 from impress.namespace import namespace_of
@@ -189,12 +189,7 @@ def served(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Served
     spec, names = _one_group(kv_cache_config)
     model = vllm_config.model_config
     config = model.hf_text_config
-    if config.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise Unsupported(f"model type {config.model_type!r} is not supported; supported: {known}")
-    for rope in rope_types(config):
-        if "dynamic" in rope or rope == "longrope":
-            raise Unsupported(f"RoPE type {rope!r} rotates keys by the prompt's length")
+    check_kind(config)
     dtype = str(spec.dtype).removeprefix("torch.")
     if spec.dtype != model.dtype or dtype not in DTYPES:
         raise Unsupported(
