@@ -301,6 +301,19 @@ def test_a_query_of_nan_loads_everything() -> None:
         assert got.positions is None and got.fell_back and got.reason == "not finite"
 
 
+@pytest.mark.parametrize("probe", ["int4-v1", "int2-v1"])
+def test_new_tokens_of_a_share_without_bounds_load_everything(probe: str) -> None:
+    """What of 16 bits overflows where scores are summed: the prefix then had no weight at all, and
+    a row of it was chosen that missed nothing, it said."""
+    geometry = Geometry(1, 4, 4, 16, "float32")
+    layer = a_layer(geometry)
+    for rows in (slice(1), slice(None)):  # of one query row, of all
+        layer["lse"][2, rows] = math.inf
+        for policy in (Paper(0.1, gate=False), Quality(probe=probe), AllHeads(), Contiguous()):
+            got = select(policy, asked(geometry, layer, policy.probe))
+            assert got.positions is None and got.fell_back and got.reason == "not finite"
+
+
 def test_a_head_of_nan_that_is_asked_only_when_others_disagree_loads_everything() -> None:
     """Only the probe heads were looked at: a head without an order had no rows in the union."""
     geometry = Geometry(1, 4, 4, 16, "float32")

@@ -159,6 +159,7 @@ def _fold(
     most = most[..., 0]
     prefix_lse = scores.sum(dim=-1).log_().add_(most)
     weights = most.sub(module.logaddexp(prefix_lse, suffix_lse))
+    weights.masked_fill_(suffix_lse == math.inf, math.nan)  # overflowed: no share is known
     if noise is not None:
         weights += noise.clamp(max=MOST_NOISE)
     sums: torch.Tensor = module.bmm(weights.exp_()[:, None], scores)[:, 0]
