@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MIB, assert_serves, kv_of, prompt, put_prompt
+from conftest import MIB, assert_serves, kv_of, prompt, put_prompt, said_by_a_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_repack import look, run_repack, sound
@@ -952,3 +952,26 @@ def test_a_purge_on_a_full_file_system_is_not_done_and_can_be_done_again(
         assert store.ssd.usage().used == 0 and store.lookup(prompt(128)) == 0
     with impress.PrefixStore.open(small_disk / "store", geometry, "test", config) as store:
         assert store.lookup(prompt(128)) == 0
+
+
+def test_an_index_without_its_table_of_readers_on_a_full_file_system_is_refused_in_a_line(
+    small_disk: Path, geometry: impress.Geometry
+) -> None:
+    """As a purge leaves it. LMDB maps a file of holes, and to touch one was SIGBUS."""
+    config = impress.Config(window=WINDOW, segment_bytes=MIB, dram_bytes=0)
+    with impress.PrefixStore.open(small_disk / "store", geometry, "test", config) as store:
+        assert put_prompt(store, prompt(128)).wait(60)
+    (small_disk / "store/shards/main/index/lock.mdb").unlink()
+    with (small_disk / "filler").open("wb", buffering=0) as filler:
+        with pytest.raises(OSError, match="No space left"):
+            while filler.write(bytes(4096)):
+                pass
+
+    def look() -> int:
+        with impress.PrefixStore.open(small_disk / "store", geometry, "test", config, "r") as again:
+            return again.lookup(prompt(128))
+
+    assert "StoreFailed: index: " in (said := said_by_a_child(look)), said
+    assert said.endswith("No space left on device")
+    (small_disk / "filler").unlink()
+    assert look() == 128

@@ -61,11 +61,26 @@ def segment_paths(folder: Path) -> list[Path]:
 
 def punch(fd: int, off: int, n_bytes: int) -> bool:
     """Make a hole (fallocate, PUNCH_HOLE | KEEP_SIZE); False where the file system has none."""
+    return _fallocate(fd, 3, off, n_bytes) == 0
+
+
+def give_blocks(fd: int, n_bytes: int) -> None:
+    """So long at least, its blocks taken and what is in them kept, whoever writes there meanwhile.
+
+    Nothing where the file system does not take blocks ahead. Raises OSError where it is full.
+    """
+    err = _fallocate(fd, 0, 0, n_bytes)  # not posix_fallocate, which may write bytes instead
+    if err in (errno.ENOSPC, errno.EDQUOT):
+        raise OSError(err, os.strerror(err))
+
+
+def _fallocate(fd: int, mode: int, off: int, n_bytes: int) -> int:
+    """0, or the error's number."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if call is None:
-        return False
+        return errno.ENOSYS
     long = ctypes.c_longlong
-    return int(call(fd, 3, long(off), long(n_bytes))) == 0
+    return ctypes.get_errno() if call(fd, mode, long(off), long(n_bytes)) else 0
 
 
 def emptied(fd: int, off: int, n_bytes: int) -> bool:

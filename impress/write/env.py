@@ -17,11 +17,14 @@ import lmdb
 
 from impress.errors import FormatError, ImpressError, StoreFailed
 from impress.write.directory import GONE, OLD
-from tiers.files import give_to_owner, make_folder, sync_path
+from tiers.files import give_blocks, give_to_owner, make_folder, sync_path
 
 #: Address space, not disk: the file grows as it fills. Fixed, because growing a map under a live
 #: reader is not refused by LMDB and corrupts it.
 MAP_BYTES: Final = 64 << 30
+
+#: Of LMDB's table of readers: 126 of them, LMDB's default.
+LOCK_BYTES: Final = 8 << 10
 
 #: What LMDB says of a file that is not sound, as opposed to one that may not be opened or is full.
 _DAMAGE: Final = (
@@ -57,6 +60,8 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
         shared = envs.get((folder, inode_of(folder)))
         if shared is None:
             writable = create or os.access(folder / "data.mdb", os.W_OK)
+            if writable:
+                _make_table(folder / "lock.mdb")
             env = lmdb.open(
                 os.fsencode(folder), map_size=MAP_BYTES, max_dbs=8, mode=0o600, create=create,
                 readonly=not writable, lock=writable, readahead=False,
@@ -69,6 +74,19 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
         envs[key] = shared
         shared.users += 1
         return shared, key
+
+
+def _make_table(path: Path) -> None:
+    """LMDB maps its table of readers as a file of holes, and to touch one on a disk that is full is
+    SIGBUS. Raises OSError. (None of this process has it open: closing it drops LMDB's lock.)"""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        give_blocks(fd, LOCK_BYTES)
+    except OSError:
+        if not os.fstat(fd).st_blocks:  # else it has the slots of the first readers
+            raise
+    finally:
+        os.close(fd)
 
 
 def open_dbs(shared: Env, *, create: bool) -> None:
