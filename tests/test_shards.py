@@ -66,13 +66,13 @@ def stored_between(
     ready(a, prompt(128, 8))
     ready(b, prompt(128, 9))
 
-    def stored_before(index: Index, after: int = -1) -> Iterator[tuple[int, bytes]]:
+    def stored_before(index: Index) -> Iterator[tuple[int, bytes]]:
         if index._folder.parent.name == "1":  # main has been read
             monkeypatch.undo()
             ready(a, tokens[:256])
             b.follow()
             ready(b, tokens, start=256)
-        return read(index, after)
+        return read(index)
 
     monkeypatch.setattr(Index, "spans", stored_before)
 
@@ -736,10 +736,10 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, shard: str) -> None:
     """LMDB finds a page of this shard's spans damaged."""
     spans = Index.spans
 
-    def damaged(index: Index, after: int = -1) -> Iterator[tuple[int, bytes]]:
+    def damaged(index: Index) -> Iterator[tuple[int, bytes]]:
         if index._folder.parent.name == shard:
             raise impress.FormatError("page was wrong type")
-        return spans(index, after)
+        return spans(index)
 
     monkeypatch.setattr(Index, "spans", damaged)
 
