@@ -47,7 +47,13 @@ from tiers.slots import BufferPool
 
 
 class PrefixStore:
-    """Open with `PrefixStore.open`. Thread-safe, except that a Session serves one thread."""
+    """Open with `PrefixStore.open`. Thread-safe, except that a Session serves one thread.
+
+    What names a prompt: `token_ids`, a list or 1-d array of ids in 0..2^31-1; `extra`, by position
+    a digest of whatever else its KV there depends on (an image, an adapter); `tenant`, who alone
+    finds it again. Methods that take these raise BadInput where they are something else, and
+    ImpressError in a child of the process that opened the store.
+    """
 
     def __init__(
         self, path: Path, identity: Identity, namespace: str | bytes, config: Config, *, write: bool
@@ -78,19 +84,16 @@ class PrefixStore:
 
     @classmethod
     def open(
-        cls,
-        path: str | os.PathLike[str],
-        geometry: Geometry,
-        namespace: str | bytes,
-        config: Config | None = None,
-        mode: str = "rw",
-    ) -> PrefixStore:
+        cls, path: str | os.PathLike[str], geometry: Geometry, namespace: str | bytes,
+        config: Config | None = None, mode: str = "rw",
+    ) -> PrefixStore:  # fmt: skip
         """Open a directory, made a store if it is empty. mode "r": no writes.
 
         Any number of processes may: each writes a shard of its own (`Config.shard`) and reads all.
         Raises StoreMismatch (another geometry, dtype or window), StoreLocked (a second writer of a
         shard), FormatError (no store, a foreign directory, a newer format), StoreFailed (no
-        permission), ConfigError and Unsupported (settings that do not go here).
+        permission), BadInput (an argument of another type), ConfigError and Unsupported (settings
+        that do not go here).
         """
         if mode not in ("rw", "r"):
             raise BadInput(f'open: mode must be "rw" or "r", got {mode!r}')
@@ -165,7 +168,7 @@ class PrefixStore:
     def lookup(
         self, token_ids: Any, extra: Mapping[int, bytes] | None = None, tenant: str = ""
     ) -> int:
-        """Tokens of this prompt that are stored, in whole windows. Pure."""
+        """Tokens of this prompt that are stored, in whole windows. Pins nothing; is counted."""
         root, labels, _ = self._names_of(token_ids, extra, tenant)
         self.counters.add("lookups")
         return self._home.catalog.lookup(root, labels) * self.window
@@ -208,21 +211,14 @@ class PrefixStore:
     # ---- storing ---------------------------------------------------------------------------
 
     def store(
-        self,
-        token_ids: Any,
-        keys: Sequence[Any],
-        values: Sequence[Any],
-        *,
-        start: int = 0,
-        extra: Mapping[int, bytes] | None = None,
-        importance: Any = None,
-        wait_s: float = 0,
+        self, token_ids: Any, keys: Sequence[Any], values: Sequence[Any], *, start: int = 0,
+        extra: Mapping[int, bytes] | None = None, importance: Any = None, wait_s: float = 0,
         tenant: str = "",
-    ) -> Stored:
+    ) -> Stored:  # fmt: skip
         """Store a prompt's KV: lists over layers of [n_kv_heads, n - start, head_dim] tensors.
 
         Copied on return; READY later (`Stored.wait`, `flush`). importance float32
-        [n_layers, n - start]: rows are laid down in its order, highest first. Raises BadInput
+        [n_layers, n - start]: rows are laid down in its order, highest first. Raises as `writer`,
         before anything is written.
         """
         layers = self.geometry.n_layers
@@ -237,18 +233,15 @@ class PrefixStore:
         return w.stored
 
     def writer(
-        self,
-        token_ids: Any,
-        start: int = 0,
-        extra: Mapping[int, bytes] | None = None,
-        wait_s: float = 0,
-        tenant: str = "",
-    ) -> Writer:
+        self, token_ids: Any, start: int = 0, extra: Mapping[int, bytes] | None = None,
+        wait_s: float = 0, tenant: str = "",
+    ) -> Writer:  # fmt: skip
         """Begin a store of the windows of this prompt that are not stored yet.
 
         Rows will be put from position `start` on, which must not lie beyond what is stored.
         Space is reserved here; when there is none, the day's writes are spent or the disk takes
-        none, `writer.stored.refused` says so.
+        none, `writer.stored.refused` says so. `wait_s`: for a write buffer, in each `put`. Raises
+        BadInput, and ImpressError where the store is closed or only read.
         """
         if self._admission is None or self._closed:
             raise ImpressError("store: closed" if self._closed else 'store: opened with mode="r"')
@@ -303,13 +296,16 @@ class PrefixStore:
         return leaving.purge(lambda _, root: root in roots)
 
     def repack(self, *, dry_run: bool = False, max_bytes: int | None = None) -> RepackReport:
-        """Move rows chosen often together (impress.repacking.repack); writes at most max_bytes."""
+        """Move rows that are chosen often together, at most max_bytes of them (None: no bound).
+
+        Waits for it. Raises ImpressError where this process has not opened it for writing.
+        """
         if self._repacker is None or self._closed or os.getpid() != self._pid:
             raise ImpressError("repack: wants a store that this process has open for writing")
         return self._repacker.run(dry_run=dry_run, max_bytes=max_bytes)
 
     def follow(self) -> bool:
-        """Take over now, not in `follow_every_s`, what others stored or took out: was there any?"""
+        """Take over at once what other processes stored or took out; whether there was any."""
         return self._usable("follow").follow()
 
     def drop_caches(self) -> None:

@@ -65,11 +65,12 @@ def attach(
 
     Derives the namespace, geometry and dtype from the model. A directory is opened for writing with
     `config`, the policy's probe records added to its probes, and closed by `Engine.close`; a store
-    given stays the caller's. `store_new` False only reads. Raises Unsupported naming the policy, or
-    what of the model is not served, StoreMismatch naming both values where the store is another
-    model's, and whatever `PrefixStore.open` raises. With a policy that chooses rows, importance is
-    stored with them: the attention of the prompt's last rows (hf_observed). `virtual` keeps rows in
-    contiguous virtual buffers (buffers.py), where the machine gives them; answers are the same.
+    given stays the caller's. `store_new` False only reads. With a policy that chooses rows,
+    importance is stored with them: the attention of the prompt's last rows (hf_observed). `virtual`
+    keeps rows in contiguous virtual buffers (buffers.py), where the machine gives them; answers are
+    the same. Raises Unsupported naming the policy, or what of the model is not served,
+    StoreMismatch naming both values where the store is another model's, BadInput, and whatever
+    `PrefixStore.open` raises.
     """
     hf_models.check_types(model, config)
     with turn_of(model).request():  # while another engine's runs, its attention is not its own
@@ -164,7 +165,8 @@ class Engine:
         read is computed instead, before any token is out. Raises BadInput or Unsupported, naming
         the argument, before anything is read; StoreMismatch where weights or hooks are not those of
         `attach`, before a prefix is read and, behind the answer, before anything of it is stored;
-        StoreFailed where the system gives no memory for the request's rows.
+        StoreFailed where the system gives no memory for the request's rows; ImpressError once it is
+        closed.
         """
         started = perf_counter()
         once = PromptOnce(streamer) if streamer is not None else None

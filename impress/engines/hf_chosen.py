@@ -209,7 +209,7 @@ def attend(
     """Attention [1, q, n_heads, head_dim] over chosen and new rows; the first call chooses.
 
     query [1, n_heads, q, head_dim]. Each new token sees all chosen rows, and the new ones up to
-    itself. Raises PrefixLost.
+    itself. Raises PrefixLost, ImpressError where no request is under way in this thread.
     """
     cache = _serving.get(None)
     if cache is None:

@@ -212,7 +212,8 @@ class Session:
 
         query [n_heads, q, head_dim] after RoPE; scaling defaults to head_dim^-0.5; suffix_lse
         float32 [n_heads, q]. Exact ignores all three. Valid until this layer's next retrieve or
-        close. Raises PrefixLost when the read failed, was short or late; BadInput.
+        close. Raises PrefixLost when the read failed, was short or late; BadInput; ImpressError
+        once the session is closed, or without a suffix_lse that the policy needs.
         """
         torch = torch_module()
         check_layer(layer, self._r.geometry.n_layers, "retrieve")

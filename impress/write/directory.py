@@ -214,7 +214,7 @@ class Shard:
         self._fd: int | None = None
 
     def lock(self) -> None:
-        """Become the writer. Raises StoreLocked at once when somebody is."""
+        """Become the writer. Raises StoreLocked at once when somebody is, StoreFailed."""
         try:
             make_folder(self.path)
             self._fd = lock_file(self.path / "lock")
