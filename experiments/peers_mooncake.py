@@ -11,18 +11,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from experiments.peers_worker import Shape, System
-
-Rows = npt.NDArray[np.uint8]
+from experiments.peers_worker import Pooled, Shape
 
 MIB = 1 << 20
 _STARTED_S = 30.0
 _OFFLOADED_S = 120.0
 
 
-class Mooncake(System):
+class Mooncake(Pooled):
     """Mooncake's store over TCP on loopback; its copies in memory are cleared, so that the SSD
     tier is read. A store ends when that tier has it: it is filled once a second, off the path."""
 
@@ -55,16 +52,13 @@ class Mooncake(System):
              "enable_ssd_offload": "true", "ssd_offload_path": str(folder)}
         )  # fmt: skip
         assert status == 0, f"setup: {status}"
-        self._pool = np.zeros((shape.n_chunks, shape.chunk_bytes), dtype=np.uint8)
-        self._client.register_buffer(self._pool.ctypes.data, self._pool.nbytes)
+        self.pool = np.zeros((shape.n_chunks, shape.chunk_bytes), dtype=np.uint8)
+        self._client.register_buffer(self.pool.ctypes.data, self.pool.nbytes)
 
     def _request(self, prefix: int) -> tuple[list[str], list[int], list[int]]:
-        n, size = self._pool.shape
-        places = [self._pool.ctypes.data + i * size for i in range(n)]
+        n, size = self.pool.shape
+        places = [self.pool.ctypes.data + i * size for i in range(n)]
         return [f"{prefix}-{i}" for i in range(n)], places, [size] * n
-
-    def fill(self, prefix: int, rows: Rows) -> None:
-        self._pool[:] = rows
 
     def store(self, prefix: int) -> None:
         keys, *where = self._request(prefix)
@@ -85,17 +79,12 @@ class Mooncake(System):
         time.sleep(self._LEASE_S + 0.5)  # what is leased is not cleared
         cleared = self._client.batch_replica_clear(keys, segment)
         assert len(cleared) == len(keys), "its copies in memory stay"
-        self._pool[:] = 0
+        self.pool[:] = 0
 
     def restore(self, prefix: int) -> None:
         keys, *where = self._request(prefix)
         got = self._client.batch_get_into(keys, *where)
         assert all(n == self.shape.chunk_bytes for n in got), f"read: {set(got)}"
-
-    def same(self, prefix: int, rows: Rows) -> bool:
-        same = np.array_equal(self._pool, rows)
-        self._pool[:] = 0
-        return same
 
     def close(self) -> None:
         self._client.close()

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments.peers_mooncake import Mooncake
-from experiments.peers_worker import Shape, System
+from experiments.peers_worker import Pooled, Shape, System
 
 Rows = npt.NDArray[np.uint8]
 
@@ -199,7 +199,7 @@ class LMCacheDirect(LMCache):
     direct = True
 
 
-class VllmFiles(System):
+class VllmFiles(Pooled):
     """vLLM's file tier of its KV offloading, a job a request, as its manager submits them."""
 
     def __init__(self, folder: Path, shape: Shape) -> None:
@@ -212,7 +212,7 @@ class VllmFiles(System):
 
         self.version = __version__
         memory = mmap.mmap(-1, shape.n_bytes)
-        self._pool = np.frombuffer(memory, dtype=np.uint8).reshape(-1, shape.chunk_bytes)
+        self.pool = np.frombuffer(memory, dtype=np.uint8).reshape(-1, shape.chunk_bytes)
         self._key = make_offload_key
         self._job = TransferJob
         self._n_jobs = 0
@@ -229,7 +229,7 @@ class VllmFiles(System):
         )
         events = SimpleNamespace(enable_kv_cache_events=False)
         spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=events)
-        self._tier = FileSystemTierManager(spec, memoryview(self._pool), "fs", str(folder))
+        self._tier = FileSystemTierManager(spec, memoryview(self.pool), "fs", str(folder))
 
     def _run(self, prefix: int, *, load: bool) -> None:
         n = self.shape.n_chunks
@@ -243,23 +243,15 @@ class VllmFiles(System):
             time.sleep(_POLL_S)
         assert done[0].success, "the job failed"
 
-    def fill(self, prefix: int, rows: Rows) -> None:
-        self._pool[:] = rows
-
     def store(self, prefix: int) -> None:
         self._run(prefix, load=False)
-        self._pool[:] = 0
+        self.pool[:] = 0
 
     def restore(self, prefix: int) -> None:
         self._run(prefix, load=True)
 
-    def same(self, prefix: int, rows: Rows) -> bool:
-        same = np.array_equal(self._pool, rows)
-        self._pool[:] = 0
-        return same
 
-
-class HiCacheFile(System):
+class HiCacheFile(Pooled):
     """SGLang's file backend of HiCache, a page a chunk."""
 
     def __init__(self, folder: Path, shape: Shape) -> None:
@@ -275,25 +267,18 @@ class HiCacheFile(System):
             model_name="peers", extra_config={"file_storage_path": str(folder)},
         )  # fmt: skip
         self._backend = Backend(config)
-        self._pool = torch.zeros(shape.n_chunks, shape.chunk_bytes, dtype=torch.uint8)
+        self._pages = torch.zeros(shape.n_chunks, shape.chunk_bytes, dtype=torch.uint8)
+        self.pool = self._pages.numpy()
 
     def _keys(self, prefix: int) -> list[str]:
         return [f"{prefix}-{i}" for i in range(self.shape.n_chunks)]
 
-    def fill(self, prefix: int, rows: Rows) -> None:
-        self._pool.numpy()[:] = rows
-
     def store(self, prefix: int) -> None:
-        assert self._backend.batch_set(self._keys(prefix), list(self._pool)), "it was not stored"
+        assert self._backend.batch_set(self._keys(prefix), list(self._pages)), "it was not stored"
 
     def restore(self, prefix: int) -> None:
-        got = self._backend.batch_get(self._keys(prefix), list(self._pool))
+        got = self._backend.batch_get(self._keys(prefix), list(self._pages))
         assert all(page is not None for page in got), "it is not stored"
-
-    def same(self, prefix: int, rows: Rows) -> bool:
-        same = np.array_equal(self._pool.numpy(), rows)
-        self._pool.zero_()
-        return same
 
 
 SYSTEMS = {

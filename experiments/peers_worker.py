@@ -66,6 +66,20 @@ class System:
         """The process ends anyhow."""
 
 
+class Pooled(System):
+    """A system that stores from `pool`, and restores to it: uint8 [chunks, chunk bytes]."""
+
+    pool: npt.NDArray[np.uint8]
+
+    def fill(self, prefix: int, rows: npt.NDArray[np.uint8]) -> None:
+        self.pool[:] = rows
+
+    def same(self, prefix: int, rows: npt.NDArray[np.uint8]) -> bool:
+        same = np.array_equal(self.pool, rows)
+        self.pool[:] = 0
+        return same
+
+
 def rows_of(shape: Shape, seed: int, prefix: int) -> npt.NDArray[np.uint8]:
     """[chunks, chunk bytes], the same in every process."""
     made = np.random.Generator(np.random.SFC64([seed, prefix])).integers(

@@ -34,19 +34,13 @@ class Score:
         return f"{self.right / self.n:.3f} (strict {self.strict / self.n:.3f}, n {self.n})"
 
 
-@torch.no_grad()
-def last_logits(model: PreTrainedModel, prefix: Document, asked: list[Question]) -> Tensor:
-    """[n_questions, words] logits after each question, each alone behind `prefix`.
-
-    `asked` all have the same number of tokens; the prefix is computed once.
-    """
-    cache = model(torch.tensor([prefix.tokens]), use_cache=True).past_key_values
-    return _continue(model, cache, prefix.n_tokens, asked)
-
-
 def _continue(
     model: PreTrainedModel, cache: DynamicCache, n_prefix: int, asked: list[Question]
 ) -> Tensor:
+    """[n_questions, words] logits after each question, each alone behind a cached prefix.
+
+    `asked` all have the same number of tokens.
+    """
     cache = copy.deepcopy(cache)
     cache.batch_repeat_interleave(len(asked))
     tokens = torch.tensor([q.tokens for q in asked])
