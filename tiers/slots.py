@@ -18,26 +18,29 @@ from tiers.base import PAGE, Bytes, round_up
 from tiers.errors import ReadFailed
 
 _HUGE = 2 << 20
-#: Whether pages may be marked as free to take: a direct read into one that was being taken could
-#: bring zeros before Linux 5.18, and the checksum would have blamed the disk.
+#: Whether pages may be marked as free for the system to take (MADV_FREE). Before Linux 5.18 a
+#: direct read into a page that was just being taken could bring zeros, and its checksum then blamed
+#: the disk.
 _MAY_BE_TAKEN = hasattr(mmap, "MADV_FREE") and [
     int(n) for n in re.findall(r"\d+", platform.release())[:2]
 ] >= [5, 18]
-#: Seconds until a pool forgets the most that was out at once: so many to twice.
+#: A pool remembers the most bytes that were out at once for this long, at most for twice as long.
 _LATELY_S = 300.0
-#: So many times that a pool keeps: what was of one size is of no use for another.
+#: Of that most a pool keeps this multiple: a buffer of one size is of no use for another.
 _TIMES = 2
 
 
 def aligned(n_bytes: int) -> Bytes:
     """Fresh zeroed page-aligned memory of at least n_bytes, in whole pages.
 
-    Private, as shared memory has huge pages on few systems only (measured: first touch of 16 MiB
-    at 9.4 instead of 1.7 GB/s). It begins at one where it holds one: a direct read has fewer pages
-    to find (measured: rows of 1 and 2 KiB, 1.7 and 3 MiB a plane, in .72 and .80 of the time that
-    small pages took). A forked child sees what stood there at the fork, for good. What a direct
-    read under way is still to fill does not move with the fork: nobody writes into its pages
-    meanwhile (open(2), under O_DIRECT), and its checksum is compared afterwards anyway.
+    Private memory, since shared memory gets huge pages on few systems only (measured: first touch
+    of 16 MiB at 9.4 instead of 1.7 GB/s). Where it is large enough for a huge page it begins at
+    one: a direct read then has fewer pages to look up (measured: rows of 1 and 2 KiB, 1.7 and 3 MiB
+    a plane, in .72 and .80 of the time that small pages took).
+
+    A forked child keeps seeing what stood here at the fork. A direct read that was under way then
+    still lands in the parent's pages, as nobody writes to them meanwhile (open(2), under O_DIRECT);
+    its checksum is compared afterwards anyway.
 
     Raises ReadFailed("shortage") where the system grants no more.
     """
@@ -67,9 +70,10 @@ def copied(data: Bytes) -> Bytes:
 
 
 def size_class(n_bytes: int) -> int:
-    """The least of eight sizes an octave that holds n_bytes: buffers of one are used again for
-    whatever falls into it. Whole huge pages where that is at most a third more, and one where
-    it is at most as much again: rows of 1 KiB in small pages took up to twice as long."""
+    """Bytes to rent for n_bytes: the next of eight sizes an octave, so that a buffer can serve all
+    requests that round up to its size. Rounded up further to whole huge pages where that costs at
+    most a third more, or to a single one where it at most doubles the size: rows of 1 KiB took up
+    to twice as long in small pages. Pure."""
     step = max(PAGE, 1 << max((n_bytes - 1).bit_length() - 4, 0))
     size = round_up(max(n_bytes, 1), step)
     huge = round_up(size, _HUGE)
@@ -80,9 +84,9 @@ class Buffer:
     """A rented buffer. `array` is n_bytes of page-aligned uint8, the renter's until released.
 
     Starts with one reference; whoever still touches it (a read under way) retains it, and it goes
-    back to the pool when the last reference is released. One that nobody knows any more and nobody
-    released (a signal's exception came between) is rented no more: its memory, at which somebody
-    may still look, goes with the last view of it.
+    back to the pool when the last reference is released. One that was dropped without a release,
+    because a signal's exception came between, only stops being counted as rented: somebody may
+    still look at its memory, so that is not reused, and is freed with the last view of it.
     """
 
     __slots__ = ("_memory", "_pool", "_refs", "array")
@@ -110,8 +114,8 @@ class Buffer:
             self._pool.lost.append(len(self._memory))
 
     def lent(self) -> Bytes:
-        """Its bytes, for good: an array whose memory goes back to the pool when neither it nor a
-        view is looked at any more. It is not rented then: whoever looks has it."""
+        """Hand its bytes over as an array whose memory goes back to the pool once neither that
+        array nor any view of it exists. From here on it no longer counts as rented."""
         with self._pool.lock:
             assert self._refs == 1, "lent while others touch it"
             self._refs = 0
@@ -156,20 +160,19 @@ class Allowance:
 
 
 class BufferPool:
-    """Buffers under a budget. Freed ones are kept for reuse: `keep_bytes` of them, or with those
-    that are out twice as much as was out at once in the last minutes, if that is more.
+    """Buffers under a budget. Released ones are kept for reuse, up to `keep_bytes`; or up to what
+    makes, with those that are out, twice the most that was out at once in the last minutes, if that
+    is more.
 
-    For no read should wait for fresh memory: a virtual machine was seen to give it at .4 GB/s,
-    where used memory takes 20. What is kept beyond `keep_bytes` the system may take when it runs
-    short (MADV_FREE: .1 ms for 48 MiB).
+    The reason: no read should wait for fresh memory, which a virtual machine was seen to give at
+    .4 GB/s, where memory used before takes 20. What is kept beyond `keep_bytes` the system may take
+    when it runs short (MADV_FREE: .1 ms for 48 MiB).
 
     Thread-safe. A request for more than the whole budget is never granted.
     """
 
     def __init__(self, budget_bytes: int | None, keep_bytes: int = 256 << 20) -> None:
-        self.lock = (
-            threading.RLock()
-        )  # bare, as every lock that a request takes: see tiers/iopool.py
+        self.lock = threading.RLock()  # entered bare, as in IoPool
         self._freed = threading.Condition(self.lock)
         self.dropped: deque[Bytes] = deque()  # lent, and looked at no more
         self.lost: deque[int] = deque()  # bytes of buffers that nobody released, and nobody can
@@ -249,10 +252,10 @@ class BufferPool:
             self._out_bytes -= n_bytes
 
     def _keep(self, memory: Bytes) -> None:
-        """For whoever asks next.
+        """Keep it for whoever asks next; what came back longest ago makes room.
 
-        What came back longest ago makes room: a few large buffers of a bad day would fill what
-        may be kept, and every small one be fresh.
+        Else a few large buffers, wanted once, would take up all that may be kept, and every small
+        one would be fresh memory.
         """
         self._out_bytes -= len(memory)
         self._n_back += 1
@@ -264,8 +267,9 @@ class BufferPool:
             _may_be_taken(memory)
 
     def _forget(self) -> None:
-        """What was out before lately. By time: large ones that are asked for now and then had been
-        forgotten after some thousand small ones, and their memory was fresh each time."""
+        """Forget the most that was out at once, when that is long ago. By time, not by requests:
+        after some thousand small ones the pool had let go of large buffers that are asked for now
+        and then, and their memory was fresh each time."""
         since_s = monotonic() - self._since_s
         if since_s >= _LATELY_S:
             before = self._most_out[0] if since_s < 2 * _LATELY_S else 0
@@ -273,7 +277,7 @@ class BufferPool:
             self._since_s += since_s
 
     def _trim(self) -> None:
-        """Let go of what is too much."""
+        """Free kept buffers beyond what may be kept, those that came back longest ago first."""
         most = max(self._keep_bytes, _TIMES * max(self._most_out) - self._out_bytes)
         while self.kept_bytes > most:
             self._pop(min(range(len(self._kept)), key=lambda at: self._kept[at][1]))

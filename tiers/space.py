@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from tiers.base import Extent
 
-#: A slot is cut only where it must be, and never into parts smaller than this but the last; where
-#: there is no more room, than what the caller says.
+#: A slot is one extent wherever there is one large enough. Else it is cut into parts, of which all
+#: but the last have at least this many bytes, or as many as the caller says.
 LEAST_PART = 1 << 20
 
 
@@ -19,8 +19,8 @@ class Space:
         self.sizes: dict[int, int] = {}
         self._free: dict[int, list[tuple[int, int]]] = {}  # segment -> sorted (off, length)
         self.free_bytes = 0
-        # Used when all that was free was erased, and maybe never written: to be erased before it is
-        # free.
+        # Extents that were in use while all that was free was erased (`sweep`). Where their owner
+        # never writes, they still hold what lay there before: they are erased when given back.
         self._stale: list[Extent] = []
 
     @property
@@ -121,8 +121,8 @@ class Space:
         return found
 
     def sweep(self, within: Extent, kept: Sequence[Extent]) -> list[Extent]:
-        """Claim what is free there, to be erased. What else is there is stale from now on, but for
-        what is `kept` (sorted): written whole by whoever has it."""
+        """Claim what is free in `within`, and return it to be erased. The rest of `within` is stale
+        from now on, except for `kept` (sorted), which its owners have written whole."""
         free = self.free_parts([within])
         self.claim(free)
         stale = outside(outside([within], kept), free)
@@ -130,7 +130,7 @@ class Space:
         return free
 
     def stale_parts(self, extents: Iterable[Extent]) -> list[Extent]:
-        """What of these used extents is stale."""
+        """What of these used extents is stale: to be erased before `give`."""
         if not self._stale:
             return []
         parts = sorted(extents)

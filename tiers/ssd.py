@@ -136,7 +136,7 @@ class SsdTier:
             return self._space.missing(round_up(n_bytes), least)
 
     def free(self, slot: Slot) -> None:
-        """What of it was not erased with all that was free, nor written since, is erased first."""
+        """As Tier. What is stale of it (see Space) is erased first."""
         while True:
             with self._lock:
                 stale = self._space.stale_parts(slot.parts)
@@ -235,11 +235,11 @@ class SsdTier:
         return [Extent(s, off, ERASE_BYTES) for s, n in sizes for off in range(0, n, ERASE_BYTES)]
 
     def erase_free(self, within: Extent, kept: Sequence[Extent] = ()) -> None:
-        """Erase and sync what is free there: rows that were evicted, or that a crash cut off. So
-        will be what somebody has there and gives back, but for what is `kept`: sorted, written
-        whole.
+        """Erase what is free within this extent, and sync that: rows that were evicted, or that a
+        crash cut off. What is in use there is erased when it is given back, except for `kept`
+        (sorted), which is known to be written whole.
 
-        Who finds no room meanwhile waits for it, as for a new segment. Raises MediumError.
+        A `reserve` that finds no room meanwhile waits, as for a new segment. Raises MediumError.
         """
         with self._growing:
             with self._lock:
@@ -258,7 +258,7 @@ class SsdTier:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """What it may hold at most, in whole segments; None: what the file system gives."""
+        """Most bytes it may hold, in whole segments; None: as much as the file system gives."""
         if self._limit_bytes is None:
             return None
         return self._limit_bytes // self._segment_bytes * self._segment_bytes
