@@ -21,27 +21,28 @@ MODES: Final = ("sparse", "exact", "recompute")
 _READS: Final = ("sparse", "exact")
 #: What a sample still counts for when the next one has come.
 _DECAY: Final = 0.9
-#: Choices against a way of reading after which it is measured again, though it seems slower: the
-#: least, and the most, which twice as many each time it still is. More, where what it takes longer
-#: is more than _LOOK_SHARE of what so many requests take.
+#: A mode that seems slower is measured again after it was passed over so many times: 16 at first,
+#: then twice as many each time it still is slower, up to 128; or up to more, where measuring it
+#: every 128 requests would add more than _LOOK_SHARE to what these take.
 _LOOK_AGAIN: Final = (16, 128)
 _LOOK_SHARE: Final = 0.02
-#: The same where the policy's own is wanted for more than its time (docs/decisions/0011).
+#: After so many where the policy's own mode is wanted for more than its time (decision 0011).
 _WANTED: Final = 3
-#: What the first forward says of recomputing may be so many times too much.
+#: A process's first forward may take so many times as long as a later one.
 _FIRST_IS_SLOWER: Final = 4.0
-#: The policy's own mode is left only for a gain of both: estimates of small things are noise, and
-#: a caller who named a mode is surprised by another.
+#: The policy's own mode is left for another only where that gains at least so many seconds and at
+#: least this share of the other's time: estimates of small things are noise, and a caller who named
+#: a mode is surprised by another.
 _LEAST_GAIN_S: Final = 0.02
 _LEAST_GAIN_SHARE: Final = 0.05
-#: And after n reads of it, fewer than _KNOWN, for one of this share ÷ n of what the other takes: a
-#: first read that a stall held up would have the last say until it is measured again.
+#: The share instead while only n reads of the own mode are known, n below _KNOWN: this ÷ n. Else a
+#: first read that happened to meet a stall would decide until the mode is measured again.
 _FIRST_GAIN_SHARE: Final = 1.0
 #: Below this share of the full determinant, samples are too alike to tell their costs apart.
 _LEAST_SPREAD: Final = 1e-3
-#: Once so many samples are known, one counts for at most so many times what was to be expected: a
-#: disk stalls now and then, and one that has become slow is believed some 15 to 30 requests later
-#: (four times as slow, sixteen times).
+#: Once so many samples are known, a new one counts as at most _MOST_SURPRISE times what the fit
+#: expects: a disk stalls now and then. One that has really become slow is believed some 15 requests
+#: later (four times as slow) to 30 (sixteen times).
 _KNOWN: Final = 5
 _MOST_SURPRISE: Final = 2.0
 
@@ -68,8 +69,9 @@ class Stored:
 
 
 class Fit:
-    """seconds = amounts · costs, by least squares without negative costs; later samples count for
-    more. What samples are too alike to tell apart is laid to the last of the amounts."""
+    """seconds = amounts · costs, fitted by least squares with no cost negative; later samples count
+    for more. Where samples are too alike to tell two amounts' costs apart, the later amount gets it
+    all."""
 
     def __init__(self, n_amounts: int) -> None:
         self.n_samples = 0
@@ -93,7 +95,7 @@ class Fit:
         self.n_samples += 1
 
     def age(self, n_requests: int) -> None:
-        """So many went by without a sample: the next one counts for more."""
+        """So many requests went by without a sample: older samples count for less."""
         left = _DECAY ** min(n_requests, _LOOK_AGAIN[0])
         self._products *= left
         self._by_seconds *= left
@@ -126,13 +128,14 @@ class Fit:
 class Rates:
     """What an engine's requests have cost. For one thread.
 
-    Reads are fitted as they were waited for, so what a forward hides of them costs nothing, and by
-    what was known before: a prefix's bytes, and how many of them lay in no cache.
+    A read's seconds are those that were waited for it: what a forward hides of it costs nothing.
+    They are fitted to what is known before the read: the prefix's bytes, and how many of them lie
+    in no cache.
     """
 
-    # What a request took but for its reads, by its mode: many short forwards would have the last
-    # say on what a long one takes, and a sparse one neither plans for a whole prefix nor lays it
-    # down.
+    # What a request took apart from its reads. One fit a mode: together, the many short forwards of
+    # hits would decide what a long one takes, and a sparse forward neither plans nor lays down a
+    # whole prefix.
     _forwards: dict[str, Fit] = field(default_factory=lambda: {mode: Fit(2) for mode in MODES})
     _reads: dict[str, Fit] = field(default_factory=lambda: {mode: Fit(3) for mode in _READS})
     _passed_over: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))
@@ -165,8 +168,9 @@ class Rates:
     def choose(
         self, own: str, n_tokens: int, stored: Stored, *, own_is_wanted: bool = False
     ) -> Choice:
-        """How to go about a request, and remember it: `decide`, but for a way that was not taken
-        for long, which is then measured again. `own_is_wanted`: for more than its time, so often.
+        """The mode for a request, as `decide` says, except that one that was passed over for long
+        is taken to be measured again. Effects: counts who was passed over. `own_is_wanted`: the
+        policy's own mode is wanted for more than its time, so it waits for _WANTED at most.
         """
         allowed = {own, "exact", "recompute"}
         seconds = self.estimate(n_tokens, stored)
@@ -192,9 +196,10 @@ class Rates:
         return choice
 
     def _doubted(self, seconds: Mapping[str, float | None], chosen: str) -> bool:
-        """Whether few forwards say what recomputing costs, and it may be the cheapest after all:
-        prompts that hit do not measure it, and a process's first forward is a slow one. Where none
-        does, its cost is by the few tokens that hits compute: many times too much a token."""
+        """Whether recomputing may be the cheapest after all, because few forwards have told what it
+        costs: prompts that hit do not measure it, and a process's first forward is a slow one.
+        Before the first, its cost is derived from the few tokens that hits compute, which gives
+        many times too much a token."""
         cost, best = seconds.get("recompute"), seconds.get(chosen)
         n_samples = self._forwards["recompute"].n_samples
         if n_samples >= _KNOWN or not cost or not best:
@@ -203,14 +208,14 @@ class Rates:
 
 
 def _most_patience(seconds: float | None, best: float | None) -> int:
-    """After how many choices against it a way is measured again at the latest."""
+    """How many times a mode may be passed over before it is measured again, at most."""
     if not seconds or not best:
         return _LOOK_AGAIN[1]
     return max(_LOOK_AGAIN[1], round((seconds / best - 1) / _LOOK_SHARE))
 
 
 def _too_much(n_samples: int) -> float:
-    """How many times too much so many forwards say, of which the first was slower."""
+    """How many times the true cost so many forwards may suggest, the first of which was slow."""
     weights = _DECAY ** np.arange(n_samples)
     return float(1 + (_FIRST_IS_SLOWER - 1) * weights[-1] / weights.sum())
 
