@@ -39,8 +39,9 @@ class Ticket:
 
     def __init__(self, n_tasks: int) -> None:
         self._lock = threading.Lock()
-        # Of those who wait, released at the end. No Event: what a signal raises as one is waited
-        # for can leave its lock taken, and whoever sets it hangs.
+        # One for each thread that waits; released when the ticket is done. Not an Event: an
+        # exception that a signal raises during its wait can leave its lock taken, and then whoever
+        # sets it hangs.
         self._gates: list[threading.Lock] = []
         self._left = n_tasks
         self._error: BaseException | None = None
@@ -53,7 +54,7 @@ class Ticket:
 
     @property
     def given_up(self) -> bool:
-        """Cancelled, and a task that was under way then goes on."""
+        """Cancelled, while a task of it is still running or queued."""
         return self._cancelled and not self.done
 
     def wait(self, timeout_s: float) -> bool:
@@ -122,8 +123,8 @@ class Ticket:
 
 
 class Signal:
-    """As threading.Event, but that what a signal raises in a wait leaves nothing taken: whoever
-    sets it would hang, and it may be a thread that all wait for."""
+    """As threading.Event, except that an exception which a signal raises during a wait leaves no
+    lock taken: whoever sets the event would hang, perhaps a thread that all others wait for."""
 
     __slots__ = ("_lock", "_ticket")
 
@@ -165,8 +166,8 @@ class IoPool:
     """Threads that run tickets. A task is a slice of work for one thread (≤ a few MiB), so a
     demand never waits long behind a store.
 
-    `n_behind`: threads that may be at what nobody waits for at once. More would share processors
-    and interpreter with the next demand, which comes at any time.
+    `n_behind`: how many threads at once may work for nobody who waits (lanes PROMOTE and REPACK).
+    More would share processors and interpreter with the next demand, which comes at any time.
     """
 
     def __init__(self, n_threads: int, name: str = "impress-io", n_behind: int = 1) -> None:
@@ -178,7 +179,7 @@ class IoPool:
         self._wake, self._quiet = (threading.Condition(self._lock) for _ in range(2))
         self._open = True
         self._n_behind = n_behind
-        self._at = [0, 0]  # threads at what somebody waits for, and at what nobody does
+        self._at = [0, 0]  # threads at work that somebody waits for, and at other work
         self._since = [0.0] * n_threads  # when each began the task it is at; 0: idle
         self._threads = [
             threading.Thread(target=self._work, args=(i,), name=f"{name}-{i}", daemon=True)
@@ -193,10 +194,10 @@ class IoPool:
     ) -> Ticket:  # fmt: skip
         """Queue tasks, first in first out within their lane. After close they are cancelled.
 
-        `after`: not before that one is done, however it ends; they hold no thread until then.
-        `note`: is given their ticket before they are queued: between queueing and noting what is
-        returned a signal's exception would leave reads under way that nobody waits for. Whatever
-        comes behind it, the ticket ends.
+        `after`: not before that ticket is done, however it ends; until then they hold no thread.
+        `note`: called with their ticket before they are queued. A caller that noted what this
+        returns could be interrupted by a signal before it has, and then nobody would wait for
+        reads that are under way. Whatever is raised from there on, the ticket ends.
         """
         ticket = Ticket(len(tasks))
         jobs = iter([(ticket, task) for task in tasks])
@@ -212,8 +213,8 @@ class IoPool:
         return ticket
 
     def _queue(self, lane: Lane, jobs: Iterator[tuple[Ticket, Task]]) -> None:
-        """Whatever comes between, a signal's exception say: what nobody took is cancelled, and what
-        is queued begun."""
+        """Queue the jobs. Where an exception (a signal's, say) comes in between, those not queued
+        yet are cancelled, and the threads are woken for those that are."""
         try:
             with self._lock:
                 if self._open:

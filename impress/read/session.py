@@ -109,13 +109,13 @@ class Lease:
             raise PrefixLost("expired", f"the lease is older than {limit_s:g} s")
 
     def expire(self) -> bool:
-        """Release what its holder did not: reads of it are lost from now on. False: it had."""
+        """Release for a holder that has not: reads are lost from now on. False: it was released."""
         self._taken = True
         return self._end()
 
     def release(self) -> None:
-        """Unpin. What sessions were told to read ahead and was not retrieved is given up; what was
-        is theirs until they close. Idempotent."""
+        """Unpin. Layers that were being read ahead and were not retrieved yet are given up; those
+        that were retrieved stay valid until their session closes. Idempotent."""
         self._end()
 
     def _end(self) -> bool:
