@@ -159,6 +159,18 @@ def test_a_begun_block_that_is_filled_keeps_its_extra_keys() -> None:
     pool.check()
 
 
+def test_a_prompt_is_what_it_was_when_it_came() -> None:
+    """Its array was looked at again by `append`: with other tokens there by then, the block was
+    found by whoever asked for those, and held none of them."""
+    pool = BlockPool(4, SIZE, ROOT)
+    prompt = np.array(run(1, more=2), dtype=np.int32)
+    pool.allocate("a", prompt)
+    prompt[:] = 7
+    pool.append("a", [99, 99])
+    assert pool.computed([*run(1), 7, 7, 99, 99, 5]) == [0]
+    assert pool.computed(run(1, 99, more=1)) == [0, 1]
+
+
 class Reference:
     """The same by lists: a queue whose front goes first, and the tokens of every prefix."""
 

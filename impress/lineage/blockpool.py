@@ -92,7 +92,8 @@ class BlockPool:
         blocks = hit + self._fresh(n_new)
         self._remember(blocks[len(hit) :], keys[len(hit) :])
         cut = len(keys) * self.block_tokens
-        self._tables[request] = _Table(blocks, keys, tokens[cut:], _from(cut, extra or {}))
+        tail = tokens[cut:].copy()  # the caller's array may be another prompt's next
+        self._tables[request] = _Table(blocks, keys, tail, _from(cut, extra or {}))
         return Granted(list(blocks), len(hit) * self.block_tokens)
 
     def append(self, request: Hashable, token_ids: Any) -> list[int] | None:
