@@ -35,3 +35,16 @@ def test_every_package_of_the_wheel_says_that_it_is_typed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     for name in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
         assert (ROOT / name / "py.typed").is_file()
+
+
+def test_what_the_documents_name_is_there_for_a_type_checker_too() -> None:
+    """`impress.engines.hf.Virtual` was an error under mypy --strict: hf only imported it."""
+    said = "\n".join(p.read_text() for p in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    named = set(re.findall(r"\b(impress(?:\.[a-z_]+)+)\.([A-Z]\w+)", said))
+    assert ("impress.engines.hf", "Virtual") in named
+    for module, name in sorted(named):
+        tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
+        defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        given_on = [alias.asname for node in imports for alias in node.names]
+        assert name in [*defined, *given_on], f"{module} does not export {name}"

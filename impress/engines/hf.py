@@ -26,7 +26,8 @@ from transformers import LogitsProcessorList
 from impress.blockhash import namespace_digest
 from impress.config import Config
 from impress.engines import hf_models
-from impress.engines.buffers import Virtual, VirtualBuffers, buffers_of
+from impress.engines.buffers import Virtual as Virtual  # README names it here
+from impress.engines.buffers import VirtualBuffers, buffers_of
 from impress.engines.choice import Choice
 from impress.engines.hf_audit import Auditor, Shared, Watch, turn_of, watch_of
 from impress.engines.hf_cache import RowsCache, rent
