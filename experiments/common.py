@@ -146,4 +146,7 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+#: What it is given is text as it stands: of a path or a trace's line none is markup.
+console = Console(
+    width=None if sys.stdout.isatty() else 120, highlight=False, markup=False, emoji=False
+)

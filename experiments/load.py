@@ -77,7 +77,7 @@ def _threads(options: Options, n_threads: int, engine: str) -> list[Row]:
     try:
         store = impress.PrefixStore.open(path, GEOMETRY, NAMESPACE, config(dram_bytes, engine))
     except ImpressError as err:
-        console.print(f"{engine}: skipped: {err}", markup=False)
+        console.print(f"{engine}: skipped: {err}")
         return []
     row = measured(store, n_threads, seconds, n_prompts, options.seed)
     return [_beside_fio(path, row, before)]

@@ -22,6 +22,8 @@ from experiments.common import Unable
 BLOCK_TOKENS: Final = 512
 #: Bad lines that are told one by one.
 _TOLD: Final = 10
+#: Characters of a bad value that are told.
+_SHOWN: Final = 60
 _COUNTS: Final = ("timestamp", "input_length", "output_length")
 
 
@@ -90,13 +92,15 @@ def _request(line: bytes, now_ms: int) -> Request:
         raise BadLine(f"does not parse: {missing[0]!r} is missing")
     for name in _COUNTS:
         if not _is_count(said[name]):
-            raise BadLine(f"does not parse: {name} {said[name]!r} is no whole number from 0 on")
+            raise BadLine(
+                f"does not parse: {name} {_short(said[name])} is no whole number from 0 on"
+            )
     ids = said["hash_ids"]
     if not isinstance(ids, list):
         raise BadLine("does not parse: hash_ids is no list")
     holes = [at for at, block in enumerate(ids) if not _is_count(block) or block >= 1 << 31]
     if holes:
-        raise BadLine(f"has holes: hash_ids[{holes[0]}] is {ids[holes[0]]!r}")
+        raise BadLine(f"has holes: hash_ids[{holes[0]}] is {_short(ids[holes[0]])}")
     n_blocks = -(-said["input_length"] // BLOCK_TOKENS)
     if not ids or len(ids) != n_blocks:
         raise BadLine(
@@ -107,6 +111,11 @@ def _request(line: bytes, now_ms: int) -> Request:
         raise BadLine(f"runs back in time: {said['timestamp']} ms after {now_ms}")
     blocks = np.array(ids, dtype=np.int32)
     return Request(said["timestamp"], said["input_length"], said["output_length"], blocks)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _is_count(value: Any) -> bool:

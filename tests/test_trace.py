@@ -74,6 +74,19 @@ def test_what_is_no_trace_at_all_is_one_line(tmp_path: Path, capsys: Any) -> Non
     assert len(told) == 2 and "No such file" in told[0] and "line 1: does not parse" in told[1]
 
 
+def test_what_a_bad_line_says_is_told_as_it_stands(tmp_path: Path, capsys: Any) -> None:
+    """A stray "[/x]" in it was taken for markup: a traceback, though the rest was to go on."""
+    path = tmp_path / "of [b]others.jsonl"
+    bad = [line(2, 1, timestamp="[/x] :smile:"), line(2, 1, timestamp="y" * 100_000)]
+    path.write_text("\n".join([line(1, 1, 2), *bad, line(3, 1, 3)]))
+    args = ["--quick", "--cells", "0", "--dir", str(tmp_path), "--trace", str(path)]
+    assert trace.run(args) == 0
+    said = "".join(capsys.readouterr().out.split("\n"))
+    assert "line 2: does not parse: timestamp '[/x] :smile:' is no whole number" in said
+    assert f"line 3: does not parse: timestamp '{'y' * 59}… is no whole number" in said
+    assert "of [b]others.jsonl: blocks found" in said
+
+
 def made_up(tmp_path: Path, n: int, seed: int = 1) -> Trace:
     path = tmp_path / "made.jsonl"
     path.write_text("\n".join(synthetic(n, seed)))

@@ -56,7 +56,7 @@ def _measured(fault: Fault, folder: Path, name: str, n: int, seed: int) -> list[
     try:
         return fault(folder, n, seed)
     except Unable as err:
-        console.print(f"{name}: skipped: {err}", markup=False)
+        console.print(f"{name}: skipped: {err}")
         return []
 
 
