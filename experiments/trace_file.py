@@ -107,6 +107,9 @@ def _request(line: bytes, now_ms: int) -> Request:
             f"has holes: {len(ids)} hash_ids for {said['input_length']} tokens, which are "
             f"{n_blocks} blocks"
         )
+    if len(set(ids)) < n_blocks:
+        twice = next(at for at, block in enumerate(ids) if block in ids[:at])
+        raise BadLine(f"has holes: hash_ids[{twice}] is {ids[twice]} again, a prefix of itself")
     if said["timestamp"] < now_ms:
         raise BadLine(f"runs back in time: {said['timestamp']} ms after {now_ms}")
     blocks = np.array(ids, dtype=np.int32)

@@ -43,6 +43,7 @@ BAD = {
     line(30, 1, None, 3): r"has holes: hash_ids\[1\] is None",
     line(30, 1, 1 << 31): r"has holes: hash_ids\[1\] is 2147483648",
     line(30, 1, 2, input_length=1025): "has holes: 2 hash_ids for 1025 tokens, which are 3 blocks",
+    line(30, 1, 7, 1): r"has holes: hash_ids\[2\] is 1 again, a prefix of itself",
     line(30): "has holes: 0 hash_ids for 0 tokens",
     line(19, 1): "runs back in time: 19 ms after 20",
 }
