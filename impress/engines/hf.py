@@ -68,10 +68,9 @@ def attach(
     `config`, the policy's probe records added to its probes, and closed by `Engine.close`; a store
     given stays the caller's. `store_new` False only reads. With a policy that chooses rows,
     importance is stored with them: the attention of the prompt's last rows (hf_observed). `virtual`
-    keeps rows in contiguous virtual buffers (buffers.py), where the machine gives them; answers are
-    the same. Raises Unsupported naming the policy, or what of the model is not served,
-    StoreMismatch naming both values where the store is another model's, BadInput, and whatever
-    `PrefixStore.open` raises.
+    keeps rows in contiguous virtual buffers (buffers.py) where the machine gives them. Raises
+    Unsupported naming the policy, or what of the model is not served, StoreMismatch naming both
+    values where the store is another model's, BadInput, and whatever `PrefixStore.open` raises.
     """
     hf_models.check_types(model, config)
     with turn_of(model).request():  # while another engine's runs, its attention is not its own
