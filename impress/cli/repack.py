@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from impress.cli.options import Store, check_json, store_dir, write_json
 from impress.config import MIB, Config
 from impress.errors import StoreLocked
 from impress.repacking.report import UNREADABLE, RepackReport
 from impress.store import PrefixStore
-from impress.terminal import count, err, out, size
+from impress.terminal import count, err, out, size, table_of
 from impress.write.directory import Identity, Shard, read_identity, shards_of, writing
 from impress.write.jobs import Swapped
 
@@ -102,10 +101,9 @@ def _plain(where: Path, report: RepackReport, busy: list[str]) -> dict[str, Any]
 
 
 def _print(where: Path, report: RepackReport) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in ("span", "tokens", "to move", "pieces", "requests", "bytes", "saves"):
-        table.add_column(column, justify="right")
-    table.add_column("outcome")
+    table = table_of(
+        "", ">span", ">tokens", ">to move", ">pieces", ">requests", ">bytes", ">saves", "outcome"
+    )
     for span in report.spans:
         before, after = span.before, span.after
         table.add_row(

@@ -330,15 +330,11 @@ class Repacker:
             self._home.committer.intend(draft, COMMIT_TIMEOUT_S)
             sums = self._copier.copy(move.part, Slot(draft.parts), alive)
             header = move.part.header_of(draft, sums)
-        except StoreFailed as err:
-            log.warning("span %d was not repacked: %s", move.held.record.span_id, err)
-            self._give_back(draft)
-            return Swapped.FAILED
-        except MediumError as err:
+        except (StoreFailed, MediumError) as err:
             if isinstance(err, ReadFailed):
                 if not err.harmless:
                     self._home.leaving.quarantine(move.held.record.span_id)
-            else:
+            elif isinstance(err, MediumError):
                 self._home.health.trouble(str(err))
             log.warning("span %d was not repacked: %s", move.held.record.span_id, err)
             self._give_back(draft)
