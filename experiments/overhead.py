@@ -38,16 +38,21 @@ GEOMETRY: Final = impress.Geometry(8, 32, 32, 128, "float16")
 _PIECE_BYTES: Final = 8 << 10
 _N_TOKENS: Final = {False: 4096, True: 1024}
 
-Verify = Callable[[Read, str], None]
+Where = Callable[[Slot, int], str]
+Verify = Callable[[Read, Where], None]
 
 
-def _believed(_read: Read, _where: str) -> None:
+def _believed(_read: Read, _where: Where) -> None:
     """Nothing is looked at. Only ever here."""
 
 
-def _loaded(read: Read, _where: str) -> None:
+def _loaded(read: Read, _where: Where) -> None:
     """Every byte is brought to the core, no more."""
     np.bitwise_or.reduce(read.dest.view(np.uint64))
+
+
+def _memory(_slot: Slot, _off: int) -> str:
+    return "memory"
 
 
 WAYS: Final[dict[str, Verify]] = {"verified": verify, "believed": _believed, "loaded": _loaded}
@@ -58,7 +63,7 @@ def looked_at(verify: Verify) -> Iterator[list[float]]:
     """What the SSD tier does with what it read; the CPU seconds of each time, where it happens."""
     before, taken = tiers.ssd.verify, list[float]()
 
-    def timed(read: Read, where: str) -> None:
+    def timed(read: Read, where: Where) -> None:
         begin_s = time.thread_time()
         verify(read, where)
         taken.append(time.thread_time() - begin_s)
@@ -209,7 +214,7 @@ def _cost(reads: list[Read], look: Verify) -> Row:
         for _ in range(5):
             begin_s = time.thread_time()
             for read in some:
-                look(read, "memory")
+                look(read, _memory)
             times.append(time.thread_time() - begin_s)
         n_bytes = sum(len(read.dest) for read in some)
         return spread([time_s / n_bytes * 1e9 for time_s in times])
