@@ -1,10 +1,10 @@
 """One tree of several shards: a process's own spans, and those that others wrote and it follows.
 
-A prefix may go from span to span whoever wrote them. Of windows that several stored one's own come
-first: what a process stored rests on nobody's copy. A process evicts, purges and rewrites only its
-own; another's leave the tree when their writer took them out, once others' that have the same
-windows (a repacked copy, one stored at once) have taken their places. What hangs from a place that
-none takes goes too: its own are orphans then, to be deleted; others' may find one yet: they wait.
+A prefix may go on from one span to another, whoever wrote them. Of windows that several processes
+stored, nodes view this one's own copy: what it stored depends on nobody else's. It evicts, purges
+and rewrites only its own spans. Another's leaves the tree once its writer has deleted it; others'
+with the same windows (a repacked copy, one stored at the same time) take its place first. What hung
+from it goes where none does: own spans are orphans, to be deleted; others' wait for another place.
 
     put ─admit─> in the tree ─withdraw─> out, what hung below: orphans (own), waiting (others')
          └─ its end is here already, or its ancestors are not: it waits, also where nodes view a
@@ -100,8 +100,8 @@ class MergedCatalog(Catalog):
     def _inherit(
         self, record: SpanRecord, match: Match, takes_from: Callable[[int], bool]
     ) -> list[int]:
-        """Nodes on the way to a span's end that view such a span view it instead, as far as it
-        reaches: cut where they must be, and all that hangs from them stays. Those nodes."""
+        """Nodes on the way to a span's end that view a span it `takes_from` view it instead, as far
+        as it reaches; they are cut where needed, and what hangs from them stays. Those nodes."""
         tree, given = self._tree, []
         for node in match.nodes:
             span, first, n_windows = tree.view(node)
@@ -120,9 +120,8 @@ class MergedCatalog(Catalog):
         return given
 
     def _claim(self, record: SpanRecord, match: Match) -> list[int]:
-        """One's own come first in one's own tree: of windows that others' have too the view is of
-        one's own span. Else each of two processes could take its own for superfluous, or lose what
-        it has when the other evicts. The others' wait."""
+        """Of windows that others' spans have too, nodes view one's own; the others' wait. Else each
+        of two processes could take its own for superfluous, or lose them when the other evicts."""
         theirs = {}
         for node in match.nodes:
             span = self._tree.view(node).span

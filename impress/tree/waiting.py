@@ -1,8 +1,8 @@
-"""Spans that have no place in the tree, or not all of theirs: each may find one yet. They are
-others', or one's own of which what they hang from could not be read.
+"""Spans of which the tree shows nothing, or not all, and that may find their place later: others',
+and one's own where what they hang from could not be read.
 
-A stray is one of which nobody knows what comes before it: what it hangs from could not be read, or
-was not there yet when it was.
+Of most, the labels before them are known. Of a *stray* only the key is: what it hangs from could
+not be read, or was not there yet when the stray came.
 
     put ─take─> tried again      stray ─find─> it is known now: it waits, before all others
      └─ too many: the oldest are strays
@@ -27,8 +27,9 @@ class Waiting:
         self._keys: dict[int, bytes] = {}  # span, a stray or not -> the key that it begins behind
         self._n_bytes = 0
         self._strays: dict[bytes, set[int]] = {}  # key -> spans
-        self._n_found = 0  # of them, at the head of what waits
-        self.n_chances = 0  # that what waits has had: strays found, nodes gone, others shown
+        self._n_found = 0  # former strays, at the head of what waits
+        self.n_chances = 0
+        """Grows when what waits may find a place: a stray was found, a node went, one was shown."""
 
     def __len__(self) -> int:
         """How many wait; strays not counted."""

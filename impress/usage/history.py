@@ -342,9 +342,11 @@ class History:
                 self._unsaved_bytes -= known.n_bytes
 
     def _shrink(self) -> None:
-        """What is saved comes back, so it goes first; never what came last.
+        """Forget spans until the rest is within the budget, those noted longest ago first; never
+        the last.
 
-        Where nearly all is unsaved nobody saves, or not soon enough: changes go like all else.
+        What is saved goes before what is not, since it can be fetched again. But where nearly all
+        is unsaved, nobody saves, or not soon enough: then it makes no difference.
         """
         while self.used_bytes > self._budget_bytes:
             spare = self._changed if 4 * self._unsaved_bytes <= 3 * self._budget_bytes else ()

@@ -33,8 +33,9 @@ _NOT_FOUND: Final = "an error came before all that was stored could be found"
 class Batches:
     """For the committer's thread alone; whoever waits for a job of a batch is told, come what may.
 
-    An error of no disk and no index (a bug, no memory) is the job's that met it, and flush tells
-    it. How far that came nobody knows: space that it has stays its own until the next open.
+    An error that neither the disk nor the index raised (a bug, no memory) fails only the job that
+    met it, and flush raises it. Nobody knows how far that job came: the space it took is given to
+    nobody else before the next open.
     """
 
     def __init__(
@@ -108,7 +109,8 @@ class Batches:
             self._commit(self._undone)
 
     def _take_back(self) -> None:
-        """Out of the index, and of the tree what it shows of them: a purge would not find them."""
+        """Take the unseen out of the index, and out of the tree what it shows of them: left in the
+        index alone, a purge would not find them."""
         for span, record in [*self._unseen.items()]:
             below = self._catalog.quarantine(span)
             spans = [span, *(one for one in below if one != span and one in self._catalog.own)]
@@ -269,8 +271,8 @@ class Batches:
             self._drop(job, None)
 
     def _publish(self, job: StoreJob, added: dict[int, int]) -> None:
-        """Notes how many windows of its span it `added` to the tree; not above 0: it is retired.
-        Nothing where an error came: what there is of it is taken back with the next turn."""
+        """Show a span in the tree, and note how many windows it `added` (0 or less: it is retired).
+        Not noted where an error came: then what there is of it is taken back in the next turn."""
         record, n_windows, lost = job.draft.record, 0, None
         try:
             n_windows = added[record.span_id] = self._catalog.publish(record, job.draft.prefix)

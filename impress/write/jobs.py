@@ -34,8 +34,8 @@ class GiveUp:
 class Erase:
     """Retired spans of which nothing may be left: out of the index, and out of its log.
 
-    `roots`: whose namespaces' names go too. `records`: of what the index names no more, or not yet,
-    and what must be erased all the same, after a crash too.
+    `roots`: whose namespaces' names go too. `records`: spans that the index names no more, or not
+    yet, to be erased all the same: noted in the index, so that a crash does not prevent it.
     """
 
     spans: list[int]
@@ -99,9 +99,9 @@ class Duties:
 
     `reclaim`: space nobody here holds; `scrap`: of spans that never were visible. `overfull`: takes
     spans out of a tree whose home is too full, but for those just stored, and names them.
-    `trouble`: a write failed, and why. `wear`: the write budget, to be kept. `spoilt`: spans whose
-    bytes are to be erased when they are deleted; `spoil`: these, too. `settle`: what was let go is
-    reclaimed.
+    `trouble`: a write failed, and why. `wear`: what the write budget is to be saved as. `spoilt`:
+    spans whose bytes are to be erased when they are deleted; `spoil` adds to them. `settle`:
+    reclaim what was let go.
     """
 
     reclaim: Callable[[Iterable[SpanRecord]], None]

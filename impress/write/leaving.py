@@ -122,7 +122,7 @@ class Leaving:
         were begun before it was out of the tree are refused, and erased when they end. Whatever is
         free is erased too: what was evicted, and what a crash cut off, whoever's; of stores under
         way, what they give back. Raises StoreFailed where the index takes no writes, or the disk no
-        erasing.
+        erasing; ImpressError where this process only reads.
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
@@ -203,11 +203,12 @@ class Leaving:
         return not too_much and (capacity is None or n_bytes <= capacity)
 
     def reserve(self, n_bytes: int, whole: int = 0, least: int | None = None) -> Slot | None:
-        """Room at home, in parts of at least `least` bytes (None: SMALL_PART): where there is none,
-        what is on its way out is waited for, then evicted for what is missing. Raises MediumError.
+        """Space at home, in parts of at least `least` bytes (None: SMALL_PART); None: no room.
 
-        Nothing goes for a `whole` that would not fit if all else went. Where what goes leaves holes
-        that are too small more goes, and the whole's size beyond n_bytes at most.
+        Where there is none, spans on their way out are waited for, then spans are evicted for what
+        is missing. `whole`: bytes of the store this is for; nothing is evicted for one that would
+        not fit if all else went. Where evicted spans leave only holes that are too small, more go:
+        of about n_bytes + `whole` at most. Raises MediumError.
         """
         least = SMALL_PART if least is None else least
         slot = self._ssd.reserve(n_bytes, least)
@@ -227,8 +228,8 @@ class Leaving:
         return slot
 
     def _short(self, n_bytes: int, least: int) -> int:
-        """What has to be evicted for that. (A reader that is stopped holds up whatever goes: no
-        reason for all to go.)"""
+        """Bytes to evict for that. What is in limbo counts as free by then: a reader that is
+        stopped holds up all that leaves, which is no reason for everything to leave."""
         return self._ssd.missing(n_bytes, least) - self._limbo_bytes()
 
     def _limbo_bytes(self) -> int:

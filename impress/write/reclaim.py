@@ -91,8 +91,9 @@ class Reclaim:
         self._wait(lambda: not any(r.generation < generation or r.held for r in self._readers()))
 
     def close(self) -> bool:
-        """Wait for others a last time, then bury what is left: its rows stay until the next open,
-        but for those to be erased. False: a thread is stuck at it and may write yet."""
+        """Wait for other readers a last time, then bury what is left: headers are wiped, so that no
+        scan finds it again; rows stay on the disk, but for those to be erased. False: a thread is
+        stuck in a write, and may write yet."""
         self.settle()
         self.wait_for([record.span_id for record in self.limbo.records()])
         with self._lock:
