@@ -13,7 +13,6 @@ from impress.spans.format import (
     SpanRecord,
     decode_index,
     encode_index,
-    extents_of,
     place_of,
     split_index,
 )
@@ -23,7 +22,6 @@ from impress.tree.radix import Graft, Match, RadixTree, View
 from impress.tree.trace import Trace, path_of, trace, walk
 from impress.tree.views import Views
 from impress.types import Prefix
-from tiers.base import Extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,14 +307,6 @@ class Catalog:
         """Those of these spans that are not reclaimed yet."""
         with self.lock:
             return [self._record(span) for span in spans if span in self._kept]
-
-    def extents(self) -> tuple[list[Extent], int]:
-        """All space spans own, in no order, and the largest span id (0 when there is none)."""
-        with self.lock:
-            found: list[Extent] = []
-            for kept in self._kept.values():
-                found += extents_of(kept)
-            return found, max(self._kept, default=0)
 
     def counts(self) -> dict[str, int]:
         with self.lock:

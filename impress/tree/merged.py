@@ -371,7 +371,7 @@ class MergedCatalog(Catalog):
         return [dead for dead in self.dead() if dead.span in self.own]
 
     def extents(self, spans: range | None = None) -> tuple[list[Extent], int]:
-        """Of one's own spans, or of these."""
+        """All space that one's own spans, or these, own; and the largest id of them, 0: none."""
         these = self.own if spans is None else spans
         with self.lock:
             found = {span: kept for span, kept in self._kept.items() if span in these}
