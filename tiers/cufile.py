@@ -82,8 +82,8 @@ class KvikioQueue(ReadQueue):
     name = "kvikio"
 
     def __init__(self) -> None:
-        self._kvikio = _library()
-        self._files: OwnFiles[Any] = OwnFiles()
+        library = _library()
+        self._files: OwnFiles[Any] = OwnFiles(lambda path: library.CuFile(str(path), "r"))
 
     def read(self, runs: Sequence[Run], files: Sequence[SegmentFile]) -> Generator[int, None, None]:
         under_way: list[list[Any]] = [[] for _ in runs]
@@ -102,7 +102,7 @@ class KvikioQueue(ReadQueue):
         """Send a run; `futures` get what is under way, also where it is only part of it."""
         off = run.off
         try:
-            file = self._file(segment)
+            file = self._files.of(segment)
             for view in run.views:
                 futures.append(file.pread(view, len(view), off))
                 off += len(view)
@@ -110,18 +110,8 @@ class KvikioQueue(ReadQueue):
             return False
         return True
 
-    def _file(self, segment: SegmentFile) -> Any:
-        file = self._files.get(segment)
-        if file is None:
-            for gone in self._files.take_gone():
-                gone.close()
-            file = self._kvikio.CuFile(str(segment.path), "r")
-            self._files.keep(segment, file)
-        return file
-
     def close(self) -> None:
-        for file in self._files.take_all():
-            file.close()
+        self._files.close()
 
 
 def _sum(futures: list[Any]) -> int:

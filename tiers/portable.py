@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
+from pathlib import Path
 
 from aiofiles.threadpool import wrap
 
@@ -26,7 +27,7 @@ class AiofilesQueue(ReadQueue):
         self._executor = ThreadPoolExecutor(1)
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self._executor)
-        self._files: OwnFiles[FileIO] = OwnFiles()
+        self._files = OwnFiles(_opened)
 
     def read(self, runs: Sequence[Run], files: Sequence[SegmentFile]) -> Generator[int, None, None]:
         for i, (run, file) in enumerate(zip(runs, files, strict=True)):
@@ -34,7 +35,7 @@ class AiofilesQueue(ReadQueue):
 
     async def _read(self, run: Run, segment: SegmentFile) -> bool:
         try:
-            file = wrap(self._file(segment))
+            file = wrap(self._files.of(segment))
             await file.seek(run.off)
             for view in run.views:
                 rest = memoryview(view)
@@ -47,21 +48,16 @@ class AiofilesQueue(ReadQueue):
             return False
         return True
 
-    def _file(self, segment: SegmentFile) -> FileIO:
-        file = self._files.get(segment)
-        if file is None:
-            for gone in self._files.take_gone():
-                gone.close()
-            file = FileIO(segment.path)
-            self._files.keep(segment, file)
-            let_open(file.fileno() + 1)
-        return file
-
     def close(self) -> None:
         """Without the loop: at the interpreter's end no executor takes work any more."""
         try:
-            for file in self._files.take_all():
-                file.close()
+            self._files.close()
         finally:
             self._executor.shutdown()
             self._loop.close()
+
+
+def _opened(path: Path) -> FileIO:
+    file = FileIO(path)
+    let_open(file.fileno() + 1)
+    return file

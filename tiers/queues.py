@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -38,39 +38,42 @@ class SegmentFile(NamedTuple):
 class _File(Protocol):
     def fileno(self) -> int: ...
 
+    def close(self) -> object: ...
+
 
 F = TypeVar("F", bound=_File)
 
 
 class OwnFiles(Generic[F]):
-    """What an engine opened for itself, by path. For one thread.
+    """What an engine opens for itself, by path. For one thread.
 
     A segment that was given back may be made again under its name, so what is kept is compared with
     what the tier has open. Two that are open have two inodes: it is enough to compare these.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, opened: Callable[[Path], F]) -> None:
+        """`opened`: opens a file to be read."""
+        self._opened = opened
         self._files: dict[Path, F] = {}
 
-    def get(self, file: SegmentFile) -> F | None:
-        """The file, if what is open under its path is still that one."""
+    def of(self, file: SegmentFile) -> F:
+        """This segment's, opened if need be: then those of deleted segments, whose space they hold,
+        are closed. Raises what `opened` does."""
         mine = self._files.get(file.path)
         if mine is None or os.fstat(mine.fileno()).st_ino != os.fstat(file.fd).st_ino:
-            return None
+            self._close_gone()
+            mine = self._files[file.path] = self._opened(file.path)
         return mine
 
-    def keep(self, file: SegmentFile, mine: F) -> None:
-        self._files[file.path] = mine
-
-    def take_gone(self) -> list[F]:
-        """Those whose segments were given back: close them, they hold the space."""
+    def _close_gone(self) -> None:
         gone = [path for path, mine in self._files.items() if not os.fstat(mine.fileno()).st_nlink]
-        return [self._files.pop(path) for path in gone]
+        for path in gone:
+            self._files.pop(path).close()
 
-    def take_all(self) -> list[F]:
-        """All of them, to be closed."""
-        files, self._files = list(self._files.values()), {}
-        return files
+    def close(self) -> None:
+        """Close all of them."""
+        while self._files:
+            self._files.popitem()[1].close()
 
 
 class ReadQueue(ABC):
