@@ -13,7 +13,7 @@ log = logging.getLogger("impress")
 Clock = Callable[[], float]
 
 
-class Held(Protocol):
+class Expirable(Protocol):
     """What a registry needs of a lease."""
 
     started_s: float
@@ -36,13 +36,13 @@ class Leases:
         self._count = count
         self._limit_s = timeout_s + grace_s
         self._lock = threading.Lock()
-        self._out: dict[Held, None] = {}  # oldest first
+        self._out: dict[Expirable, None] = {}  # oldest first
 
-    def add(self, lease: Held) -> None:
+    def add(self, lease: Expirable) -> None:
         with self._lock:
             self._out[lease] = None
 
-    def discard(self, lease: Held) -> None:
+    def discard(self, lease: Expirable) -> None:
         with self._lock:
             self._out.pop(lease, None)
 
@@ -52,7 +52,7 @@ class Leases:
 
     def reap(self) -> None:
         """Take back what has been out too long. Costs nothing when there is none."""
-        late: list[Held] = []
+        late: list[Expirable] = []
         with self._lock:
             for lease in self._out:
                 if self.clock() - lease.started_s <= self._limit_s:

@@ -15,7 +15,7 @@ from impress.write.readers import Seen
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class InLimbo:
     """Taken out by the transaction of `generation`, in limbo since `since_s`."""
 
     record: SpanRecord
@@ -32,7 +32,7 @@ class Limbo:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._lock = threading.Lock()
-        self._waiting: deque[Waiting] = deque()  # oldest first
+        self._waiting: deque[InLimbo] = deque()  # oldest first
         self._leaving: dict[int, SpanRecord] = {}  # taken, their space not given back yet
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class Limbo:
 
     def add(self, record: SpanRecord, generation: int, now_s: float) -> None:
         with self._lock:
-            self._waiting.append(Waiting(record, generation, now_s))
+            self._waiting.append(InLimbo(record, generation, now_s))
 
     def take(self, readers: Sequence[Seen], now_s: float) -> list[SpanRecord]:
         """Those whose space may be given to others now: the caller's to free, and then `left`.
@@ -56,7 +56,7 @@ class Limbo:
         """
         free: list[SpanRecord] = []
         with self._lock:
-            kept: deque[Waiting] = deque()
+            kept: deque[InLimbo] = deque()
             for one in self._waiting:
                 late = now_s - one.since_s > self._limit_s
                 span, generation = one.record.span_id, one.generation
