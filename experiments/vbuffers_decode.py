@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from experiments.common import Row
-from impress.engines.buffers import Rental, Virtual, VirtualBuffers
+from impress.engines.buffers import Rental, VirtualBuffers
 from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_models import geometry_of
+from impress.engines.virtual import Virtual
 from impress.types import Geometry
 from tiers.ranges import HostRanges
 from tiers.slots import BufferPool

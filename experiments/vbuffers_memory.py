@@ -11,7 +11,8 @@ from typing import Final
 import numpy as np
 
 from experiments.common import Row
-from impress.engines.buffers import Rental, Virtual, VirtualBuffers
+from impress.engines.buffers import Rental, VirtualBuffers
+from impress.engines.virtual import Virtual
 from impress.types import Geometry
 from tiers.ranges import HostRanges
 

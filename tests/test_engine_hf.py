@@ -18,10 +18,10 @@ from conftest import said_by_a_child, wait_for_promotions
 
 import impress
 from impress.engines import hf, hf_models
-from impress.engines.buffers import Virtual
 from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_prefix import StoredPrefix, end_reads
 from impress.engines.hf_storing import Job, StoreQueue
+from impress.engines.virtual import Virtual
 from impress.errors import BadInput, PrefixLost, StoreFailed, StoreMismatch, Unsupported
 from tiers.base import PAGE
 from tiers.slots import BufferPool

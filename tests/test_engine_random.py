@@ -15,7 +15,7 @@ import torch
 from test_engine_hf import CONFIG, VOCAB, prompts, tiny
 
 from impress.engines import hf
-from impress.engines.buffers import Virtual
+from impress.engines.virtual import Virtual
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

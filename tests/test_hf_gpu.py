@@ -24,8 +24,8 @@ from test_engine_hf import CONFIG, MODELS, assert_same_bits, attach, continued, 
 from test_virtual import ask
 
 from impress.engines import hf
-from impress.engines.buffers import Virtual
 from impress.engines.hf_output import FirstLogits
+from impress.engines.virtual import Virtual
 from impress.policy import (
     AllHeads,
     Contiguous,

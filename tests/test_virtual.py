@@ -10,6 +10,7 @@ from conftest import read_limit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_hf import Closing, attach, continued, damage, last_layer_keys, prompts, tiny
+from test_interrupts import once
 from test_ranges import resident
 from transformers import LogitsProcessor
 
@@ -17,9 +18,9 @@ import impress
 from experiments.vbuffers_decode import decode
 from experiments.vbuffers_memory import serve
 from impress.engines import hf
-from impress.engines.buffers import AHEAD_ROWS, Virtual, VirtualBuffers
+from impress.engines.buffers import AHEAD_ROWS, Rental, VirtualBuffers
 from impress.engines.hf_cache import RowsLayer
-from impress.engines.virtual import Sizes, Slot, Use, choose, reclaim
+from impress.engines.virtual import Sizes, Slot, Use, Virtual, choose, reclaim
 from impress.errors import BadInput
 from tiers.errors import MediumError
 from tiers.ranges import HostRanges
@@ -215,10 +216,49 @@ def test_slots_a_stuck_read_may_write_into_are_not_rented_before_it_ends():
     assert other.slots != rental.slots
     assert buffers.rent(1, 10, 10) is None
     stuck.clear()
-    assert buffers.rent(1, 10, 10).slots == rental.slots
+    again = buffers.rent(1, 10, 10)
+    assert again.slots == rental.slots
     assert buffers.rent(1, 10, 10) is None
     other.release()
     assert buffers.rent(1, 10, 10).slots == other.slots
+    buffers.close()
+
+
+def test_slots_that_nobody_released_and_nobody_knows_are_rented_again():
+    """After as many Ctrl-Cs as there are slots an engine had none left."""
+    buffers, stuck = make(batch=2), [True]
+    rental = buffers.rent(1, 300, 300)
+    rental.untouched = lambda: not stuck
+    other = buffers.rent(1, 10, 10)
+    mine = rental.slots
+    del rental
+    assert buffers.rent(1, 10, 10) is None  # a read may still come back
+    stuck.clear()
+    again = buffers.rent(1, 10, 10)
+    assert (again.slots, again.room) == (mine, 320)
+    again.reach(400)  # the thread is asked for more, and knows it for a while
+    del again, other
+    buffers.settle()
+    assert buffers.rent(2, 10, 10) is not None
+    buffers.close()
+
+
+def test_a_rental_cut_off_before_it_took_its_slots_takes_nobody_elses(monkeypatch):
+    buffers, cut_off = make(batch=2), []
+    init = Rental.__init__
+
+    def interrupted(rental, *args):
+        init(rental, *args)
+        cut_off.append(rental)  # as the traceback does, which is looked at later
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Rental, "__init__", interrupted)
+        buffers.rent(1, 10, 10)
+    rental = buffers.rent(2, 10, 10)
+    cut_off.clear()
+    assert rental is not None
+    assert buffers.rent(1, 10, 10) is None
     buffers.close()
 
 
@@ -552,6 +592,55 @@ def test_what_a_late_read_was_to_write_into_is_rented_again_when_it_has_ended(
         found = engine.generate(ids, max_new_tokens=8, do_sample=False)
         assert engine.last_request.memory == "virtual"
         assert torch.equal(found, model.generate(ids, max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.parametrize("n", range(3))
+@pytest.mark.parametrize("policy", [impress.Exact(), impress.Paper(0.25)], ids=["exact", "paper"])
+def test_interrupted_requests_leave_every_slot_to_those_that_come(tmp_path, monkeypatch, policy, n):
+    """Between the slot and its cache: one gone for good with each Ctrl-C there."""
+    model, ids = tiny(), prompts(400)
+    with attach(model, tmp_path, policy=policy, virtual=Virtual(2, page_bytes=PAGE)) as engine:
+        engine.generate(ids[:, :384], max_new_tokens=1)
+        engine.flush()
+        want = engine.generate(ids, max_new_tokens=8, do_sample=False)
+        for _ in range(3):
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                new_planes = once(RowsLayer._new_planes, n)
+                patched.setattr(RowsLayer, "_new_planes", new_planes)
+                engine.generate(ids, max_new_tokens=8, do_sample=False)
+                raise KeyboardInterrupt  # call n never came
+            engine.flush()
+        found = engine.generate(ids, max_new_tokens=8, do_sample=False)
+        assert engine.last_request.memory == "virtual"
+        assert torch.equal(found, want)
+
+
+def test_a_slot_nobody_released_is_not_rented_while_a_read_may_come_back(tmp_path, monkeypatch):
+    """Two Ctrl-Cs: in decoding, and in what was to wait for the reads."""
+    model, ids, going_on, read = tiny(), prompts(200), threading.Event(), SsdTier.read
+
+    def hangs(ssd, reads):
+        if any(one.sums is not None for one in reads):
+            going_on.wait(60)
+        read(ssd, reads)
+
+    def interrupted(*_args, **_named):
+        raise KeyboardInterrupt
+
+    with attach(model, tmp_path, virtual=Virtual(1, page_bytes=PAGE)) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        engine.store.drop_caches()
+        with monkeypatch.context() as patched, read_limit(engine.store, 0.05):
+            patched.setattr(SsdTier, "read", hangs)
+            patched.setattr(hf.Engine, "_decode", interrupted)
+            patched.setattr(hf, "end_reads", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(ids, max_new_tokens=8)
+        assert engine.buffers.rent(1, 10, 10) is None
+        going_on.set()
+        assert engine.store._pool.idle(60)
+        assert engine.buffers.rent(1, 10, 10) is not None
 
 
 def test_chosen_rows_are_laid_down_in_the_buffers_too(tmp_path):

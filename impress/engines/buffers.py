@@ -14,18 +14,17 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from operator import index
+from dataclasses import replace
 from time import perf_counter
-from typing import Any, Final, SupportsIndex
+from typing import Any, Final
 
 import torch
 
-from impress.engines.virtual import Sizes, Slot, Usage, Use, choose, reclaim
+from impress.engines.virtual import Sizes, Slot, Usage, Use, Virtual, choose, reclaim
 from impress.errors import BadInput, Unsupported
 from impress.types import Geometry
-from tiers.base import PAGE
 from tiers.errors import MediumError
 from tiers.ranges import HostRanges, Range, RangeRefused, Ranges
 from tiers.ranges_cuda import CudaRanges
@@ -37,53 +36,24 @@ log = logging.getLogger("impress")
 AHEAD_ROWS: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Virtual:
-    """How an engine's virtual buffers are made. Raises BadInput on sizes out of range."""
-
-    batch: int = 8
-    """Prompts whose rows may exist at once, those that wait to be stored included."""
-    context: int | None = None
-    """Most tokens of one, prompt and answer. None: the longest the model takes."""
-    page_bytes: int = 64 << 10
-    """Memory comes by so much in each buffer: a power of two from 4 KiB. From 2 MiB on the kernel
-    is asked for huge pages. A device rounds it up to what it can map."""
-    budget_bytes: int | None = None
-    """Most memory behind all rows; None: no limit."""
-    keep_bytes: int = 256 << 20
-    """Most memory that stays behind slots nobody rents."""
-
-    def __post_init__(self) -> None:
-        least = {"batch": 1, "context": 1, "page_bytes": 0, "budget_bytes": 0, "keep_bytes": 0}
-        for name, smallest in least.items():
-            size = getattr(self, name)
-            if size is None and name in ("context", "budget_bytes"):
-                continue
-            if not isinstance(size, SupportsIndex) or index(size) < smallest:
-                raise BadInput(
-                    f"virtual buffers: {name} must be a whole number from {smallest}, got {size!r}"
-                )
-        if self.page_bytes < PAGE or self.page_bytes & (self.page_bytes - 1):
-            raise BadInput(
-                f"virtual buffers: page_bytes must be a power of two from {PAGE}, "
-                f"got {self.page_bytes}"
-            )
-
-
 class Rental:
-    """Slots of one request. `reach` by its own thread; `release` by any."""
+    """Slots of one request. `reach` by its own thread; `release` by any.
 
-    def __init__(self, buffers: VirtualBuffers, slots: range, n_most: int) -> None:
+    One that nobody knows any more and nobody released (a signal's exception came between) is over.
+    """
+
+    def __init__(self, buffers: VirtualBuffers, slots: range, n_most: int, number: int) -> None:
         self.slots = slots
+        self.number = number  # of the slots' renter
         self.n_most = n_most
         self.room = 0  # rows memory is behind in every slot; written under the buffers' lock
-        self.is_over = False
         self.is_left = False  # it could not grow: its request has moved to ordinary memory
         self.untouched: Callable[[], bool] = lambda: True
         """Whether nothing but its request writes here; a stuck read may do so when that is over."""
         self._buffers = buffers
         self._planes = buffers.planes  # what it rented stays its own, also after `close`
         self._asked = -1  # the room at which more was last asked for
+        self.is_over = False
 
     @property
     def device(self) -> torch.device:
@@ -109,6 +79,10 @@ class Rental:
         """Nobody looks at the rows any more; rented again when they are untouched. Idempotent."""
         self._buffers.take_back(self)
 
+    def __del__(self) -> None:
+        if not getattr(self, "is_over", True):  # no lock: the collector may come by with it held
+            self._buffers.lost.append(self)
+
 
 class VirtualBuffers:
     """2N buffers of an engine. Where the machine refuses them, `rent` says so and gives nothing.
@@ -128,7 +102,9 @@ class VirtualBuffers:
         self.areas: list[tuple[Range, Range]] = []  # K's and V's, by layer
         self._slots = [Slot() for _ in range(settings.batch)]
         self._touched: list[Rental] = []  # over, but a stuck read may still write there
+        self.lost: deque[Rental] = deque()  # that nobody released, and nobody can
         self._uses = 0  # a clock for last_use
+        self._n_rentals = 0
         self._lock = threading.Lock()
         self._counts = Usage(0, 0, 0)
         self._asked: queue.SimpleQueue[Rental | threading.Event | None] = queue.SimpleQueue()
@@ -192,10 +168,11 @@ class VirtualBuffers:
             first = None if self._refused else choose(self._slots, batch, n_rows)
             if first is not None:
                 slots = range(first, first + batch)
-                rental = Rental(self, slots, min(n_most, self.sizes.context))
+                self._n_rentals += 1
+                rental = Rental(self, slots, min(n_most, self.sizes.context), self._n_rentals)
                 reused = all(self._slots[i].n_rows for i in slots)
                 for i in slots:
-                    self._slots[i].use = Use.RENTED
+                    self._slots[i].renter, self._slots[i].use = rental.number, Use.RENTED
                 rental.room = min(self._slots[i].n_rows for i in slots)
                 self._count(n_rented=1, n_reused=int(reused))
         if first is None:
@@ -262,24 +239,36 @@ class VirtualBuffers:
     def take_back(self, rental: Rental) -> None:
         """A rental is over."""
         with self._lock:
-            if rental.is_over:
-                return
-            rental.is_over = True
-            self._uses += 1
-            for i in rental.slots:
-                self._slots[i].use, self._slots[i].last_use = Use.TOUCHED, self._uses
-            self._touched.append(rental)
+            self._end(rental)
             self._regain()
             too_much = self._idle() > self._settings.keep_bytes
         if too_much:
             self.ask(rental)
 
+    def _end(self, rental: Rental) -> None:
+        """Under the lock. Idempotent; Ctrl-C may come anywhere, once it is among the touched."""
+        if rental.is_over:
+            return
+        rental.is_over = True
+        self._touched.append(rental)
+        self._uses += 1
+        for slot in self._of(rental):
+            slot.use, slot.last_use = Use.TOUCHED, self._uses
+
     def _regain(self) -> None:
         """Under the lock: slots that no read is stuck at any more are idle."""
+        while self.lost:
+            self._end(self.lost[0])
+            self.lost.popleft()
         for rental in [rental for rental in self._touched if rental.untouched()]:
+            for slot in self._of(rental):
+                slot.use = Use.IDLE
             self._touched.remove(rental)
-            for i in rental.slots:
-                self._slots[i].use = Use.IDLE
+
+    def _of(self, rental: Rental) -> list[Slot]:
+        """Its slots, as far as they are its own: it may have been cut off before it took them."""
+        slots = (self._slots[i] for i in rental.slots)
+        return [slot for slot in slots if slot.renter == rental.number]
 
     def decline(self, why: str) -> None:
         """Note that a request's rows are, or have moved, elsewhere."""
@@ -311,6 +300,7 @@ class VirtualBuffers:
                     self._reclaim(self._idle() - self._settings.keep_bytes, range(0))
             else:
                 self._grow_ahead(asked)
+            del asked  # else a lost one is known here until the next is asked for
 
     def _grow_ahead(self, rental: Rental) -> None:
         """Back a rental's next page, and fill it. The rental may end meanwhile."""

@@ -26,7 +26,6 @@ from transformers import LogitsProcessorList
 from impress.blockhash import namespace_digest
 from impress.config import Config
 from impress.engines import hf_models
-from impress.engines.buffers import Virtual as Virtual  # README names it here
 from impress.engines.buffers import VirtualBuffers, buffers_of
 from impress.engines.choice import Choice
 from impress.engines.hf_audit import Auditor, Shared, Watch, turn_of, watch_of
@@ -46,6 +45,7 @@ from impress.engines.hf_prefix import StoredPrefix, end_reads, find_prefix
 from impress.engines.hf_request import Request, totals
 from impress.engines.hf_storing import Outcome, StoreQueue
 from impress.engines.hf_weights import Weights
+from impress.engines.virtual import Virtual as Virtual  # README names it here
 from impress.errors import BadInput, ImpressError, PrefixLost, StoreMismatch
 from impress.namespace import namespace_of
 from impress.policy import Policy

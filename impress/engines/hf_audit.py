@@ -362,6 +362,7 @@ class _MakingWay:
     def __init__(self, prefix: StoredPrefix, check: Callable[[], None]) -> None:
         self._prefix = prefix
         self._check = check
+        self.is_untouched = prefix.is_untouched
 
     def start(self, outs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> None:
         self._prefix.start(outs)

@@ -47,6 +47,9 @@ class Prefix(Protocol):
     def wait(self, layer: int) -> None:
         """Return when a layer's rows stand in every batch row. Raises PrefixLost."""
 
+    def is_untouched(self) -> bool:
+        """When it is closed: whether nothing reads into the cache any more."""
+
 
 class _Plane:
     """Keys or values of one layer: `rows` is [batch, capacity, n_kv_heads, head_dim].
@@ -295,6 +298,8 @@ class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
         """Start reading a prefix of `n_prefix` tokens; each layer's first update() waits for it."""
         for index, layer in enumerate(self.layers):
             layer.wait = partial(prefix.wait, index)
+        if self._rental is not None:  # before the first read: `forsake` may never come
+            self._rental.untouched = prefix.is_untouched
         views = [[layer.prefix_views(row) for layer in self.layers] for row in range(self._batch)]
         prefix.start(views)
 

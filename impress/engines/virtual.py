@@ -14,9 +14,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from operator import index
+from typing import SupportsIndex
 
 from impress.errors import BadInput
 from impress.types import Geometry
+from tiers.base import PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Virtual:
+    """How an engine's virtual buffers are made. Raises BadInput on sizes out of range."""
+
+    batch: int = 8
+    """Prompts whose rows may exist at once, those that wait to be stored included."""
+    context: int | None = None
+    """Most tokens of one, prompt and answer. None: the longest the model takes."""
+    page_bytes: int = 64 << 10
+    """Memory comes by so much in each buffer: a power of two from 4 KiB. From 2 MiB on the kernel
+    is asked for huge pages. A device rounds it up to what it can map."""
+    budget_bytes: int | None = None
+    """Most memory behind all rows; None: no limit."""
+    keep_bytes: int = 256 << 20
+    """Most memory that stays behind slots nobody rents."""
+
+    def __post_init__(self) -> None:
+        least = {"batch": 1, "context": 1, "page_bytes": 0, "budget_bytes": 0, "keep_bytes": 0}
+        for name, smallest in least.items():
+            size = getattr(self, name)
+            if size is None and name in ("context", "budget_bytes"):
+                continue
+            if not isinstance(size, SupportsIndex) or index(size) < smallest:
+                raise BadInput(
+                    f"virtual buffers: {name} must be a whole number from {smallest}, got {size!r}"
+                )
+        if self.page_bytes < PAGE or self.page_bytes & (self.page_bytes - 1):
+            raise BadInput(
+                f"virtual buffers: page_bytes must be a power of two from {PAGE}, "
+                f"got {self.page_bytes}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +134,7 @@ class Slot:
     use: Use = Use.IDLE
     n_rows: int = 0  # that memory is behind, in all buffers
     last_use: int = 0  # when it was given back; larger is later
+    renter: int = 0  # number of its latest rental
 
 
 @dataclass(frozen=True, slots=True)
