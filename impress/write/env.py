@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,11 @@ _DAMAGE: Final = (
 #: Databases of an index.
 NAMES: Final = ("spans", "heat", "names", "history", "guard", "log", "erase")
 LATER: Final = ("history", "guard", "log", "erase")  # stores written before these existed lack them
+#: In a meta page of LMDB's: the roots of its two trees, and the transaction that wrote it.
+_ROOTS_AT: Final = (80, 128)
+_TXN_AT: Final = 144
+_NO_PAGE: Final = (1 << 64) - 1
+_U64: Final = struct.Struct("<Q")
 Key = tuple[Path, int]  # and the inode: another file in its place is another index
 
 
@@ -177,11 +183,59 @@ def _failed(folder: Path, err: Exception) -> StoreFailed:
 
 
 def check_whole(env: Any, folder: Path) -> None:
-    """Raises FormatError when the file is shorter than its pages: a touch would be SIGBUS."""
-    want = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    size = (folder / "data.mdb").stat().st_size
-    if size < want:
+    """Raises FormatError when the file ends before pages in use: a touch would be SIGBUS."""
+    info, page_bytes = env.info(), env.stat()["psize"]
+    want = (info["last_pgno"] + 1) * page_bytes
+    path = folder / "data.mdb"
+    size = path.stat().st_size
+    # LMDB never writes a page that was taken and given back by one transaction: at the end of the
+    # file it is counted, free, and not there.
+    if size < want and not _holds_its_trees(path, page_bytes, size // page_bytes):
         raise FormatError(
-            f"index: {folder / 'data.mdb'} is cut short: {size} of {want} bytes; "
+            f"index: {path} is cut short: {size} of {want} bytes; "
             "impress rebuild makes it again from the segments"
         )
+
+
+def _holds_its_trees(path: Path, page_bytes: int, n_pages: int) -> bool:
+    """Whether all pages that are in use lie in the first so many of LMDB's file. Touches none of
+    its map. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        metas = [os.pread(fd, page_bytes, at * page_bytes) for at in (0, 1)]
+        newest = max(metas, key=lambda meta: _U64.unpack_from(meta, _TXN_AT))
+        todo = [_U64.unpack_from(newest, at)[0] for at in _ROOTS_AT]  # of free pages; of databases
+        seen = set[int]()
+        while todo:
+            page = todo.pop()
+            if page == _NO_PAGE or page in seen:
+                continue
+            if page >= n_pages:
+                return False
+            seen.add(page)
+            below, ends = _below(os.pread(fd, page_bytes, page * page_bytes))
+            todo += below
+            for first in ends:  # a value on pages of its own: their number stands in the first
+                count = os.pread(fd, 4, first * page_bytes + 12)
+                if first + int.from_bytes(count, "little") > n_pages or len(count) < 4:
+                    return False
+        return True
+    except struct.error:  # damaged, or written to meanwhile
+        return False
+    finally:
+        os.close(fd)
+
+
+def _below(page: bytes) -> tuple[list[int], list[int]]:
+    """Of a page of a tree: pages of trees below it; first pages of large values. Pure."""
+    flags, lower = struct.unpack_from("<HH", page, 10)
+    trees, values = list[int](), list[int]()
+    for (at,) in struct.iter_unpack("<H", page[16:lower]):
+        low, high, kind, key = struct.unpack_from("<4H", page, at)
+        if flags & 1:  # a branch
+            trees.append(low | high << 16 | kind << 32)
+        elif kind & 1:
+            values.append(*_U64.unpack_from(page, at + 8 + key))
+        elif kind & 2:  # a database: its root is the last of what is said of it
+            trees.append(*_U64.unpack_from(page, at + 8 + key + 40))
+    return trees, values
