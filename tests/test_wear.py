@@ -975,3 +975,17 @@ def test_an_index_without_its_table_of_readers_on_a_full_file_system_is_refused_
     assert said.endswith("No space left on device")
     (small_disk / "filler").unlink()
     assert look() == 128
+
+
+def test_a_store_that_fills_its_file_system_leaves_its_index_room(small_disk: Path) -> None:
+    """It took the last byte for rows: the index grew no more, so nothing could be stored, evicted
+    or purged ever again, nor rebuilt."""
+    tiny = impress.Geometry(1, 1, 1, 8, "float16")  # much index for few rows
+    config = impress.Config(window=WINDOW, segment_bytes=MIB, dram_bytes=0)
+    with impress.PrefixStore.open(small_disk / "store", tiny, "test", config) as store:
+        for seed in range(300):
+            assert put_prompt(store, prompt(40 * WINDOW, seed)).wait(60), seed
+        assert_serves(store, prompt(40 * WINDOW, 299), 40 * WINDOW)
+        assert store.stats()["evicted_spans"] > 200
+        sound(store)
+        assert store.purge()[0] > 10 and not store.ssd.usage().used

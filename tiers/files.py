@@ -13,8 +13,12 @@ import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from tiers.base import PAGE
+
+#: See `spare_of`.
+MOST_SPARE: Final = 64 << 20
 
 _locked: set[int] = set()  # files this process holds locks on
 
@@ -117,11 +121,23 @@ def write_whole(path: Path, raw: bytes, *, replace: bool = True) -> None:
     sync_path(path.parent)
 
 
-def make_full(path: Path, n_bytes: int) -> None:
+def spare_of(folder: Path) -> int:
+    """What files of full size leave of a file system to what else is written there, and grows: a
+    sixteenth, at most MOST_SPARE; 0 where its size is not known. Raises OSError."""
+    stat = os.statvfs(folder)
+    return min(stat.f_blocks * stat.f_frsize // 16, MOST_SPARE)
+
+
+def make_full(path: Path, n_bytes: int, more: int = 0) -> None:
     """A new file for its owner alone, all its blocks taken, on stable storage on return.
 
-    Raises OSError; whatever it ends in, no half of it stays.
+    `more`: bytes to leave beside what is spare. Raises OSError; whatever it ends in, no half of it
+    stays.
     """
+    stat, spare = os.statvfs(path.parent), spare_of(path.parent)
+    if spare and stat.f_bavail * stat.f_frsize < n_bytes + spare + more:
+        said = f"{os.strerror(errno.ENOSPC)} (but {spare + more} bytes, which the index may need)"
+        raise OSError(errno.ENOSPC, said)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         give_to_owner(path)

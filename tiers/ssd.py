@@ -316,7 +316,7 @@ class SsdTier:
             return self._outgrown(OSError(errno.ENOSPC, "no number is left for it"))
         path = self._files.path(segment)
         try:
-            make_full(path, self._segment_bytes)
+            make_full(path, self._segment_bytes, total // 512)  # the index grows with it
             with self._lock:
                 self._space.add(segment, self._segment_bytes)
         except OSError as err:

@@ -25,13 +25,14 @@ from impress.spans.format import (
 )
 from impress.write.changes import Change, decode, encode
 from impress.write.env import check_whole, close_env, error_of, inode_of, open_dbs, open_env
-from tiers.files import make_folder
+from tiers.files import make_folder, spare_of
 
 #: Ids noted as given out at a time.
 IDS: Final = 1024
 _HEAT = struct.Struct("<QQ")
 #: What the log keeps: who follows and is further behind reads the whole index again.
 LOG_ENTRIES: Final = 1024
+#: Bytes of it; on a small file system an eighth of what segments leave there for the index.
 LOG_BYTES: Final = 8 << 20
 #: In `history`, where every other key is a span id: requests noted, what budget.py dumps, and the
 #: highest id that a header may bear.
@@ -69,6 +70,7 @@ class Index:
             check_whole(self._env, self._folder)
             open_dbs(self._shared, create=create)
             self._dbs = self._shared.dbs
+            self._log_bytes = min(LOG_BYTES, spare_of(self._folder) // 8 or LOG_BYTES)
             self._log = self._read_log()
             self.last_id = self._last_noted = self._read_last()
         except (lmdb.Error, OSError) as err:
@@ -356,7 +358,7 @@ class Index:
         log.append((max(before + 1, 0 if before > 1 else int(time() * 1e6)), len(raw)))
         txn.put(_id(log[-1][0]), raw, db=self._dbs["log"])
         n_bytes = sum(size for _, size in log)
-        while len(log) > 1 and (forget or n_bytes > LOG_BYTES or len(log) > LOG_ENTRIES):
+        while len(log) > 1 and (forget or n_bytes > self._log_bytes or len(log) > LOG_ENTRIES):
             generation, size = log.popleft()
             txn.delete(_id(generation), db=self._dbs["log"])
             n_bytes -= size
