@@ -72,7 +72,8 @@ class Index:
             self._dbs = self._shared.dbs
             self._log_bytes = min(LOG_BYTES, spare_of(self._folder) // 8 or LOG_BYTES)
             self._log = self._read_log()
-            self.last_id = self._last_noted = self._read_last()
+            last = self._get("history", _LAST) or b""
+            self.last_id = self._last_noted = int.from_bytes(last, "little")
         except (lmdb.Error, OSError) as err:
             close_env(self._key)
             raise error_of(self._folder, err) from err
@@ -88,54 +89,35 @@ class Index:
 
     def heat(self) -> dict[int, tuple[int, int]]:
         """Span id -> (leases, lease counter at the last one), as last committed."""
-        with self._read() as txn, txn.cursor(self._dbs["heat"]) as cursor:
-            return {
-                int.from_bytes(key, "big"): _HEAT.unpack(value)
-                for key, value in cursor
-                if len(value) == _HEAT.size
-            }
+        return {
+            int.from_bytes(key, "big"): _HEAT.unpack(value)
+            for key, value in self._items("heat")
+            if len(value) == _HEAT.size
+        }
 
     def history(self, span: int) -> bytes | None:
         """What requests have shown of a span (impress.usage.remembered), as last committed."""
-        if "history" not in self._dbs:
-            return None
-        with self._read() as txn:
-            value: bytes | None = txn.get(_id(span), db=self._dbs["history"])
-            return value
+        return self._get("history", _id(span))
 
     def history_tick(self) -> int:
         """Requests noted, as last committed."""
-        if "history" not in self._dbs:
-            return 0
-        with self._read() as txn:
-            return int.from_bytes(txn.get(_TICK, b"", db=self._dbs["history"]), "little")
+        return int.from_bytes(self._get("history", _TICK) or b"", "little")
 
     def ledger(self, key: bytes) -> bytes | None:
         """A guard's ledger (impress.quality.ledgers), as last committed."""
-        if "guard" not in self._dbs:
-            return None
-        with self._read() as txn:
-            value: bytes | None = txn.get(key, db=self._dbs["guard"])
-            return value
+        return self._get("guard", key)
 
     def ledgers(self) -> list[tuple[bytes, bytes]]:
         """Every guard's ledger, by key."""
-        if "guard" not in self._dbs:
-            return []
-        with self._read() as txn, txn.cursor(self._dbs["guard"]) as cursor:
-            return [(bytes(key), bytes(value)) for key, value in cursor]
+        return list(self._items("guard"))
 
     def wear(self) -> bytes:
         """What the write budget said of itself (impress.write.budget), as last committed."""
-        if "history" not in self._dbs:
-            return b""
-        with self._read() as txn:
-            return bytes(txn.get(_WEAR, b"", db=self._dbs["history"]))
+        return self._get("history", _WEAR) or b""
 
     def names(self) -> dict[bytes, str]:
         """Root key -> what its namespace is called."""
-        with self._read() as txn, txn.cursor(self._dbs["names"]) as cursor:
-            return {bytes(key): value.decode(errors="replace") for key, value in cursor}
+        return {key: value.decode(errors="replace") for key, value in self._items("names")}
 
     def save_history(
         self, values: Mapping[int, bytes], tick: int, ledgers: Mapping[bytes, bytes],
@@ -247,10 +229,7 @@ class Index:
 
     def to_erase(self) -> dict[int, bytes]:
         """Spans that were deleted and are not erased yet -> what is noted of them."""
-        if "erase" not in self._dbs:
-            return {}
-        with self._read() as txn, txn.cursor(self._dbs["erase"]) as cursor:
-            return {int.from_bytes(key, "big"): bytes(note) for key, note in cursor}
+        return {int.from_bytes(key, "big"): note for key, note in self._items("erase")}
 
     def carry(self, notes: Mapping[int, bytes], last: int, wear: bytes) -> None:
         """From the index before: what is still to be erased, the highest id of a header, `wear`.
@@ -318,19 +297,11 @@ class Index:
 
     def value(self, span: int) -> bytes | None:
         """A span's index value; None: it is not there."""
-        with self._read() as txn:
-            value: bytes | None = txn.get(_id(span), db=self._dbs["spans"])
-            return value
+        return self._get("spans", _id(span))
 
     def _n_spans(self) -> int:
         with self._read() as txn:
             return int(txn.stat(self._dbs["spans"])["entries"])
-
-    def _read_last(self) -> int:
-        if "history" not in self._dbs:
-            return 0
-        with self._read() as txn:
-            return int.from_bytes(txn.get(_LAST, b"", db=self._dbs["history"]), "little")
 
     def _read_log(self) -> deque[tuple[int, int]]:
         """(generation, bytes) of what the log holds."""
@@ -365,6 +336,20 @@ class Index:
 
     def close(self) -> None:
         close_env(self._key)
+
+    def _get(self, db: str, key: bytes) -> bytes | None:
+        """None also where the index was written before there was such a database."""
+        if db not in self._dbs:
+            return None
+        with self._read() as txn:
+            value: bytes | None = txn.get(key, db=self._dbs[db])
+            return value
+
+    def _items(self, db: str) -> Iterator[tuple[bytes, bytes]]:
+        """All of a database, by key; nothing where there is none. Holds a read transaction."""
+        if db in self._dbs:
+            with self._read() as txn, txn.cursor(self._dbs[db]) as cursor:
+                yield from cursor
 
     @contextmanager
     def _read(self) -> Iterator[Any]:
