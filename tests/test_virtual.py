@@ -515,6 +515,7 @@ def test_a_prefix_is_read_into_the_buffers_themselves(tmp_path, monkeypatch):
         (Virtual(batch=1, context=205, page_bytes=PAGE), "are reserved"),  # the answer grows out
         (Virtual(batch=1, page_bytes=PAGE, budget_bytes=2 * 2 * 7 * PAGE), "budget_bytes"),
         (Virtual(batch=1, context=1 << 50), "were refused: a process has not so many addresses"),
+        (Virtual(batch=1 << 50), "were refused: a process has not so many addresses"),
     ],
 )
 def test_where_buffers_do_not_reach_ordinary_memory_does(tmp_path, caplog, virtual, why):

@@ -100,7 +100,6 @@ class VirtualBuffers:
         self._settings = settings
         self._ranges = ranges
         self.areas: list[tuple[Range, Range]] = []  # K's and V's, by layer
-        self._slots = [Slot() for _ in range(settings.batch)]
         self._touched: list[Rental] = []  # over, but a stuck read may still write there
         self.lost: deque[Rental] = deque()  # that nobody released, and nobody can
         self._uses = 0  # a clock for last_use
@@ -110,6 +109,8 @@ class VirtualBuffers:
         self._asked: queue.SimpleQueue[Rental | threading.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._refused = self._reserve(geometry)
+        # Of buffers that are there: a batch they are refused for may be of more than memory holds.
+        self._slots = [] if self._refused else [Slot() for _ in range(settings.batch)]
 
     def _reserve(self, geometry: Geometry) -> str:
         """Why not, "" when all 2N are there."""
