@@ -81,8 +81,14 @@ def namespace_of(
     a model whose weights are not in memory.
     """
     family = "any" if cross_engine else engine
+    for name, text in (("engine", engine), ("dtype", dtype)):
+        if not isinstance(text, str):
+            raise BadInput(f"namespace: {name} must be a str, got {type(text).__name__}")
     if isinstance(model_or_dir, (str, os.PathLike)):
-        directory = Path(model_or_dir).resolve()
+        try:
+            directory = Path(model_or_dir).resolve()
+        except (TypeError, ValueError) as err:  # one of bytes, a null byte, half of a character
+            raise BadInput(f"namespace: {model_or_dir!r} is no path: {err}") from None
         config = _read_config(directory)
         return _of_directory(directory, config, dtype or _config_dtype(config), family)
     return _of_model(model_or_dir, family)
@@ -96,6 +102,11 @@ def _of_directory(directory: Path, config: dict[str, Any], dtype: str, family: s
 
 
 def _of_model(model: Any, family: str) -> bytes:
+    if not hasattr(getattr(model, "config", None), "to_dict"):
+        raise BadInput(
+            "namespace: want a model's directory or a Transformers model, got "
+            f"{type(model).__name__}"
+        )
     config = model.config.to_dict()
     dtype = str(model.dtype).removeprefix("torch.")
     name = getattr(model.config, "_name_or_path", None) or getattr(model, "name_or_path", "")

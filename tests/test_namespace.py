@@ -227,6 +227,21 @@ def test_what_is_no_model_directory_is_bad_input_naming_it(saved, broken):
         namespace_of(saved)
 
 
+@pytest.mark.parametrize("what", [5, None, b"x", [], "\ud800", "a\0b"], ids=repr)
+def test_what_is_neither_path_nor_model_is_bad_input(what):
+    """It was an AttributeError of whatever came in, or a ValueError of the system's."""
+    with pytest.raises(
+        BadInput, match=r"^namespace: (want a model's directory or|.* is no path: )"
+    ):
+        namespace_of(what)
+
+
+@pytest.mark.parametrize("name", ["engine", "dtype"])
+def test_names_that_are_no_text_are_bad_input(saved, name):
+    with pytest.raises(BadInput, match=f"^namespace: {name} must be a str, got int"):
+        namespace_of(saved, **{name: 5})
+
+
 # --- the cached digest ----------------------------------------------------------------------------
 
 
