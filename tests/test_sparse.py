@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +30,8 @@ from impress.policy import (
 )
 from impress.read.session import Lease
 from impress.selection import probes
+from impress.selection.choices import Selection
+from impress.selection.identify import Asked, select
 from impress.selection.probes import LowBit
 from impress.selection.scores import suffix_lse_of
 from tiers.engines import why_not
@@ -279,6 +283,59 @@ def test_a_policy_that_can_never_be_kept_to_gets_no_session(open_store: Open) ->
                 lease.session(Quality(probe=probe))
         with pytest.raises(impress.BadInput, match="unit 24 does not divide the window of 64"):
             lease.session(Contiguous(unit=24))
+
+
+@dataclass(frozen=True)
+class Said:
+    """An identifier that says this, whatever it is asked."""
+
+    found: Any
+    name: str = "said"
+    needs_suffix_lse: bool = False
+    probe: str | None = None
+
+
+@select.register
+def _(policy: Said, asked: Asked) -> Any:
+    return policy.found
+
+
+def rows_at(*positions: Any, dtype: type = np.int64) -> Selection:
+    return Selection(np.array(positions, dtype), 0.0, 0.0, False, "given")
+
+
+NO_ROWS = {
+    "behind the prefix": rows_at(3, N_TOKENS),
+    "far behind it": rows_at(1 << 40),
+    "before it": rows_at(-1, 3),
+    "descending": rows_at(5, 2),
+    "twice": rows_at(2, 2, 5),
+    "floats": rows_at(1, 2, dtype=float),
+    "two dimensions": rows_at([1, 2]),
+    "a mask": rows_at(*[False, True] * (N_TOKENS // 2), dtype=bool),
+    "a mask of ints": rows_at(*[0, 1] * (N_TOKENS // 2)),
+    "no selection": np.arange(3),
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("found", NO_ROWS.values(), ids=NO_ROWS)
+def test_an_identifier_that_names_no_rows_of_the_prefix_is_refused(
+    open_store: Open, found: Any
+) -> None:
+    """Fewer rows came than positions, other bytes were read, and the span was dropped as damaged; a
+    mask brought rows 0 and 1 over and over."""
+    store = open_store(SHAPES["mha"])
+    fill(store)
+    with store.lease(prompt(N_TOKENS)) as lease, lease.session(Said(found)) as session:
+        for layer in range(2):
+            with pytest.raises(impress.ImpressError, match="said: its identifier"):
+                session.retrieve(layer, None)
+    wait_for_promotions(store)
+    assert store.buffers.used_bytes == 0
+    assert store.lookup(prompt(N_TOKENS)) == N_TOKENS
+    with store.lease(prompt(N_TOKENS)) as lease:
+        retrieve_all(lease, Said(rows_at()))  # no row is a choice, too
 
 
 def test_records_of_a_codec_nobody_knows_any_more_are_passed_over(

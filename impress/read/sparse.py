@@ -24,7 +24,7 @@ from impress.read.parts import in_position_order
 from impress.read.promote import Looked
 from impress.read.reading import Reading
 from impress.read.session import Lease, Session
-from impress.selection.choices import Selection, whole
+from impress.selection.choices import Selection, checked, whole
 from impress.selection.identify import Asked, check_fits, leaves_room, reads_keys, select
 from impress.selection.probes import ProbeCodec, codec_of, fitted
 from impress.spans.format import SpanHeader
@@ -240,7 +240,8 @@ class SparseSession(Session):
             self.chosen,
             self._from_keys,
         )
-        selection = self.chosen[layer] = select(self.policy, asked)
+        selection = checked(select(self.policy, asked), self.n_tokens, self.policy.name)
+        self.chosen[layer] = selection
         return selection, found[0] if found else None
 
     def _all_keys(self, layer: int, used: list[Load]) -> torch.Tensor:

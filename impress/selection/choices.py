@@ -9,11 +9,12 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from impress.errors import ImpressError
 from impress.policy import Paper, Quality
 from impress.selection.quant import Floats
 
@@ -55,6 +56,28 @@ class Selection:
     def n_rows(self, n_tokens: int) -> int:
         """Rows chosen of a prefix of n_tokens."""
         return n_tokens if self.positions is None else len(self.positions)
+
+
+def checked(found: Any, n_tokens: int, who: str) -> Selection:
+    """What an identifier of anybody's chose, of a prefix of n_tokens.
+
+    Raises ImpressError where it names no rows of that: read by, they would be another's bytes.
+    """
+    if not isinstance(found, Selection):
+        raise ImpressError(
+            f"{who}: its identifier must return a Selection, got {type(found).__name__}"
+        )
+    at = found.positions
+    if at is None:
+        return found
+    whole_numbers = isinstance(at, np.ndarray) and at.dtype == np.int64 and at.ndim == 1
+    ascending = whole_numbers and bool((at[1:] > at[:-1]).all())
+    if not ascending or (len(at) and not 0 <= at[0] <= at[-1] < n_tokens):
+        raise ImpressError(
+            f"{who}: its identifier chose no rows of this prefix: positions wants an int64 array, "
+            f"ascending, each once, in 0..{n_tokens - 1}; of a mask take numpy.flatnonzero"
+        )
+    return found
 
 
 def paper_choice(
