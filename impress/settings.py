@@ -53,9 +53,15 @@ def check_settings(config: Config, geometry: Geometry) -> None:
     """
     for name in config.probes:
         try:
-            codec_of(name)
+            codec = codec_of(name)
         except ImpressError as err:
             raise ConfigError(f"config: probes: {err}") from None
+        if config.window % codec.group or codec.probe_bytes(geometry) < 1:
+            raise ConfigError(
+                f"config: probes: {name!r} makes records of {codec.group} tokens in "
+                f"{codec.probe_bytes(geometry)} bytes: the tokens must divide the window of "
+                f"{config.window}, and the bytes be some"
+            )
     check_budgets(config, geometry, config.window)
     tenant_secret(config)
     engine_named(config.io_engine)

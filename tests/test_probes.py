@@ -278,6 +278,15 @@ def test_names_find_their_codecs() -> None:
         register(LowBit("int4-v1", 4))
 
 
+@pytest.mark.parametrize("name", ["", "a-name-that-a-header-would-cut-off-v1", "clé-v1"])
+def test_a_name_that_no_header_takes_is_refused(name: str) -> None:
+    """Cut off in the header, it was never found again: records were made from keys for ever."""
+    with pytest.raises(ImpressError, match="1 to 32 ASCII"):
+        register(LowBit(name, 4))
+    with pytest.raises(ImpressError, match="at least 1 token"):
+        register(LowBit("none-v1", 4, group=0))
+
+
 def test_importing_and_encoding_need_no_torch() -> None:
     code = (
         "import sys, numpy as np\n"

@@ -33,6 +33,7 @@ from impress.selection import probes
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
 from impress.selection.probes import LowBit
+from impress.selection.probes_pages import MinMax
 from impress.selection.scores import suffix_lse_of
 from tiers.engines import why_not
 
@@ -336,6 +337,26 @@ def test_an_identifier_that_names_no_rows_of_the_prefix_is_refused(
     assert store.lookup(prompt(N_TOKENS)) == N_TOKENS
     with store.lease(prompt(N_TOKENS)) as lease:
         retrieve_all(lease, Said(rows_at()))  # no row is a choice, too
+
+
+@pytest.mark.parametrize("group", [48, 128])
+def test_a_codec_whose_groups_do_not_fill_windows_is_refused(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    """A store was READY and dropped by its first lease as unreadable, or failed by a division."""
+    for codec in (LowBit("wide-v1", 4, group), MinMax("none-v1", 1)):
+        monkeypatch.setitem(probes._CODECS, codec.name, codec)
+    monkeypatch.setattr(MinMax, "probe_bytes", lambda codec, geometry: 0)
+    for name, said in (("wide-v1", f"{group} tokens"), ("none-v1", "0 bytes")):
+        with pytest.raises(impress.ConfigError, match=f"'{name}' makes records of .*{said}"):
+            open_store(SHAPES["mha"], probes=(name,))
+    store = open_store(SHAPES["mha"])
+    fill(store)
+    with (
+        store.lease(prompt(N_TOKENS)) as lease,
+        pytest.raises(impress.BadInput, match=f"said: .*'wide-v1' makes records of {group} tokens"),
+    ):
+        lease.session(Said(None, probe="wide-v1"))
 
 
 def test_records_of_a_codec_nobody_knows_any_more_are_passed_over(

@@ -204,10 +204,15 @@ def check_fits(policy: Any, geometry: Geometry, window: int) -> None:
     """Raises BadInput on a policy that can never be kept to on such rows, in such windows."""
     if isinstance(policy, Contiguous):
         _check_unit(policy, window)
+    codec = None if policy.probe is None else codec_of(policy.probe)
+    if codec is not None and window % codec.group:
+        raise BadInput(
+            f"{policy.name}: probe codec {codec.name!r} makes records of {codec.group} tokens, "
+            f"which do not divide the window of {window}"
+        )
     if not isinstance(policy, Quality):
         return
-    assert policy.probe, "Quality has one"
-    codec = codec_of(policy.probe)
+    assert codec is not None, "Quality has one"
     if codec.group != 1 or not codec.all_heads:
         raise BadInput(
             f"quality: probe codec {codec.name!r} does not look at every token of every KV head: "

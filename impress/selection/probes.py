@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 #: Query heads whose keys the paper probes (section 4.3).
 PROBE_HEADS: Final = 3
+#: Bytes of a codec's name, in a span's header.
+MOST_NAME: Final = 32
 #: Tokens encoded at once: bounds the float32 scratch.
 _BLOCK_TOKENS: Final = 256
 
@@ -209,7 +211,12 @@ def codec_of(name: str) -> ProbeCodec:
 
 
 def register(codec: ProbeCodec) -> None:
-    """Make a codec known by its name. Raises ImpressError when the name is taken."""
+    """Make a codec known by its name. Raises ImpressError when the name is taken, or cannot be
+    stored with the records, or a group is of no tokens."""
+    if not codec.name.isascii() or not 0 < len(codec.name) <= MOST_NAME:
+        raise ImpressError(f"probe codec {codec.name!r}: its name wants 1 to 32 ASCII characters")
+    if codec.group < 1:
+        raise ImpressError(f"probe codec {codec.name!r}: group must be at least 1 token")
     if codec.name in _CODECS:
         raise ImpressError(f"probe codec {codec.name!r} is already known")
     _CODECS[codec.name] = codec
