@@ -17,7 +17,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
-from conftest import assert_serves, flip_a_bit, prompt, put_prompt
+from conftest import assert_serves, flip_a_bit, prompt, put_prompt, wait_for_promotions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -161,6 +161,32 @@ def test_an_index_is_whole_exactly_as_far_as_its_pages_reach(seed: int) -> None:
                 db = env.open_db(known, create=False)
                 with env.begin() as txn:  # every byte of it is there: else SIGBUS
                     assert all(value in full for _, value in txn.cursor(db))
+
+
+@pytest.mark.parametrize("what", ["heat", "tick"])
+def test_a_flipped_count_of_uses_is_counted_anew(
+    open_store: Open, geometry: impress.Geometry, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have no checksum. A store did not open, or learnt and promoted nothing any more."""
+    with open_store(geometry) as store:
+        assert put_prompt(store, prompt(256)).wait(60)
+        assert_serves(store, prompt(256), 256)
+        folder, span = store.path / "shards/main/index", next(iter(store.catalog.records())).span_id
+    name, key = ("heat", span.to_bytes(8, "big")) if what == "heat" else ("history", b"tick")
+    with lmdb.open(str(folder), map_size=1 << 30, max_dbs=8) as env:
+        db = env.open_db(name.encode(), create=False)
+        with env.begin(write=True) as txn:
+            value = bytearray(txn.get(key, db=db))
+            value[7] ^= 0x80
+            txn.put(key, bytes(value), db=db)
+    with open_store(geometry) as again:
+        for _ in range(2):
+            assert_serves(again, prompt(256), 256)
+            wait_for_promotions(again)
+        assert again.stats()["promoted_bytes"]
+        assert_serves(open_store(geometry), prompt(256), 256)  # who follows reads it too
+    assert not caplog.records
+    assert_serves(open_store(geometry), prompt(256), 256)
 
 
 _BY_PAGE = """

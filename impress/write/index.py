@@ -30,6 +30,8 @@ from tiers.files import make_folder, spare_of
 #: Ids noted as given out at a time.
 IDS: Final = 1024
 _HEAT = struct.Struct("<QQ")
+#: No store counts so far: the disk gave other bytes, and it is counted from 0 again.
+_MOST_COUNT: Final = 1 << 62
 #: What the log keeps: who follows and is further behind reads the whole index again.
 LOG_ENTRIES: Final = 1024
 #: Bytes of it; on a small file system an eighth of what segments leave there for the index.
@@ -89,11 +91,12 @@ class Index:
 
     def heat(self) -> dict[int, tuple[int, int]]:
         """Span id -> (leases, lease counter at the last one), as last committed."""
-        return {
+        heat = {
             int.from_bytes(key, "big"): _HEAT.unpack(value)
             for key, value in self._items("heat")
             if len(value) == _HEAT.size
         }
+        return {span: counts for span, counts in heat.items() if max(counts) < _MOST_COUNT}
 
     def history(self, span: int) -> bytes | None:
         """What requests have shown of a span (impress.usage.remembered), as last committed."""
@@ -101,7 +104,8 @@ class Index:
 
     def history_tick(self) -> int:
         """Requests noted, as last committed."""
-        return int.from_bytes(self._get("history", _TICK) or b"", "little")
+        tick = int.from_bytes(self._get("history", _TICK) or b"", "little")
+        return tick if tick < _MOST_COUNT else 0
 
     def ledger(self, key: bytes) -> bytes | None:
         """A guard's ledger (impress.quality.ledgers), as last committed."""
