@@ -1115,3 +1115,33 @@ def test_an_index_that_cannot_be_opened_names_its_folder_once(tmp_path: Path) ->
     with pytest.raises(impress.StoreFailed) as told:
         Index(tmp_path / "index", create=False)
     assert str(told.value) == f"index: {tmp_path / 'index'}: No such file or directory"
+
+
+@pytest.mark.parametrize("what", ["names", "saved_ledgers", "history_of"])
+def test_an_index_that_is_replaced_as_it_is_asked_answers_still(
+    pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """By a purge or a rebuild: a look meanwhile closed it, and a call failed in LMDB's words."""
+    a, b = pair
+    ready(a, prompt(256))
+    look(b)
+    span = next(iter(a.catalog.records())).span_id
+    a.close()
+    rebuild_store(a.path)
+    asked = {"names": "names", "saved_ledgers": "ledgers", "history_of": "history"}[what]
+    real = getattr(Index, asked)
+
+    def replaced(index: Index, *args: Any) -> Any:
+        if index._folder.parent.name == "main":
+            b.follow()
+        return real(index, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, asked, replaced)
+        if what == "history_of":
+            assert b._home.others.history(span) is None
+        else:
+            getattr(b, what)()
+    b.follow()
+    check(b)
+    assert_serves(b, prompt(256), 256)

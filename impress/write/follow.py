@@ -61,6 +61,7 @@ class Neighbour:
                 "%s: shard %s is read, but its writer cannot be told so (%s): a lease here is not "
                 "waited for, and what it holds may be lost", shard.readers, shard.name, unsaid,
             )  # fmt: skip
+        self._replaced: list[Index] = []  # that somebody here may be reading at this moment
         self.version = -1  # LMDB's, of the last look
         self.generation = 0
 
@@ -78,10 +79,15 @@ class Neighbour:
         return {span: counts for span, counts in heat.items() if span in self.shard.spans}
 
     def reopen(self) -> None:
-        """The index was made anew. Raises ImpressError; then the old one is still open."""
+        """The index was made anew. Raises ImpressError; then the old one is still the index."""
         fresh = Index(self.shard.index, create=False)
-        self.index.close()
+        self._replaced.append(self.index)
         self.index, self.version = fresh, -1
+
+    def let_go(self) -> None:
+        """Of indexes that were replaced before: what was purged goes with the last that has one."""
+        while self._replaced:
+            self._replaced.pop().close()
 
     def close_presence(self) -> None:
         if self.presence is not None:
@@ -89,6 +95,7 @@ class Neighbour:
 
     def close(self) -> None:
         self.close_presence()
+        self.let_go()
         self.index.close()
 
 
@@ -198,6 +205,7 @@ class Follower:
                 self._discover()
             changed, gone = False, set[int]()
             for neighbour in self.neighbours.values():
+                neighbour.let_go()
                 try:
                     changed |= self._catch_up(neighbour, gone)
                 except (ImpressError, OSError) as err:
