@@ -324,6 +324,30 @@ def test_behind_a_write_that_hangs_one_request_waits_and_no_other(
         saver.close()
 
 
+def test_a_window_that_a_step_only_began_holds_no_write_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a window held a buffer in each layer until the request's next step, and the thread that
+    should have stored that waited for buffers: prompts that were prefilled in chunks were not
+    stored, and the log blamed the disk."""
+    monkeypatch.setattr(saving, "_BUFFER_WAIT_S", 0.01)
+    geometry = Geometry(24, 2, 2, 32, "float32")  # 32 KiB a window: two prompts' are too many
+    prompts = [Prompt(np.arange(at, at + 256, dtype=np.int32), {}, "") for at in range(2)]
+    config = Config(**{**SMALL, "write_buffer_bytes": MIB})
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, config, "rw") as store:
+        layout: Any = _Zeros()
+        saver = saving.Saver(store, [torch.empty(0)] * 24, [layout] * 24)
+        for end in (40, 100, 256):
+            for i, prompt in enumerate(prompts):
+                saver.offer(SaveSpec(f"{i}", f"{i}#0", prompt, end, [1] * -(-end // 32)))
+                with saver._lock:
+                    assert saver._changed.wait_for(lambda i=i: not saver.busy(f"{i}"), 60)
+        saver.flush()
+        assert [store.lookup(prompt.tokens) for prompt in prompts] == [256, 256]
+        assert saver.n_skipped == 0
+        saver.close()
+
+
 _ENDS_WITHOUT_SHUTDOWN = """
 import atexit, sys, threading
 from pathlib import Path

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -221,21 +222,26 @@ class Saver:
             if not self._begin(life, spec):
                 return
         assert life.writer is not None
-        wanted = min(spec.end, life.n_wanted)
+        # A window that this step only began waits for its rest: half of one would hold a write
+        # buffer in each layer, for which this thread would then wait itself.
+        window = self._store.window
+        wanted = min(spec.end, life.n_wanted) // window * window
         while life.n_put < wanted and not life.writer.stored.refused:
-            # From a block's first row on; rows that are stored are passed over.
-            first = life.n_put // self._block_size
-            most = max(1, _MOST_ROWS // self._block_size)
-            end = min(first + most, -(-wanted // self._block_size))
-            if not self._put(life, spec, first, end):
+            end = self._end_of_put(life.n_put, wanted)
+            if not self._put(life, spec, life.n_put, end):
                 self._give_up(life)
                 return
-            life.n_put = min(end * self._block_size, wanted)
+            life.n_put = end
         refused = life.writer.stored.refused
         if life.n_put >= life.n_wanted or refused:
             self._finish(life)
         if refused == NO_SLOT:
             self._note_stuck()
+
+    def _end_of_put(self, begin: int, wanted: int) -> int:
+        """Where the next put ends: at some _MOST_ROWS, whole windows and whole blocks."""
+        unit = math.lcm(self._store.window, self._block_size)
+        return min(wanted, (begin // unit + max(1, _MOST_ROWS // unit)) * unit)
 
     def _note_stuck(self) -> None:
         self._stuck_bytes = self._store.write_buffers.used_bytes
@@ -290,17 +296,19 @@ class Saver:
                 del self._uses[next(iter(self._uses))]
         return min(admitted, n)
 
-    def _put(self, life: _Life, spec: SaveSpec, first: int, end: int) -> bool:
-        """Rows of blocks first..end-1, in every layer; False when they are no longer its own."""
+    def _put(self, life: _Life, spec: SaveSpec, begin: int, end: int) -> bool:
+        """Rows begin..end-1 in every layer; False when its blocks are no longer its own."""
         assert life.writer is not None
+        # From a block's first row on; rows that are stored are passed over.
+        first = begin // self._block_size
         row = first * self._block_size
-        n = min(end * self._block_size, spec.end, life.n_wanted) - row
+        blocks = spec.block_ids[first : -(-end // self._block_size)]
         for layer in range(len(self._layouts)):
-            rows = self._read(life, layer, spec.block_ids[first:end])
+            rows = self._read(life, layer, blocks)
             if rows is None or life.dropped:  # meanwhile, by `offer`, which waits for no read
                 return False
             k, v = rows
-            life.writer.put(layer, row, k[:, :n], v[:, :n])
+            life.writer.put(layer, row, k[:, : end - row], v[:, : end - row])
         return True
 
     def _read(
