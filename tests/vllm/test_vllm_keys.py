@@ -20,7 +20,7 @@ from impress.engines.vllm.step import Prompt
 from impress.errors import ConfigError, ImpressError, Unsupported
 from impress.policy import Exact, Paper, Quality
 from tests.conftest import wait_for_promotions
-from tests.vllm.served import MIB, SMALL, Served, tokens, transfer_config, words
+from tests.vllm.served import MIB, SMALL, Served, params, tokens, transfer_config, words
 
 Serve = Callable[..., Served]
 
@@ -30,7 +30,8 @@ PROMPT = words(300, seed=3)
 def _request(**given: Any) -> Any:
     plain = {
         "mm_features": [], "lora_request": None, "cache_salt": None, "prompt_embeds": None,
-        "_prompt_embeds_per_block_hashes": {},
+        "_prompt_embeds_per_block_hashes": {}, "prompt_token_ids": None,
+        "prompt_is_token_ids": None,
     }  # fmt: skip
     return SimpleNamespace(**{**plain, **given})
 
@@ -72,6 +73,32 @@ def test_prompt_embeddings_are_named_by_their_digest() -> None:
     assert one == again
     assert sorted(one) == [0, 128, 256]
     assert not set(one.values()) & set(other.values())
+
+
+def test_prompt_embeddings_are_named_by_what_vllm_computes_with_them(serve: Serve) -> None:
+    """vLLM's key has their bytes alone. A vector of zeros had the name of token 0 in a prompt that
+    mixes both, and float16 that of the bfloat16 with the same bits: one was answered from the
+    other's KV."""
+    import torch
+
+    zeros = torch.randn(300, 128)
+    zeros[10:140] = 0
+    mixed = [10 <= i < 140 for i in range(300)]
+    half = torch.randn(300, 128).to(torch.float16)
+    prompts = [
+        {"prompt_embeds": zeros},
+        {"prompt_embeds": zeros, "prompt_token_ids": [0] * 300, "prompt_is_token_ids": mixed},
+        {"prompt_embeds": zeros, "prompt_token_ids": [0] * 300},
+        {"prompt_embeds": half},
+        {"prompt_embeds": half.view(torch.bfloat16)},
+    ]
+    served = serve(enable_prompt_embeds=True, enable_prefix_caching=False)
+    n_cached = []
+    for prompt in prompts * 2:
+        (out,) = served.llm.generate([prompt], params(5), use_tqdm=False)
+        n_cached.append(out.num_cached_tokens)
+        served.settle()
+    assert n_cached == [0] * 5 + [256] * 5
 
 
 def test_the_salt_is_the_tenant() -> None:

@@ -63,7 +63,7 @@ def extras_of(
                     digest.update(b"lora" + adapters.digest(request.lora_request))
                     n_digested += 1
             elif kind == _DIGESTED and all(isinstance(part, str | bytes | int) for part in key):
-                digest.update(repr(key).encode())
+                digest.update(repr((key, *_meant(request, first, first + block_size))).encode())
                 n_digested += 1
             elif kind == "mm":
                 raise Unsupported("images have no name that lasts: this request is not reused")
@@ -72,6 +72,16 @@ def extras_of(
         if n_digested:
             extra[first] = digest.digest()
     return extra, tenant
+
+
+def _meant(request: Any, first: int, end: int) -> tuple[Any, ...]:
+    """How vLLM reads a block of prompt embeddings, of which its key has the bytes alone.
+
+    Their dtype, and where it takes tokens in their place: zeros may stand for either.
+    """
+    mask = request.prompt_is_token_ids
+    tokens = request.prompt_token_ids is not None if mask is None else list(mask[first:end])
+    return str(request.prompt_embeds.dtype), tokens
 
 
 def _text(salt: Any) -> str:
