@@ -309,6 +309,39 @@ def test_hits_show_in_the_counters_and_events(serve: Serve) -> None:
     assert grown["vllm:impress_read_bytes_ssd"] >= n_bytes
 
 
+def test_what_is_told_of_a_block_is_what_vllm_tells_of_it(serve: Serve) -> None:
+    """Its extra keys were left out: who makes keys of tokens, salt and embeddings, as routers do,
+    took what one salt had stored for everybody's, and prompt embeddings for zeros."""
+    import torch
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import BlockStored
+
+    served = serve(
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+        enable_prompt_embeds=True,
+    )
+    told, take = _told(served)
+    vllms, pool = [], served.scheduler.kv_cache_manager
+    take_vllms = pool.take_events
+    pool.take_events = lambda: vllms.extend(found := take_vllms()) or found
+    served.ask([PROMPT], salt="mine")
+    prompt = {"prompt_embeds": torch.randn(300, 128), "cache_salt": "mine"}
+    served.llm.generate([prompt], params(5), use_tqdm=False)
+    served.ask([PROMPT])
+    served.settle()
+    told += take()
+
+    def said(events: list[Any]) -> list[Any]:
+        stored = [event for event in events if isinstance(event, BlockStored)]
+        return sorted(
+            (event.block_hashes, event.token_ids, event.extra_keys, event.lora_id)
+            for event in stored
+        )
+
+    assert len(said(told)) == 3
+    assert said(told) == said(vllms)
+
+
 def test_every_tier_that_gives_rows_is_counted(serve: Serve) -> None:
     """What came from HBM was in the answer, and in no counter."""
     tiers = {"dram_bytes": 4 * MIB, "hbm_bytes": 4 * MIB, "hbm_device": "cpu"}
@@ -331,10 +364,7 @@ def _expecting(*lengths: int) -> Events:
     """Events of a request "r" whose prompt, or answer too, of so many tokens is on its way."""
     events = Events(enabled=True, block_size=16)
     for n in lengths:
-        request = SimpleNamespace(
-            request_id="r", lora_request=None,
-            block_hashes=[bytes([i]) * 32 for i in range(n // 16)],
-        )  # fmt: skip
+        request = _request(request_id="r", block_hashes=[bytes([i]) * 32 for i in range(n // 16)])
         events.expect(request, Prompt(np.arange(n, dtype=np.int32), {}, ""))
     return events
 

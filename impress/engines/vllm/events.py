@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from impress.engines.vllm.keys import vllm_keys_of
 from impress.engines.vllm.step import Prompt
 
 _MOST_EXPECTED = 1024
@@ -27,6 +28,14 @@ class _Told(NamedTuple):
     hashes: list[Any]
 
 
+class _Expected(NamedTuple):
+    """What is to be told, and what but tokens made each block's hash: vLLM's extra keys."""
+
+    told: _Told
+    lora: Any
+    extra_keys: list[Any]
+
+
 class Events:
     """Block events in vLLM's own hashes. For the scheduler's thread. Does nothing when not enabled.
 
@@ -37,7 +46,7 @@ class Events:
     def __init__(self, *, enabled: bool, block_size: int) -> None:
         self._enabled = enabled
         self._block_size = block_size
-        self._expected: dict[str, tuple[Any, _Told]] = {}
+        self._expected: dict[str, _Expected] = {}
         self._told: dict[Any, _Told] = {}  # by the hash of the last block
         self._n_told = 0  # tokens
         self._doubted: deque[Any] = deque()  # keys of what is to be looked up again
@@ -53,10 +62,14 @@ class Events:
             return
         n = len(prompt.tokens) // self._block_size
         before = self._expected.get(request.request_id)
-        if before is not None and n < len(before[1].hashes):
+        if before is not None and n < len(before.told.hashes):
             return
-        told = _Told(prompt, list(request.block_hashes[:n]))
-        self._expected[request.request_id] = request.lora_request, told
+        size, keys_of = self._block_size, vllm_keys_of()
+        self._expected[request.request_id] = _Expected(
+            _Told(prompt, list(request.block_hashes[:n])),
+            request.lora_request,
+            [keys_of(request, at * size, (at + 1) * size, 0)[0] for at in range(n)],
+        )
         while len(self._expected) > _MOST_EXPECTED:
             del self._expected[next(iter(self._expected))]
 
@@ -65,12 +78,12 @@ class Events:
         found = self._expected.get(request_id)
         if found is None:
             return
-        if n_tokens >= len(found[1].prompt.tokens):
+        if n_tokens >= len(found.told.prompt.tokens):
             del self._expected[request_id]
         from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
-        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, to_event_extra_keys
 
-        lora, told = found
+        told, lora, extra_keys = found
         n = min(n_tokens // self._block_size, len(told.hashes))
         if not n:
             return
@@ -82,9 +95,10 @@ class Events:
                 parent_block_hash=None,
                 token_ids=told.prompt.tokens[:end].tolist(),
                 block_size=self._block_size,
-                lora_id=None,
+                lora_id=lora.adapter_id if lora else None,
                 medium=MEDIUM_STORAGE,
                 lora_name=lora.lora_name if lora else None,
+                extra_keys=to_event_extra_keys(extra_keys[:n]),
             )
         )
 
