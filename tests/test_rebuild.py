@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -66,6 +67,37 @@ def test_a_lost_index_is_made_again(open_store: Open, geometry: impress.Geometry
     for seed in range(1, 6):
         assert_serves(store, prompt(256, seed), 256)
     assert_serves(store, longer_prompt(), 384)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_segments_that_cannot_be_listed_are_not_none(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """To an open they were missing, and the rebuild that it sent to put an index of nothing in the
+    place of one that names them all."""
+    path = fill(open_store, geometry)
+    said = f"shards/main/segments: {os.strerror(number)}$"
+    with monkeypatch.context() as patch:
+        for name in ("listdir", "scandir"):
+            patch.setattr(os, name, refusing(getattr(os, name), "segments", number))
+        for mode in ("rw", "r"):
+            with pytest.raises(impress.StoreFailed, match=said):
+                open_store(geometry, mode)
+        for dry_run in (True, False):
+            with pytest.raises(impress.StoreFailed, match=said):
+                rebuild_store(path, dry_run=dry_run)
+    assert_serves(open_store(geometry), longer_prompt(), 384)
+
+
+def refusing(real: Callable[..., Any], name: str, number: int) -> Callable[..., Any]:
+    """A call of the system that fails for folders of this name."""
+
+    def call(path: Any = ".") -> Any:
+        if Path(os.fsdecode(path)).name == name:
+            raise OSError(number, os.strerror(number), os.fsdecode(path))
+        return real(path)
+
+    return call
 
 
 def test_a_file_that_somebody_left_among_the_segments_is_passed_over(

@@ -55,11 +55,14 @@ def give_to_owner(path: Path) -> None:
 
 
 def segment_paths(folder: Path) -> list[Path]:
-    """The files NUMBER.seg of a folder, by name; none where there is no folder.
+    """The files NUMBER.seg of a folder, by name; none where there is no folder. Raises OSError.
 
-    Whatever else somebody put there, a copy with a name of his own, is not among them.
+    Whatever else somebody put there, a copy with a name of his own, is not among them. Not by
+    `glob`, to which a folder that it may not list is an empty one.
     """
-    found = folder.glob("[0-9]*.seg")
+    found = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = [path for path in folder.iterdir() if path.suffix == ".seg"]
     return sorted(path for path in found if path.stem.isascii() and path.stem.isdigit())
 
 

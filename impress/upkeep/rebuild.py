@@ -131,6 +131,8 @@ def rebuild_store(
             shard.unlock()  # its server need not wait for the others
     except MediumError as err:
         raise StoreFailed(str(err)) from None
+    except OSError as err:  # a folder or a segment that may not be read: not an empty one
+        raise StoreFailed(f"{err.filename or path}: {err.strerror}") from None
     finally:
         for shard in mine:
             shard.unlock()
