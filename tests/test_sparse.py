@@ -359,6 +359,34 @@ def test_a_codec_whose_groups_do_not_fill_windows_is_refused(
         lease.session(Said(None, probe="wide-v1"))
 
 
+@pytest.mark.parametrize(
+    "made",
+    [np.ones((N_TOKENS // 2, 144), np.uint8), np.ones((N_TOKENS, 144), np.float32), None],
+    ids=["too few", "floats", "nothing"],
+)
+def test_a_codec_that_makes_other_records_than_it_says_fails_the_store(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, made: Any
+) -> None:
+    """They were stored, and rows chosen by other tokens' records."""
+    odd = LowBit("odd-v1", 4)
+    monkeypatch.setitem(probes._CODECS, odd.name, odd)
+    store = open_store(SHAPES["mha"])
+    fill(store)
+    monkeypatch.setattr(LowBit, "encode", lambda codec, keys, geometry, params=None: made)
+    query, lse = asked(store.geometry, 0)
+    with (
+        store.lease(prompt(N_TOKENS)) as lease,
+        lease.session(Quality(probe=odd.name)) as session,
+        pytest.raises(impress.ImpressError, match="'odd-v1': encode must return"),
+    ):
+        session.retrieve(0, query, suffix_lse=lse)  # made from its keys
+    store.close()
+    again = open_store(SHAPES["mha"], probes=(odd.name,))
+    keys, values = kv(again.geometry)
+    with pytest.raises(impress.StoreFailed, match="'odd-v1': encode must return"):
+        again.store(prompt(N_TOKENS, seed=1), keys, values).wait(60)
+
+
 def test_records_of_a_codec_nobody_knows_any_more_are_passed_over(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from impress.read.reading import Reading
 from impress.read.session import Lease, Session
 from impress.selection.choices import Selection, checked, whole
 from impress.selection.identify import Asked, check_fits, leaves_room, reads_keys, select
-from impress.selection.probes import ProbeCodec, codec_of, fitted
+from impress.selection.probes import ProbeCodec, codec_of, encoded, fitted
 from impress.spans.format import SpanHeader
 from impress.spans.layout import K, V
 from impress.spans.params import NONE, Layers
@@ -254,7 +254,8 @@ class SparseSession(Session):
         assert self._codec is not None
         n_bytes = self._codec.probe_bytes(self._r.geometry)
         if self._plane is None:
-            return self._codec.encode(host_words(all_keys(), self._r.geometry), self._r.geometry)
+            words = host_words(all_keys(), self._r.geometry)
+            return encoded(self._codec, words, self._r.geometry)
         load = self._probes.pop(layer, None) or self._start_probes(layer, self._plane)
         self._read(load, used)
         by_window = load.pieces(0).reshape(self.n_tokens // self._window, -1)

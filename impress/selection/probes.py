@@ -210,6 +210,19 @@ def codec_of(name: str) -> ProbeCodec:
     return codec
 
 
+def encoded(codec: ProbeCodec, keys: Any, geometry: Geometry, params: bytes | None = None) -> Bytes:
+    """Records of one layer's keys, as `ProbeCodec.encode` has them. Raises ImpressError on others:
+    read by, they would be those of other tokens."""
+    made = codec.encode(keys, geometry, params)
+    wanted = (keys.shape[1] // codec.group, codec.probe_bytes(geometry))
+    if not isinstance(made, np.ndarray) or made.dtype != np.uint8 or made.shape != wanted:
+        got = f"{getattr(made, 'dtype', type(made).__name__)} {getattr(made, 'shape', '')}".strip()
+        raise ImpressError(
+            f"probe codec {codec.name!r}: encode must return an array of uint8 {wanted}, got {got}"
+        )
+    return made
+
+
 def register(codec: ProbeCodec) -> None:
     """Make a codec known by its name. Raises ImpressError when the name is taken, or cannot be
     stored with the records, or a group is of no tokens."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from impress.errors import StoreFailed
-from impress.selection.probes import ProbeCodec, codec_of, fitted
+from impress.selection.probes import ProbeCodec, codec_of, encoded, fitted
 from impress.spans.format import ProbeRecord, SpanRecord
 from impress.spans.layout import K, SpanLayout, V
 from impress.spans.order import RowOrder, Rows
@@ -79,7 +79,8 @@ class Sketch:
 
     def encode(self, keys: Any, geometry: Geometry, layer: int) -> Bytes:
         """Records of some keys of a layer."""
-        return self.codec.encode(keys, geometry, self.layers[layer] if self.layers else None)
+        params = self.layers[layer] if self.layers else None
+        return encoded(self.codec, keys, geometry, params)
 
 
 class Media:
