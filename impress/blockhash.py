@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from impress.errors import BadInput
-from impress.types import Geometry
+from impress.types import Geometry, an_int
 
 Tokens = npt.NDArray[np.int32]
 Extra = Mapping[int, bytes]
@@ -30,7 +30,7 @@ def as_tokens(token_ids: Sequence[int] | npt.NDArray[np.integer] | object) -> To
     """
     try:
         array = np.asarray(token_ids)
-    except (ValueError, TypeError) as err:
+    except (ValueError, TypeError, RuntimeError) as err:  # of a tensor with a gradient: the last
         raise BadInput(f"token_ids: {err}") from None
     if array.ndim != 1 or array.size == 0:
         raise BadInput(f"token_ids: want a non-empty list or 1-d array, got shape {array.shape}")
@@ -90,10 +90,11 @@ def labels_of(tokens: Tokens, window: int, extra: Extra | None = None) -> bytes:
     if window % 16:
         raise BadInput(f"extra: wants windows of a multiple of 16 tokens, got {window}")
     by_window: dict[int, list[tuple[int, bytes]]] = {}
-    for position, digest in extra.items():
-        if not isinstance(position, int) or not 0 <= position < len(tokens):
+    for at, digest in extra.items():
+        position = an_int(at, "extra: a position")
+        if not 0 <= position < len(tokens):
             raise BadInput(
-                f"extra: position {position!r} is not in the prompt of {len(tokens)} tokens"
+                f"extra: position {position} is not in the prompt of {len(tokens)} tokens"
             )
         if not isinstance(digest, bytes) or not digest:
             raise BadInput(f"extra: the digest at {position} must be non-empty bytes")

@@ -318,7 +318,7 @@ class PrefixStore:
 
         A fit of probe parameters that this set off has then ended too, or timeout_s has passed.
         """
-        self._home.flush(timeout_s)
+        self._home.flush(a_number(timeout_s, "flush: timeout_s"))
         if self._admission is not None:
             self._admission.fitter.wait(timeout_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -11,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MIB, SMALL, kv_of, prompt, put_prompt, wait_for_promotions
+from conftest import (
+    MIB,
+    SMALL,
+    assert_serves,
+    kv_of,
+    prompt,
+    put_prompt,
+    wait_for_promotions,
+)
 
 import impress
 from impress.config import tenant_secret
@@ -31,6 +40,7 @@ CONFIG = impress.Config(**SMALL)
         (["a"], "integers"),
         ([[1], [1, 2]], "token_ids"),
         (np.zeros(0, np.int32), "non-empty"),
+        (torch.zeros(64, requires_grad=True), "token_ids: Can't call numpy"),
     ],
 )
 def test_tokens_that_are_none(
@@ -79,7 +89,8 @@ def test_arguments_of_another_type_are_bad_input_wherever_they_come_in(
     store, tokens, later = open_store(geometry), prompt(128), prompt(128, 1)
     keys, values = kv_of(tokens, geometry)
     tensors = [torch.from_numpy(k) for k in keys]
-    assert store.store(tokens, keys, values).wait(60)
+    stored = store.store(tokens, keys, values)
+    assert stored.wait(60)
     refused("dtype must be .*, got \\[\\]", impress.Geometry, 2, 4, 2, 64, [])
     refused("want a file, .*, got NoneType", impress.Config.load, None)
     refused("path: no directory has a NUL", impress.PrefixStore.open, "a\0b", geometry, "t")
@@ -94,6 +105,9 @@ def test_arguments_of_another_type_are_bad_input_wherever_they_come_in(
         refused("importance wants", store.store, later, keys, values, importance=given)
     for bare in ([k.to("meta") for k in tensors], [k.to_sparse() for k in tensors]):
         refused("want a dense tensor, got", store.store, later, bare, tensors)
+    for timeout_s in ("a", [1]):
+        refused("flush: timeout_s must be a number, got", store.flush, timeout_s)
+        refused("wait: timeout_s must be a number, got", stored.wait, timeout_s)
     for n_bytes in ("a", None):
         refused("evict: n_bytes must be a number", store.evict, n_bytes)
     for digests in ("abc", b"abc", 3, ["abc"], [[1]]):
@@ -169,13 +183,34 @@ def test_shapes_and_dtypes_are_checked_before_anything_is_written(
 
 @pytest.mark.parametrize(
     ("extra", "said"),
-    [({500: b"x"}, "position 500"), ({-1: b"x"}, "-1"), ({3: "x"}, "bytes"), ({3: b""}, "bytes")],
+    [
+        ({500: b"x"}, "position 500"),
+        ({-1: b"x"}, "-1"),
+        ({3: "x"}, "bytes"),
+        ({3: b""}, "bytes"),
+        ({"3": b"x"}, "a position must be an int, got '3'"),
+        ({3.0: b"x"}, "must be an int"),
+    ],
 )
 def test_extras_that_are_none(
     open_store: Open, geometry: impress.Geometry, extra: dict, said: str
 ) -> None:
     with pytest.raises(impress.BadInput, match=said):
         open_store(geometry).lookup(prompt(128), extra=extra)
+
+
+def test_positions_may_be_ints_of_numpy(open_store: Open, geometry: impress.Geometry) -> None:
+    """np.flatnonzero gives such: of one in the prompt it was said that it is not."""
+    store, tokens = open_store(geometry), prompt(128)
+    keys, values = kv_of(tokens, geometry)
+    (position,) = np.flatnonzero(np.arange(128) == 70)
+    with store.writer(tokens, extra={position: b"an image"}) as writer:
+        for layer, first in itertools.product(range(geometry.n_layers), np.arange(0, 128, 64)):
+            rows = slice(first, first + 64)
+            writer.put(layer, first, keys[layer][:, rows], values[layer][:, rows])
+    assert writer.stored.wait(60)
+    assert_serves(store, tokens, 128, extra={70: b"an image"})
+    assert_serves(store, tokens, 64)
 
 
 def test_retrieve_says_what_it_wants(open_store: Open, geometry: impress.Geometry) -> None:

@@ -19,7 +19,7 @@ from impress.errors import BadInput, StoreFailed
 from impress.spans.layout import K, V
 from impress.spans.order import Rows, by_worth
 from impress.spans.rows import Words, check_rows, host_words, pack
-from impress.types import Geometry, check_layer
+from impress.types import Geometry, an_int, check_layer
 from impress.write.draft import Draft, Media, Stored
 from tiers.errors import ReadFailed
 from tiers.slots import Buffer
@@ -71,8 +71,9 @@ class Writer:
         """
         g = self._geometry
         check_layer(layer, g.n_layers, "put")
-        if not isinstance(first, int) or first < 0:
-            raise BadInput(f"put: first {first!r} is not a token position")
+        first = an_int(first, "put: first")
+        if first < 0:
+            raise BadInput(f"put: first {first} is not a token position")
         m = check_rows(k, g, g.head_dim, f"put: layer {layer} keys")
         n_values = check_rows(v, g, g.v_dim, f"put: layer {layer} values")
         if n_values != m:
