@@ -23,10 +23,10 @@ class _Out(Console):
 
 
 _WIDTH: Final = None if sys.stdout is not None and sys.stdout.isatty() else 110  # a pipe has none
-#: Tables and answers.
-out: Final = _Out(highlight=False, width=_WIDTH)
+#: Tables and answers. No emoji: a name with ":key:" in it is asked for by these letters.
+out: Final = _Out(highlight=False, emoji=False, width=_WIDTH)
 #: Progress bars and errors, so that stdout stays what was asked for.
-err: Final = Console(stderr=True, highlight=False)
+err: Final = Console(stderr=True, highlight=False, emoji=False)
 
 
 def show(drawing: Table | Tree) -> None:

@@ -246,6 +246,17 @@ def test_inspect_shows_a_name_as_it_is(tmp_path):
     assert done.stdout.count("[/odd] [red]") == 2
 
 
+def test_a_name_is_shown_as_it_is(tmp_path):
+    """Of "llama:key:1" inspect made a drawing of a key, and purge knew no such name."""
+    name, where = "[b]llama[/b]:key:1", tmp_path / "of:key:s"
+    with impress.PrefixStore.open(where, GEOMETRY, name, CONFIG) as store:
+        put(store, PROMPT)
+    shown = run("inspect", "--store", where, "--tree").stdout
+    assert shown.count(name) == 2 and str(where) in shown
+    assert str(where) in run("verify", "--store", where).stdout
+    assert run("purge", "--store", where, "--namespace", name).returncode == 0
+
+
 def test_a_model_is_purged_by_what_inspect_calls_it(tmp_path):
     """An engine's namespace has no name: what inspect showed, text and JSON, purge refused."""
     for seed in range(3):
