@@ -93,7 +93,7 @@ def test_a_whole_hit_says_which_nodes_hold_it_and_what_it_costs(path):
     assert row["chunks"] == 2 * 5
     # 5 windows, 2 layers, K and V: 64 rows of 128 bytes.
     assert row["cost"]["bytes"] == 5 * 2 * 2 * 64 * 128
-    assert "hit: 5 of 5 windows" in done.stdout and "last 1 tokens" in done.stdout
+    assert "hit: 5 of 5 windows" in done.stdout and "last token is" in done.stdout
 
 
 def test_a_span_in_two_nodes_is_one_line_and_the_next_ones_leases_are_its_own(path):

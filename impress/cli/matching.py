@@ -142,7 +142,8 @@ def _stop(
 def _tail(n_tokens: int, window: int) -> str:
     tail = n_tokens % window
     if tail:
-        return f"every whole window is stored; the last {tail} tokens are less than one"
+        last = f"{tail} tokens are" if tail > 1 else "token is"
+        return f"every whole window is stored; the last {last} less than one"
     return "every window is stored (asked for this and no more, an engine computes the last one)"
 
 
