@@ -134,6 +134,17 @@ def test_an_adapter_is_named_by_its_files(tmp_path: Path) -> None:
         extras_of(_request(lora_request=lora), 300, 128, vllm_keys_of(), Adapters())
 
 
+def test_an_adapter_at_home_is_read_where_vllm_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM loaded ~/a, and its requests were not reused, as there was no such folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    request = _adapter_in(tmp_path / "a", 1)
+    first = _adapter_key(request, Adapters())
+    request.lora_request.lora_path = "~/a"
+    assert _adapter_key(request, Adapters()) == first
+
+
 @pytest.mark.parametrize("beside", ["model.safetensors", "model.safetensors.index.json"])
 def test_an_adapter_beside_a_models_weights_is_named_by_its_own(
     tmp_path: Path, beside: str

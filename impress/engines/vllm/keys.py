@@ -129,12 +129,12 @@ class Adapters:
 
 def _adapter(path: str, applied: bytes) -> bytes:
     """A digest of an adapter's weights and settings, and how it is applied. Raises Unsupported."""
-    folder = Path(path)
     try:
+        folder = Path(path).expanduser()  # as vLLM does
         settings = (folder / "adapter_config.json").read_bytes()
         files = sorted(folder.glob("adapter_model.*"))  # which one vLLM loads is for it to say
         if not files:
             raise BadInput("it holds no adapter_model file")
         return blake2b(applied + settings + weights_of(folder, files), digest_size=32).digest()
-    except (OSError, BadInput) as err:
+    except (OSError, RuntimeError, BadInput) as err:  # RuntimeError: no such user's home
         raise Unsupported(f"adapter {path} cannot be read: {err}") from None
