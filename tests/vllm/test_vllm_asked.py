@@ -50,7 +50,7 @@ NOTHING = [
 def _side(**extra: Any) -> SchedulerSide:
     """The scheduler's side of a store that holds nothing."""
     view: Any = SimpleNamespace(lookup=lambda *names: 0, current=True, refresh=lambda: None)
-    served: Any = SimpleNamespace(block_size=128, lora="")
+    served: Any = SimpleNamespace(block_size=128, lora="", mixes_adapters=False)
     settings = Settings.of({"store": "unused", **extra})
     return SchedulerSide(settings, served, view, Events(enabled=False, block_size=128))
 

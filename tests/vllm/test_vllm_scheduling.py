@@ -20,10 +20,10 @@ from tests.vllm.test_vllm_keys import _adapter_in, _request
 N_TOKENS = 300
 
 
-def _side() -> SchedulerSide:
+def _side(*, mixes_adapters: bool = False) -> SchedulerSide:
     """Of a store that holds the whole windows of every prompt; a request has three blocks."""
     view: Any = SimpleNamespace(lookup=lambda tokens, *names: len(tokens) // 64 * 64, current=True)
-    served: Any = SimpleNamespace(block_size=128, lora="")
+    served: Any = SimpleNamespace(block_size=128, lora="", mixes_adapters=mixes_adapters)
     events = Events(enabled=False, block_size=128)
     side = SchedulerSide(Settings.of({"store": "unused"}), served, view, events)
     side.kv_cache_manager = SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 3],))
@@ -80,6 +80,29 @@ def test_an_adapter_saved_again_in_a_requests_own_step_ends_nothing(tmp_path: Pa
     assert load.prompt.tokens.tolist() == list(range(256))
     assert (list(load.prompt.extra), load.prompt.tenant) == ([0], "salt:mine")
     assert plan.saves == []
+
+
+def test_what_vllm_may_mix_an_adapter_into_is_served_without_the_store(tmp_path: Path) -> None:
+    """Beside a request with an adapter vLLM computed one without with the adapter, and what came of
+    it was stored under the name of the model alone."""
+    side = _side(mixes_adapters=True)
+    request = _arrives(side)
+    assert side.matched(request, 0) == 0
+    assert _step(side, request, 0).saves == []
+    assert side.finish(request, [1, 2, 3]) == (False, None)
+    request = _arrives(side, lora_request=_adapter_in(tmp_path / "a", 1).lora_request)
+    assert side.matched(request, 0) == 256
+    assert len(_step(side, request, 256).loads) == 1
+
+
+def test_vllm_still_takes_the_last_adapter_for_none_on_the_cpu() -> None:
+    """Once this fails, vLLM is mended: Served.mixes_adapters can go."""
+    import torch
+    from vllm.lora.ops.torch_ops import bgmv_expand
+
+    adapters, out = torch.stack([torch.zeros(4, 2), torch.ones(4, 2)]), torch.zeros(1, 4)
+    bgmv_expand(torch.ones(1, 2), adapters, out, torch.tensor([-1]))
+    assert out.any()
 
 
 def test_what_is_loaded_is_named_up_to_its_end() -> None:

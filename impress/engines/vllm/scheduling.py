@@ -72,6 +72,12 @@ class SchedulerSide:
         self._unit = math.lcm(served.block_size, self._window)  # of a hit
         self._keys_of = vllm_keys_of()
         self._adapters = Adapters(served.lora)
+        self._mixes_adapters = served.mixes_adapters
+        if served.mixes_adapters:
+            log.warning(
+                "vLLM's LoRA on the CPU may mix an adapter into requests that name none: they are "
+                "served without the store"
+            )
         self._tracked: dict[str, Tracked] = {}
         self._late: list[SaveSpec] = []  # of requests that have finished
         self._gone: list[list[int]] = []  # blocks of each that finished since the last plan
@@ -97,6 +103,8 @@ class SchedulerSide:
                 self._adapters.digest(request.lora_request)
             except ImpressError as err:
                 tracked.refused = str(err)
+        elif self._mixes_adapters:
+            tracked.refused = "vLLM may mix an adapter into it"
         if tracked.refused or isinstance(tracked.policy, Exact):
             return
         # Before vLLM looks in its own cache: a sparse prefix is never read from there.

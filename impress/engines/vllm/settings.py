@@ -181,6 +181,7 @@ class Served:
     layer_names: tuple[str, ...]  # of the attention layers, in order
     block_size: int  # tokens
     lora: str  # how every adapter is applied
+    mixes_adapters: bool  # into what it computes without one
 
 
 def served(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Served:
@@ -204,7 +205,11 @@ def served(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Served
     for policy in (settings.policy, settings.floor):
         check_policy(policy, geometry, settings.config.window)
     namespace = _namespace(vllm_config, settings, dtype)
-    return Served(geometry, namespace, names, spec.block_size, _lora(vllm_config.lora_config))
+    # On the CPU the kernels of vLLM 0.32 number a token without an adapter -1, and take the last of
+    # those they hold for it wherever a step has a request with one.
+    mixes = vllm_config.lora_config is not None and vllm_config.device_config.device_type == "cpu"
+    lora = _lora(vllm_config.lora_config)
+    return Served(geometry, namespace, names, spec.block_size, lora, mixes)
 
 
 def _check_features(vllm_config: Any, settings: Settings) -> None:
