@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -440,3 +441,23 @@ def test_a_header_that_outgrows_its_place_fails_its_own_store_only(
         store.flush()
     assert first.ready and good.ready and isinstance(bad.error, impress.StoreFailed)
     assert_all_comes_back(store)
+
+
+def test_a_prompt_whose_header_no_segment_holds_is_refused_by_the_setting(open_store: Open) -> None:
+    """It was called a full disk, and all else had gone for its rows."""
+    deep = impress.Geometry(1024, 1, 1, 1, "float16")  # a MiB of header for every 200 tokens
+    store = open_store(deep, disk_bytes=40 * MIB)
+    for seed in range(2):
+        assert put_prompt(store, prompt(64, seed), wait_s=30).wait(60)
+    with store.writer(prompt(256, 9)) as writer:
+        pass
+    assert re.fullmatch(
+        r"segments too small: a header of \d+ bytes must fit in one; raise segment_bytes",
+        writer.stored.refused,
+    )
+    assert store.stats()["refused"] == {"segments_too_small": 1}
+    assert store.lookup(prompt(64, 0)) == store.lookup(prompt(64, 1)) == 64
+    store.check()
+    store.close()
+    store = open_store(deep, segment_bytes=4 * MIB, disk_bytes=80 * MIB)
+    assert put_prompt(store, prompt(256, 9), wait_s=30).wait(60)

@@ -47,10 +47,7 @@ class SsdTier:
         self, folder: Path, segment_bytes: int, limit_bytes: int | None, *,
         read_only: bool = False, engine: str = "auto", number: int = 0,
     ) -> None:  # fmt: skip
-        """`engine`: how files are read (tiers.engines). `number`: this folder's.
-
-        Raises MediumError.
-        """
+        """`engine`: of tiers.engines, for reads. `number`: this folder's. Raises MediumError."""
         self.engine = engine_named(engine)
         self.folder = folder
         self.no_room = ""  # why the file system gave no more when last asked; empty: it did
@@ -134,6 +131,10 @@ class SsdTier:
         """Bytes that have to go before so many find room in such parts."""
         with self._growing, self._lock:
             return self._space.missing(round_up(n_bytes), least)
+
+    def in_one(self, n_bytes: int) -> bool:
+        """Whether a segment holds so much: one that there is, or the next to be made."""
+        return n_bytes <= max([self._segment_bytes, *self._space.sizes.values()])
 
     def free(self, slot: Slot) -> None:
         """As Tier. What is stale of it (see Space) is erased first."""
@@ -259,9 +260,8 @@ class SsdTier:
     @property
     def capacity_bytes(self) -> int | None:
         """Most bytes it may hold, in whole segments; None: as much as the file system gives."""
-        if self._limit_bytes is None:
-            return None
-        return self._limit_bytes // self._segment_bytes * self._segment_bytes
+        limit, size = self._limit_bytes, self._segment_bytes
+        return None if limit is None else limit // size * size
 
     def usage(self) -> Usage:
         with self._lock:

@@ -169,7 +169,11 @@ class Admission:
         """Room for a header and for rows, within the day's writes; or why there is none."""
         home, ssd = self._home, self._media.ssd
         sizes = (n_windows, self._window, self._geometry.n_layers, layout.n_sums)
-        n_bytes = meta_bytes(1, *sizes) + layout.data_bytes
+        header = meta_bytes(1, *sizes)
+        n_bytes = header + layout.data_bytes
+        if not ssd.in_one(header):  # first: nothing goes for the rows of what has no place
+            why = f"a header of {header} bytes must fit in one; raise segment_bytes"
+            return f"segments too small: {why}"
         refused = home.health.refusal()
         if refused:
             return refused
