@@ -27,6 +27,11 @@ class Space:
     def total_bytes(self) -> int:
         return sum(self.sizes.values())
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest segment."""
+        return max(self.sizes.values(), default=0)
+
     def add(self, segment: int, n_bytes: int) -> None:
         """A new segment, all free."""
         assert segment not in self.sizes

@@ -52,8 +52,7 @@ class SsdTier:
         self.folder = folder
         self.no_room = ""  # why the file system gave no more when last asked; empty: it did
         self.sync_failures = 0
-        """Syncs that failed. What was written before one and synced after it may be lost: the
-        kernel tells of a lost page once, whoever asks."""
+        """Syncs that failed. What was written before one may be lost: the kernel tells once."""
         self._segment_bytes = segment_bytes
         self._limit_bytes = limit_bytes
         self._read_only = read_only
@@ -134,7 +133,8 @@ class SsdTier:
 
     def in_one(self, n_bytes: int) -> bool:
         """Whether a segment holds so much: one that there is, or the next to be made."""
-        return n_bytes <= max([self._segment_bytes, *self._space.sizes.values()])
+        with self._lock:
+            return n_bytes <= max(self._segment_bytes, self._space.largest)
 
     def free(self, slot: Slot) -> None:
         """As Tier. What is stale of it (see Space) is erased first."""
@@ -260,8 +260,8 @@ class SsdTier:
     @property
     def capacity_bytes(self) -> int | None:
         """Most bytes it may hold, in whole segments; None: as much as the file system gives."""
-        limit, size = self._limit_bytes, self._segment_bytes
-        return None if limit is None else limit // size * size
+        limit = self._limit_bytes
+        return None if limit is None else limit - limit % self._segment_bytes
 
     def usage(self) -> Usage:
         with self._lock:
