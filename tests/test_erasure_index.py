@@ -65,6 +65,32 @@ def test_what_a_purged_namespace_was_called_goes_with_it(
     assert "customer-x" in names_shown(path)
 
 
+def test_users_who_come_once_leave_nothing_behind(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Every salt that a prompt ever came with was kept, evicted or not: its root in the tree, what
+    its namespace is called in the index. One name stays, so that a purge by it knows it."""
+    store = open_store(geometry, namespace="model-y")
+    for seed in range(6):
+        put_prompt(store, prompt(128, seed), tenant=f"user {seed}").wait(60)
+    store.evict(1 << 30)
+    store.flush()
+    assert list(store.names().values()) == ["model-y"]
+    assert not store.catalog._tree.roots
+    put_prompt(store, prompt(128, 7), tenant="user 7").wait(60)
+    assert list(store.names().values()) == ["model-y"] * 2
+    names, path = store.names(), store.path
+    store.check()
+    store.close()
+    with open_store(geometry, namespace="model-y") as store:
+        assert store.names() == names
+        assert store.lease(prompt(128, 7), tenant="user 7").n_tokens == 128
+        store.evict(1 << 30)
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--namespace", "model-y"])
+    assert done.exit_code == 0, done.output
+    assert b"model-y" not in everything_in(path)
+
+
 def test_a_name_goes_with_the_tenant_purged_and_comes_back_with_its_next_store(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

@@ -47,6 +47,7 @@ def test_agrees_with_a_dictionary_of_prefixes(
                 stored[root, path[:n]] = (span, n - 1)
         tree.check()
         assert tree.n_windows == len(stored)
+        assert tree.roots.keys() == {root.encode() for root, _ in stored}
         for probe_root, probe in {(r, p) for r, p, _ in steps}:
             match = tree.match(probe_root.encode(), labels_of(probe))
             want = next(

@@ -161,6 +161,12 @@ class Catalog:
                     free.append(self._forget(span))
         return free
 
+    def bare_roots(self, spans: Iterable[int]) -> set[bytes]:
+        """Root keys of these retired spans that have nothing in the tree any more."""
+        with self.lock:
+            roots = {place_of(self._kept[span])[1] for span in spans if span in self._kept}
+            return roots - self._tree.roots.keys()
+
     def let_go(self) -> list[SpanRecord]:
         """At the end: one's own that are out of the index, held or not: they can be reclaimed."""
         with self.lock:

@@ -124,12 +124,9 @@ class RadixTree:
 
     def views(self, match: Match) -> list[View]:
         """The spans' windows of a match, in order. Pure."""
-        views = []
-        for node in match.nodes:
-            count = len(self._labels[node]) // self._size
-            if node == match.nodes[-1]:
-                count = match.last_count
-            views.append(View(self._span[node], self._first[node], count))
+        views = [self.view(node) for node in match.nodes]
+        if views:
+            views[-1] = views[-1]._replace(n_windows=match.last_count)
         return views
 
     def view(self, node: int) -> View:
@@ -256,13 +253,18 @@ class RadixTree:
         parent = self._parent[node]
         self._relink(node, self._next[node])
         self._n_children[parent] -= 1
-        if self._n_children[parent] == 0:
-            self._child[parent] = NONE
         self.n_windows -= len(self._labels[node]) // self._size
         self.n_nodes -= 1
-        self._labels[node] = b""
-        self._span[node] = -2
-        self._free.append(node)
+        gone = [node]
+        if self._n_children[parent] == 0:
+            self._child[parent] = NONE
+            if self._span[parent] == NONE:  # a root: there may be one of each user who ever came
+                del self.roots[self._labels[parent]]
+                gone.append(parent)
+        for row in gone:
+            self._labels[row] = b""
+            self._span[row] = -2
+            self._free.append(row)
 
     def subtree(self, node: int) -> list[int]:
         """A node and all below it, leaves last-in first-out: removable in the order given."""

@@ -56,6 +56,7 @@ class Batches:
         self._swaps = Swaps(index, headers, catalog, history, duties, self._delete, self._unseen)
         self.names: dict[bytes, str] = index.names()
         """Root key -> what its namespace is called, in the index."""
+        self._keeper: dict[str, bytes] = {}  # name -> the bare root that keeps it
         self._undone = Batch()  # deletes that failed
         self._left: list[Batch] = []  # whose deletes are to be added to these
         self.undone = ""
@@ -185,6 +186,8 @@ class Batches:
             for job in written
             if job.name and self.names.get(job.draft.record.root) != job.name
         }
+        stored = {job.draft.record.root for job in written}
+        bare = self._nameless(self._catalog.bare_roots(batch.deletes) - stored)
         self._unseen.update((job.draft.record.span_id, job.draft.record) for job in written)
         try:
             self._headers.sync((job.draft.record, job.draft.sync_failures) for job in written)
@@ -198,7 +201,7 @@ class Batches:
                 self._index.commit(
                     puts, batch.deletes, born, names, wear, changes, forget=batch.forget,
                     erase=self._duties.spoilt, intend=batch.records,
-                    unname=[root for root in batch.roots if root not in self.names],
+                    unname=bare.union(root for root in batch.roots if root not in self.names),
                 )  # fmt: skip
         except Exception as err:  # the transaction is whole or nothing, memory or none
             for span in puts:
@@ -218,6 +221,8 @@ class Batches:
             self.undone = _NOT_FOUND if self._unseen or self._left else ""
             strays, self._strays = self._strays, []
             self._duties.reclaim(strays)  # who follows this index may have read them
+        for root in bare:
+            self.names.pop(root, None)
         self.names.update(names)
         added: dict[int, int] = {}
         for job in written:
@@ -232,6 +237,18 @@ class Batches:
                 self._unseen.pop(span, None)
         own = self._catalog.own  # an index that was copied names another shard's, too
         self._duties.reclaim(self._catalog.deleted(span for span in batch.deletes if span in own))
+
+    def _nameless(self, bare: set[bytes]) -> set[bytes]:
+        """Of roots with nothing below them those whose name goes: users come and go. One root of
+        each name keeps it, so that a purge by that name erases what of it is left in free space."""
+        gone = set()
+        for root in bare:
+            name = self.names.get(root)
+            if name and self._keeper.setdefault(name, root) not in self.names:
+                self._keeper[name] = root
+            if name and self._keeper[name] != root:
+                gone.add(root)
+        return gone
 
     def _keep(self, batch: Batch, why: str) -> None:
         """These deletes are to be tried again: their spans would come back with the next open."""
