@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 MOST_ROWS = 256
 #: Keys converted to float32 at once where the processor has no product of their dtype.
 BLOCK_TOKENS = 2048
-#: Below this, exp() of a float32 leaves the normal range and runs a hundred times slower.
-LEAST_EXPONENT = -80.0
-#: A sketch so bad that everything is loaded; more would overflow.
-MOST_NOISE = 10.0
+#: Weights end here, at e^−60 of their row's largest: far below it, exp() of a float32 leaves the
+#: normal range and runs a hundred times slower.
+LEAST_EXPONENT = -60.0
+#: Variance of a sketch so bad that everything is loaded: the least weight is raised to the largest.
+#: More would overflow in sums over tokens, rows and heads.
+MOST_NOISE = -LEAST_EXPONENT
 
 
 class Scored(NamedTuple):
