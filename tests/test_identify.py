@@ -117,6 +117,25 @@ def test_the_new_tokens_share_is_the_same_in_blocks_of_rows(causal: bool) -> Non
     assert torch.allclose(found, scores.logsumexp(-1), atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_new_tokens_share_is_not_rounded_to_16_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys with a large value in common make scores of hundreds. Products in bfloat16 rounded these
+    by up to a half, and what a head truly missed was told wrong by .04."""
+    monkeypatch.setattr(scores, "native", lambda name: True)
+    make = torch.Generator().manual_seed(3)
+    query, new = torch.randn(8, 5, 64, generator=make), torch.randn(2, 5, 64, generator=make)
+    query[..., 3] += 30
+    new[..., 3] += 100
+    query, new = query.to(dtype), new.to(dtype)
+    want = query.double() @ new.double().repeat_interleave(4, dim=0).transpose(1, 2) * 0.125
+    want.masked_fill_(torch.ones(5, 5, dtype=torch.bool).triu(1), -math.inf)
+    got = suffix_lse_of(query, new, 0.125)
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(got, want.logsumexp(-1), atol=1e-3)
+
+
 def asked(
     geometry: Geometry, layer: dict[str, Any], codec: str | None = None, **more: Any
 ) -> Asked:

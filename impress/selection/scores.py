@@ -174,9 +174,11 @@ def suffix_lse_of(
     """Log-sum-exp of the scores on the new tokens' keys: float32 [n_heads, q], for `retrieve`.
 
     query [n_heads, q, dim]; new_keys [n_kv_heads, m, dim], m ≥ q, the query's own tokens last:
-    row i sees the first m − q + i + 1 when causal.
+    row i sees the first m − q + i + 1 when causal. In float32: a score of hundreds, rounded to 16
+    bits, makes this weight wrong by a factor, the true missing mass with it.
     """
     module = torch_module()
+    query, new_keys = query.to(module.float32), new_keys.to(module.float32)
     q, m = query.shape[1], new_keys.shape[1]
     blocks = []
     for at in range(0, max(q, 1), MOST_ROWS):  # of all rows at once, scores take the square of q
