@@ -136,7 +136,16 @@ def quality_choice(
     saved = (n - m) * row_bytes
     if room == n and saved < max(LEAST_SAVED * n * row_bytes + probe_bytes, window * row_bytes):
         return whole("diffuse", fell_back=False)
-    return _chosen(top_k(order, min(m, room)), mass, "capped" if m > room else "bound")
+    more = 1
+    while True:
+        found = _chosen(top_k(order, min(m, room)), mass, "capped" if m > room else "bound")
+        worst = policy.per == "head"
+        told = found.missing_mass_worst_head if worst else found.estimated_missing_mass
+        if m > room or told <= policy.max_missing_mass:
+            return found
+        # Float32 sums: what is told is to keep the bound, too. Mostly one row more does; twice as
+        # many each time, as a bound of 0 wants all rows whose mean over heads underflowed.
+        m, more = min(n, m + more), 2 * more
 
 
 def top_choice(columns: Floats, n_rows: int, keep: float) -> Selection:
@@ -230,7 +239,7 @@ def _chosen(
     if chosen.all():
         return whole(reason, fell_back=fell_back, agreement=agreement)
     missing = np.minimum(mass @ (~chosen).astype(np.float32), 1.0)
-    mean, worst = float(missing.mean()), float(missing.max())
+    mean, worst = float(missing.mean(dtype=np.float64)), float(missing.max())
     return Selection(_frozen(np.flatnonzero(chosen)), mean, worst, fell_back, reason, agreement)
 
 
@@ -278,7 +287,7 @@ def _least_order(order: Floats, mass: Floats, bound: float) -> int:
     while low < high:
         middle = (low + high) // 2
         left = mass @ (~top_k(order, middle)).astype(np.float32)
-        if float(left.max()) <= bound * (1 + 1e-6):  # float32 sums
+        if float(left.max()) <= bound:
             high = middle
         else:
             low = middle + 1
