@@ -508,6 +508,19 @@ def test_what_cannot_be_served_is_refused_at_start(
     assert kv_transfer_state._KV_CONNECTOR_AGENT is None
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_role_that_only_reads_or_only_stores_is_refused(
+    models: dict[str, Path], role: str
+) -> None:
+    """It was passed over: a server started as kv_consumer kept every prompt on the disk."""
+
+    def change(config: Any) -> None:
+        config.kv_transfer_config.kv_role = role
+
+    with pytest.raises(ConfigError, match='"kv_role": "kv_both"; to only read, "store_new": false'):
+        _served(models["opt"], change)
+
+
 @pytest.mark.parametrize("second", ["the same directory", "another", "no store"])
 def test_a_second_engine_of_a_process_is_refused_and_the_first_serves_on(
     serve: Serve, models: dict[str, Path], tmp_path: Path, second: str

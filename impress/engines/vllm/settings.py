@@ -227,6 +227,8 @@ def _check_features(vllm_config: Any, settings: Settings) -> None:
         )
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         raise ConfigError('vllm: set "kv_load_failure_policy": "recompute" beside kv_connector')
+    if vllm_config.kv_transfer_config.kv_role != "kv_both":
+        raise ConfigError('vllm: set "kv_role": "kv_both"; to only read, "store_new": false')
     if vllm_config.speculative_config is not None:
         raise Unsupported("speculative decoding is not supported: drop --speculative-config")
     if vllm_config.model_config.runner_type != "generate":
