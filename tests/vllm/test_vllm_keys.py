@@ -521,6 +521,32 @@ def test_a_role_that_only_reads_or_only_stores_is_refused(
         _served(models["opt"], change)
 
 
+def test_a_connector_beside_impress_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    """Under vLLM's MultiConnector rows that another connector had failed to load were stored: vLLM
+    tells load errors once the step is over, and each connector knows its own alone. The next
+    request with that prompt answered from what had lain in those blocks."""
+    from vllm import LLM
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    peer = {
+        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "peer")},
+    }  # fmt: skip
+    config = {
+        "kv_connector": "MultiConnector", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [peer, transfer_config(tmp_path / "store")]},
+    }  # fmt: skip
+    try:
+        with pytest.raises(Unsupported, match=r'MultiConnector: .* "ImpressConnector" alone'):
+            LLM(
+                model=str(models["opt"]), dtype="float32", kv_transfer_config=config,
+                max_model_len=512, enforce_eager=True, skip_tokenizer_init=True,
+            )  # fmt: skip
+    finally:
+        kv_transfer_state.ensure_kv_transfer_shutdown()
+
+
 @pytest.mark.parametrize("second", ["the same directory", "another", "no store"])
 def test_a_second_engine_of_a_process_is_refused_and_the_first_serves_on(
     serve: Serve, models: dict[str, Path], tmp_path: Path, second: str

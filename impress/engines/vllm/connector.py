@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -91,6 +92,11 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 "vLLM has one KV connector in a process, and another engine uses it: shut that "
                 "engine down first (llm.llm_engine.engine_core.shutdown()), or start this one in "
                 "a process of its own"
+            )
+        if get_kv_transfer_group() is not self:  # of rows that another loads nobody tells us
+            raise Unsupported(
+                f"{type(get_kv_transfer_group()).__name__}: what a connector beside impress loads, "
+                'or fails to, would be stored as computed: name "ImpressConnector" alone'
             )
         layers = self._vllm_config.compilation_config.static_forward_context
         names = self._served.layer_names
@@ -182,12 +188,6 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._scheduler().hear(
             connector_output.kv_connector_worker_meta, connector_output.invalid_block_ids or ()
         )
-
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Asked by vLLM's MultiConnector, where it holds a connector that knows no groups."""
-        return self._scheduler().finish(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
