@@ -109,6 +109,22 @@ def test_who_stores_together_with_one_that_fails_is_stored(
     sound(store, [2])
 
 
+def test_who_stores_together_with_one_that_a_failed_sync_may_have_lost_is_stored(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """What was begun after the failure lost nothing by it: it does not fall with what was begun
+    before."""
+    store = open_store(geometry)
+    with one_batch(store):
+        early = put_prompt(store, prompt(64, 1))
+        store.ssd.sync_failures += 1
+        late = put_prompt(store, prompt(64, 2))
+    with pytest.raises(StoreFailed, match="lost writes"):
+        early.wait(60)
+    assert late.wait(60)
+    sound(store, [2])
+
+
 def test_what_fails_behind_a_header_gives_no_space_back_twice(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
