@@ -54,6 +54,35 @@ def test_space_agrees_with_a_bitmap(steps: list[tuple[bool, int]]) -> None:
     assert again.free_bytes == space.free_bytes
 
 
+@pytest.mark.parametrize(
+    "extent",
+    [
+        Extent(0, 2 * PAGE, 2 * PAGE),  # begins where something is
+        Extent(0, 4 * PAGE, PAGE),  # lies in it
+        Extent(0, PAGE, 3 * PAGE),  # ends in it
+        Extent(0, 0, 8 * PAGE),
+        Extent(0, 7 * PAGE, 2 * PAGE),  # ends behind the segment
+        Extent(0, 8 * PAGE, PAGE),
+        Extent(0, PAGE, 0),  # of no size: it would cut what is free there in two
+        Extent(0, PAGE, -PAGE),
+        Extent(1, 0, PAGE),
+    ],
+)
+def test_only_what_is_wholly_free_may_be_claimed(extent: Extent) -> None:
+    """A scan claims what headers say of themselves: two that overlap are not both whole."""
+    space = Space()
+    space.add(0, 8 * PAGE)
+    space.claim([Extent(0, 2 * PAGE, 4 * PAGE)])
+    with pytest.raises(ValueError, match="are not free"):
+        space.claim([extent])
+    space.check()
+    assert space.free_bytes == 4 * PAGE
+    assert space.free_parts([Extent(0, 0, 8 * PAGE)]) == [
+        Extent(0, 0, 2 * PAGE),
+        Extent(0, 6 * PAGE, 2 * PAGE),
+    ]
+
+
 _PLACES = st.sets(st.tuples(st.integers(0, 1), st.integers(0, 11)), max_size=16)
 
 
