@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,11 +149,15 @@ def test_any_flipped_bit_is_noticed() -> None:
         assert back.record == good.record and np.array_equal(back.sums, good.sums)
 
 
+@pytest.mark.parametrize("n_bytes", [0, 1, 100, 175])
+def test_an_index_value_too_short_for_its_fields_is_damaged_whatever_its_sum(n_bytes: int) -> None:
+    """Of anything else than a FormatError opening would not say which span it passes over."""
+    body = encode_index(record()[0])[:n_bytes]
+    with pytest.raises(impress.FormatError, match="checksum"):
+        split_index(body + xxhash.xxh3_64_digest(body))
+
+
 def test_a_newer_format_is_refused_by_number() -> None:
-    import struct
-
-    import xxhash
-
     raw = bytearray(encode_header(header()))
     struct.pack_into("<H", raw, 8, 2)
     raw[PAGE - 8 : PAGE] = xxhash.xxh3_64_digest(bytes(raw[: PAGE - 8]))[::-1]
