@@ -496,6 +496,38 @@ def test_a_reader_that_hangs_is_waited_for_a_while_and_then_meets_a_miss(pair: P
     check(a, b)
 
 
+@pytest.mark.parametrize("why", ["behind", "holding"])
+def test_a_writer_that_opens_waits_for_who_may_read_what_went_before(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Nobody owns that space any more: without the wait the first store may lie where a lease
+    still reads, and what that misses is computed again."""
+    monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
+    a = open_store(geometry, **APART)
+    ready(a, prompt(256, 1))
+    b = open_store(geometry, "r", **APART)
+    lease = b.lease(prompt(256, 1))
+    assert a.evict(1 << 30) > 0
+    if why == "holding":
+        b.follow()
+    a.close()
+    present, seen = impress.write.reclaim.present, []
+
+    def asked(folder: Path) -> list[Any]:
+        seen.append(present(folder))
+        lease.release()
+        b.follow()
+        return seen[-1]
+
+    monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 60)
+    monkeypatch.setattr(impress.write.reclaim, "present", asked)
+    again = open_store(geometry, **APART)
+    (before,), (after,) = seen[0], seen[-1]
+    assert before.held if why == "holding" else before.generation < again.index.generation
+    assert not after.held and after.generation == again.index.generation
+    check(again, b)
+
+
 @pytest.mark.parametrize("why", ["a reader behind", "a lease here"])
 def test_what_is_on_its_way_out_is_not_made_up_for_by_more(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, why: str
