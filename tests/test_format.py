@@ -15,6 +15,7 @@ import impress
 from impress.blockhash import as_tokens, chain, key_after, labels_of, namespace_digest, root_key
 from impress.spans.format import (
     ORDER_PACKED,
+    ProbeRecord,
     SpanHeader,
     SpanRecord,
     decode_header,
@@ -155,6 +156,17 @@ def test_an_index_value_too_short_for_its_fields_is_damaged_whatever_its_sum(n_b
     body = encode_index(record()[0])[:n_bytes]
     with pytest.raises(impress.FormatError, match="checksum"):
         split_index(body + xxhash.xxh3_64_digest(body))
+
+
+def test_what_has_no_size_is_refused_whatever_its_sum() -> None:
+    """Sizes are divided by, at opening and by a scan."""
+    rec = replace(record()[0], n_windows=0, labels=b"")
+    with pytest.raises(impress.FormatError, match="0 windows"):
+        split_index(encode_index(rec), 16)
+    for group, group_bytes in ((0, 8), (4, 0), (5, 8)):  # 5 do not fit into a window of 16
+        probes = (ProbeRecord("x", group, group_bytes),)
+        with pytest.raises(impress.FormatError, match="no size, or that do not fit"):
+            decode_header(encode_header(replace(header(), probes=probes)), rec.meta)
 
 
 def test_a_newer_format_is_refused_by_number() -> None:
