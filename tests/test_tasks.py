@@ -35,9 +35,11 @@ def test_rte_is_asked_as_lm_eval_asks_it() -> None:
 
 
 def test_copa_drops_the_full_stop_and_connects() -> None:
+    """A choice goes on with the sentence, as in lm-eval's convert_choice: it kept its capital, so
+    that "because The sun was rising." was scored and shown as shots."""
     rows = load("copa", str(DATA / "copa"))
     assert rows.train[0].context == "My body cast a shadow over the grass because"
-    assert rows.train[0].choices == (" The sun was rising.", " The grass was cut.")
+    assert rows.train[0].choices == (" the sun was rising.", " the grass was cut.")
     assert rows.validation[0].context == "The man turned on the faucet therefore"
     assert rows.validation[0].gold == 1
 

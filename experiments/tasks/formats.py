@@ -1,7 +1,8 @@
 """Rows of a task as questions: the prompts of EleutherAI's lm-evaluation-harness, word for word.
 
 From its task files super_glue/rte, super_glue/copa, piqa and openbookqa. A choice follows its
-context after one space, which belongs to the choice. Rows come as SuperGLUE and Hugging Face have
+context after one space, which belongs to the choice (of COPA's, two in the harness since 0.4: its
+task and its default put one each). Rows come as SuperGLUE and Hugging Face have
 them, or, for PIQA and OpenBookQA, in llm-foundry's form (query, choices, gold).
 """
 
@@ -51,7 +52,8 @@ def _copa(row: Mapping[str, Any], where: str) -> Item:
     if asked not in connectors:
         raise BadInput(f"{where}: field 'question' must be 'cause' or 'effect', got {asked!r}")
     context = f"{_text(row, 'premise', where).strip()[:-1]} {connectors[asked]}"
-    choices = tuple(f" {_text(row, name, where)}" for name in ("choice1", "choice2"))
+    offered = [_text(row, name, where) for name in ("choice1", "choice2")]
+    choices = tuple(f" {text[0].lower()}{text[1:]}" for text in offered)  # it ends a sentence
     return Item(context, choices, _index(row, "label", 2, where))
 
 
