@@ -86,8 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_a_file(report: Path) -> bool:
-    """Whether a report of `trace` is there that is not of made-up conversations."""
-    return report.is_file() and not json.loads(report.read_text())["meta"]["synthetic"]
+    """Whether a report of `trace` is there that is not of made-up conversations. Raises Unable."""
+    try:
+        return report.is_file() and not json.loads(report.read_text())["meta"]["synthetic"]
+    except (ValueError, KeyError, TypeError):
+        raise Unable(f"{report} is no report of trace: remove it") from None
 
 
 def one(name: str, args: argparse.Namespace) -> Ran:

@@ -307,11 +307,12 @@ def test_no_rate_but_a_given_one_stands_for_a_whole_run(
 def test_a_path_that_cannot_be_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").touch()
-    bad = ["--quick", "--disk-gb-s", "1", "--out", str(tmp_path / "file" / "out")]
-    assert everything.main(bad) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "file" in line
+    """A trace.json that was no report, in the folder of reports, was a traceback."""
+    (tmp_path / "trace.json").touch()
+    for out, said in ((tmp_path / "trace.json" / "out", "directory"), (tmp_path, "no report")):
+        assert everything.main(["--only", "trace", "--out", str(out)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "trace.json" in line and said in line
 
 
 def test_the_pages_have_a_table_for_every_report() -> None:
