@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
+
 from experiments import chunks
+from experiments.common import Unable
 from experiments.systems.rows import Rows, choices, measured_overlap
 
 
@@ -40,6 +44,18 @@ def test_packed_rows_cost_less_and_are_the_same(tmp_path: Path) -> None:
         assert rows.chunks(asked[0], "after", 64) < rows.chunks(asked[0], "before", 64)
     finally:
         rows.close()
+
+
+def test_a_disk_without_room_is_said_before_rows_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store refused the rows, and the run ended with "a miss has nothing to read"."""
+    used = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: used._replace(free=200_000_000))
+    _, earlier = choices(1, 0.9, 0.25, 1)
+    with pytest.raises(Unable, match=r"some 0.2 GB, and .* has 0.2 free: name another --dir"):
+        Rows.of(tmp_path / "rows", 1 << 10, earlier, 1)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_choice_by_popularity_alone_follows_the_average_order() -> None:

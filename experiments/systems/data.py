@@ -127,11 +127,7 @@ class Data:
     def _check_room(self, kinds: Sequence[str]) -> None:
         """Raises Unable where the disk has no room for these kinds."""
         need = sum(int(self.n_bytes * _SHARE.get(kind, 1.15)) + _SEGMENT for kind in kinds)
-        if (free := shutil.disk_usage(self.folder.parent).free) < need:
-            raise Unable(
-                f"the data of this cell takes some {need / 1e9:.1f} GB, and {self.folder.parent} "
-                f"has {free / 1e9:.1f} free: name another --dir"
-            )
+        check_room(self.folder.parent, need)
 
     def _writable(self, kind: str) -> PrefixStore | QuantisedStore:
         if kind in _BITS:
@@ -181,6 +177,15 @@ class Data:
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.kinds.clear()
+
+
+def check_room(folder: Path, need: int) -> None:
+    """Raises Unable where the disk under a folder has no room for so many bytes."""
+    if (free := shutil.disk_usage(folder).free) < need:
+        raise Unable(
+            f"the data of this cell takes some {need / 1e9:.1f} GB, and {folder} "
+            f"has {free / 1e9:.1f} free: name another --dir"
+        )
 
 
 def average(

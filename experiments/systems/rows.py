@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments.common import Row
+from experiments.systems.data import check_room
 from experiments.systems.generate import density, incompressible
 from experiments.systems.planned import Planned
 from impress.config import Config
@@ -35,6 +36,7 @@ from tiers.slots import aligned, size_class
 N_TOKENS: Final = 5120
 N_LAYERS: Final = 4
 HEAD_DIM: Final = 128
+_SEGMENT: Final = 64 << 20
 #: Requests a row order is learnt from.
 N_EARLIER: Final = 32
 #: Tokens that are important together.
@@ -94,12 +96,13 @@ class Rows:
 
     @classmethod
     def of(cls, folder: Path, row_bytes: int, earlier: Any, seed: int, window: int = 64) -> Rows:
-        """`row_bytes`: of a row of keys, and as many of values."""
+        """`row_bytes`: of a row of keys, and as many of values. Raises Unable without room."""
+        check_room(folder.parent, 2 * (N_LAYERS * N_TOKENS * 2 * row_bytes + _SEGMENT))
         geometry = Geometry(N_LAYERS, *[row_bytes // (2 * HEAD_DIM)] * 2, HEAD_DIM)
         rng = np.random.default_rng([seed, 12])
         tokens = rng.integers(0, 50_000, N_TOKENS, dtype=np.int32)
         config = Config(
-            window=window, dram_bytes=0, durable=False, segment_bytes=64 << 20,
+            window=window, dram_bytes=0, durable=False, segment_bytes=_SEGMENT,
             repack_every_s=0.0,
         )  # fmt: skip
         stores = {}
