@@ -6,6 +6,7 @@ paper's; any other name is a report, whose rows are printed.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -257,8 +258,16 @@ def fill(page: Path, folder: Path, make: Callable[[Reports, str], str | None] = 
     page.write_text(_MARK.sub(table, page.read_text()))
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fill the pages. Takes no options."""
+    argparse.ArgumentParser(
+        prog="python -m experiments.results_table", description=__doc__
+    ).parse_args(argv)
     docs = Path(__file__).resolve().parent.parent / "docs"
     for page in PAGES:
         fill(docs / page, docs / "results")
-    sys.exit(0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

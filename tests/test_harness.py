@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from experiments import figures as plotting
-from experiments import fio
+from experiments import fio, results_table
 from experiments.cells import state_file
 from experiments.common import Row, Unable
 from experiments.harness import Cell, Experiment, Figures, Options, main
@@ -369,3 +369,16 @@ def test_a_disk_without_room_for_the_data_is_refused_before_it_is_written(
     with pytest.raises(Unable, match=r"takes some 0\.\d GB, and .* 0\.5 free: name another --dir"):
         data.prepare(["plain", "int4"], [], [], Knobs())
     assert not data.folder.exists()
+
+
+@pytest.mark.parametrize("word", ["--help", "--no-such"])
+def test_results_table_fills_no_page_when_asked_for_something_else(
+    monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    """`--help` rewrote the pages and said nothing, as any misspelt option did."""
+    filled: list[Path] = []
+    monkeypatch.setattr(results_table, "fill", lambda page, _folder: filled.append(page))
+    with pytest.raises(SystemExit):
+        results_table.main([word])
+    assert not filled
+    assert results_table.main([]) == 0 and len(filled) == len(results_table.PAGES)
