@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import impress
-from experiments.common import Row, print_rows
+from experiments.common import Row, Unable, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.cell import interval
 from impress.demo.lookup.tasks import document
@@ -74,9 +74,19 @@ def measure(options: Options, hit: int, storing: bool, policy: Policy, n: int) -
         if shared:
             engine.generate(torch.tensor([shared]), max_new_tokens=1)
             engine.flush()
-        return [_compared(engine, model, [_prompt(shared, i) for i in range(n + BLOCK)])]
+        row = _compared(engine, model, [_prompt(shared, i) for i in range(n + BLOCK)])
+        _check(engine.last_request, HITS[hit])
+        return [row]
     finally:
         engine.close()
+
+
+def _check(request: Any, hit_tokens: int) -> None:
+    """Raises Unable where the last request found or stored other than its row would say."""
+    if request.refused:
+        raise Unable(f"not stored: {request.refused}")
+    if request.hit_tokens != hit_tokens:
+        raise Unable(f"{request.hit_tokens} tokens were hit, not {hit_tokens}: see what was logged")
 
 
 def _prompt(shared: list[int], i: int) -> torch.Tensor:

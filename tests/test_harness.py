@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from experiments import figures as plotting
-from experiments import fio, results_table
+from experiments import fio, results_table, zero_hit
 from experiments.cells import state_file
 from experiments.common import Row, Unable
 from experiments.harness import Cell, Experiment, Figures, Options, main
@@ -369,6 +369,14 @@ def test_a_disk_without_room_for_the_data_is_refused_before_it_is_written(
     with pytest.raises(Unable, match=r"takes some 0\.\d GB, and .* 0\.5 free: name another --dir"):
         data.prepare(["plain", "int4"], [], [], Knobs())
     assert not data.folder.exists()
+
+
+@pytest.mark.parametrize(("refused", "hit"), [("no room", 384), ("", 0)])
+def test_what_was_not_hit_or_not_stored_is_no_row_of_zero_hit(refused: str, hit: int) -> None:
+    """On a full disk the row "37 %, storing" was of prompts that hit and stored nothing."""
+    zero_hit._check(SimpleNamespace(refused="", hit_tokens=384), 384)
+    with pytest.raises(Unable, match="not stored: no room" if refused else "0 tokens were hit"):
+        zero_hit._check(SimpleNamespace(refused=refused, hit_tokens=hit), 384)
 
 
 @pytest.mark.parametrize("word", ["--help", "--no-such"])
