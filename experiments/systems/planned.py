@@ -16,7 +16,7 @@ from typing import Any, Final
 from experiments.systems.generate import Knobs, Prefix
 from impress.policy import Policy
 from impress.selection.choices import Selection
-from impress.selection.identify import Asked, reads_keys, select
+from impress.selection.identify import Asked, reads_keys, select, shares_rows
 from impress.selection.probes import codec_of
 from impress.selection.scores import column_sums, key_scores
 from impress.types import Geometry
@@ -34,14 +34,14 @@ class Planned:
     name: str
     probe: str | None
     selections: Sequence[Selection]
-    reads_keys: Callable[[int], bool]
+    inner: Policy
     spend: Callable[[int], None]
     needs_suffix_lse: bool = False
 
 
 @select.register
 def _(policy: Planned, asked: Asked) -> Selection:
-    if policy.reads_keys(asked.layer):
+    if reads_keys(policy.inner, asked.layer):
         assert asked.all_keys is not None, "a session gives the layer's keys"
         asked.all_keys()
     policy.spend(asked.layer)
@@ -50,7 +50,12 @@ def _(policy: Planned, asked: Asked) -> Selection:
 
 @reads_keys.register
 def _(policy: Planned, layer: int) -> bool:
-    return policy.reads_keys(layer)
+    return reads_keys(policy.inner, layer)
+
+
+@shares_rows.register
+def _(policy: Planned, layer: int) -> bool:
+    return shares_rows(policy.inner, layer)
 
 
 def choose(

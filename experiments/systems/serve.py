@@ -196,7 +196,7 @@ class Server:
             return Exact()
         selections = self._choices[inner, asking.prefix, asking.request]
         return Planned(
-            inner.name, inner.probe, selections, partial(reads_keys, inner),
+            inner.name, inner.probe, selections, inner,
             partial(self._score, inner, len(asking.tokens)),
         )  # fmt: skip
 

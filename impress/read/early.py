@@ -177,16 +177,20 @@ class Foresight:
         self._averages: list[Floats | None] | None = None  # by source [n_layers, n_rows]
         self._now: Early | None = None
 
-    def plan(self, layer: int, chosen: Positions | None, planes: Sequence[int]) -> None:
+    def plan(
+        self, layer: int, chosen: Positions | None, planes: Sequence[int], *, is_known: bool = False
+    ) -> None:
         """Choose what to read of a layer when the one before it chose these rows; None: all.
 
+        `is_known`: it will choose the same, and no others are read.
         What was read ahead before is let go of: whoever takes it holds its buffers.
         """
         self.close()
         if not self._cap_bytes or layer >= self._reading.geometry.n_layers:
             return
         try:
-            positions = self._guess(layer, chosen, planes)
+            average = None if is_known else self._average(layer)
+            positions = self._guess(layer, chosen, planes, average)
             if len(positions):
                 self._now = Early(self._reading, self._sources, layer, planes, positions)
         except Exception:  # nobody waits for it, and the cache may forget
@@ -212,10 +216,12 @@ class Foresight:
 
     # ---- inside ----------------------------------------------------------------------------
 
-    def _guess(self, layer: int, chosen: Positions | None, planes: Sequence[int]) -> Positions:
+    def _guess(
+        self, layer: int, chosen: Positions | None, planes: Sequence[int], average: Floats | None
+    ) -> Positions:
         lie = [self._lie(source, layer) for source in self._sources]
         there = [self._there(s, layer, at) for s, at in zip(self._sources, lie, strict=True)]
-        order = preferred(chosen, self._average(layer), np.concatenate(there))
+        order = preferred(chosen, average, np.concatenate(there))
         return within(order, self._places(planes, lie), self._cap_bytes)
 
     def _lie(self, source: Source, layer: int) -> Positions:

@@ -25,7 +25,14 @@ from impress.read.promote import Looked
 from impress.read.reading import Reading
 from impress.read.session import Lease, Session
 from impress.selection.choices import Selection, checked, whole
-from impress.selection.identify import Asked, check_fits, leaves_room, reads_keys, select
+from impress.selection.identify import (
+    Asked,
+    check_fits,
+    leaves_room,
+    reads_keys,
+    select,
+    shares_rows,
+)
 from impress.selection.probes import ProbeCodec, codec_of, encoded, fitted
 from impress.spans.format import SpanHeader
 from impress.spans.layout import K, V
@@ -176,7 +183,10 @@ class SparseSession(Session):
             try:
                 self._start_keys(layer + 1)  # behind them
                 self._check_ended()
-                self._foresight.plan(layer + 1, positions, planes)  # while this layer is read
+                is_known = shares_rows(self.policy, layer + 1)
+                self._foresight.plan(  # while this layer is read
+                    layer + 1, positions, (K, V) if is_known else planes, is_known=is_known
+                )
             except BaseException:
                 rows.abandon()
                 raise

@@ -119,6 +119,18 @@ def _(policy: Contiguous, layer: int) -> bool:
     return layer % policy.period == 0
 
 
+@singledispatch
+def shares_rows(policy: Any, layer: int) -> bool:
+    """Whether this layer's rows are those of the layer before, whatever the query: to read them
+    ahead is no guess."""
+    return False
+
+
+@shares_rows.register
+def _(policy: Contiguous, layer: int) -> bool:
+    return layer % policy.period > 0
+
+
 @select.register
 def _(policy: Exact | KeepAll, asked: Asked) -> Selection:
     return whole("given", fell_back=False)
