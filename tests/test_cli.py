@@ -34,6 +34,7 @@ from console import (
 )
 
 import impress
+import impress.cli.live
 import impress.stats
 from impress.cli.main import _said
 from impress.usage.history import Note
@@ -329,13 +330,23 @@ def test_a_port_that_speaks_another_protocol_is_one_line_and_2(path):
                 pass
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=greet)
+        thread = threading.Thread(target=greet, daemon=True)  # if nobody comes, nobody waits
         thread.start()
         port = server.getsockname()[1]
         done = run("inspect", "--store", path, "--metrics", port)
         thread.join()
     assert_refused(done, str(port), "no HTTP", "metrics_port")
     assert "\x1b" not in done.stderr
+
+
+def test_a_process_too_busy_to_answer_is_not_said_to_be_nobody(monkeypatch):
+    """On a loaded machine `inspect --metrics` gave up on a running server after 5 s and said that
+    nobody serves metrics there: what to do about it was wrong."""
+    monkeypatch.setattr(impress.cli.live, "_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(impress.StoreFailed, match=rf"port {port}: no answer within 0.1 s"):
+            impress.cli.live.live_counters(port, b"")
 
 
 def test_inspect_shows_three_tiers_with_and_without_a_running_process(path):

@@ -73,6 +73,11 @@ def _scrape(port: int) -> str:
             return text
     except (URLError, OSError) as err:
         reason = getattr(err, "reason", err)
+        if isinstance(reason, TimeoutError):  # somebody listens
+            raise StoreFailed(
+                f"port {port}: no answer within {_TIMEOUT_S:g} s; the process there is too busy, "
+                "hangs or serves no metrics"
+            ) from None
         raise StoreFailed(
             f"port {port}: nobody serves metrics there ({reason}); "
             "open the store with Config(metrics_port=...)"
