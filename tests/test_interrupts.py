@@ -273,6 +273,43 @@ def test_an_interrupted_put_leaves_no_slot_taken(
     assert slots.acquire(slots.budget_bytes or 0) is not None
 
 
+class StruckBehind:
+    """A lock behind whose last release a signal comes; `n`: of these."""
+
+    def __init__(self, lock: Any, n: int = 0) -> None:
+        self._lock = lock
+        self._left = n
+
+    def __enter__(self) -> bool:
+        return bool(self._lock.__enter__())
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.__exit__(*error)
+        if threading.current_thread() is threading.main_thread():
+            self._left -= 1
+            if self._left == -1:
+                raise KeyboardInterrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+def test_an_interrupt_as_a_write_is_counted_does_not_hold_up_the_committer(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write was counted and never sent: the committer waited two minutes for its end, and every
+    store with it."""
+    tokens = prompt(256, 2)
+    keys, values = kv_of(tokens, store.geometry)
+    with suppress(KeyboardInterrupt), store.writer(tokens) as writer:
+        assert writer.draft is not None
+        monkeypatch.setattr(writer.draft, "_lock", StruckBehind(writer.draft._lock))
+        writer.put(0, 0, keys[0], values[0])
+    assert not writer.stored.wait(60) and writer.stored.refused == "abandoned"
+    store.flush(30)
+    store.check()
+
+
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

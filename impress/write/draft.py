@@ -194,16 +194,18 @@ class Draft:
         self._submit(partial(self._write_probes, layer, first, count, buffer.array), buffer)
 
     def _submit(self, task: Callable[[], None], buffer: Buffer) -> None:
-        with self._lock:
-            if self._then is not None:  # given up while this was on its way: not its place now
-                buffer.release()
-                return
-            self._writing += 1
         taken: list[bool] = []
+        counted = False
         try:
+            with self._lock:
+                if self._then is not None:  # given up while this was on its way: not its place now
+                    buffer.release()
+                    return
+                self._writing += 1
+                counted = True  # no signal comes between
             self._media.pool.submit(Lane.STORE, [partial(self._run, task, buffer, taken)])
         except BaseException:  # no memory, Ctrl-C: if it was not queued, `settle` would wait for it
-            if self._take(taken):
+            if counted and self._take(taken):
                 self._ended(buffer)
             raise
 
