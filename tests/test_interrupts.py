@@ -310,6 +310,25 @@ def test_an_interrupt_as_a_write_is_counted_does_not_hold_up_the_committer(
     store.check()
 
 
+def test_a_purge_that_is_interrupted_as_it_begins_refuses_no_later_store(
+    store: impress.PrefixStore,
+) -> None:
+    """All stores of its prompts were refused until a restart: a purge was said to be at work."""
+    purging = store._home.leaving.purging = InterruptedList()
+    with pytest.raises(KeyboardInterrupt):
+        store.purge()
+    assert not purging
+    assert put_prompt(store, prompt(128, 2), wait_s=60).wait(60)
+
+
+class InterruptedList(list[Any]):
+    """A signal comes behind what is appended."""
+
+    def append(self, one: Any) -> None:
+        super().append(one)
+        raise KeyboardInterrupt
+
+
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,8 +130,8 @@ class Leaving:
         undeleted = self._catalog.retired_records(self.committer.undeleted)
         late = [record.span_id for record in undeleted if wanted(record.namespace, record.root)]
         self.spoil(late)
-        self.purging.append(wanted)
         try:
+            self.purging.append(wanted)  # in here: Ctrl-C behind it had every later store refused
             drafts, roots, gone = self._take_out_all(wanted, self.committer)
         finally:
             self.purging.remove(wanted)
