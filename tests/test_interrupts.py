@@ -9,11 +9,12 @@ import mmap
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MIB, assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
+from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
 
 import impress
 from impress.policy import Exact, Policy, Random
@@ -24,8 +25,10 @@ from impress.read.session import Session
 from impress.read.tickets import nothing
 from impress.write.admission import Admission
 from impress.write.commit import Committer
+from impress.write.directory import Shard
 from impress.write.draft import Draft
 from impress.write.writer import Writer
+from tiers import files
 from tiers.base import PAGE
 from tiers.dram import DramTier
 from tiers.errors import Cancelled, ReadFailed
@@ -327,6 +330,19 @@ class InterruptedList(list[Any]):
     def append(self, one: Any) -> None:
         super().append(one)
         raise KeyboardInterrupt
+
+
+def test_an_open_that_is_interrupted_lets_go_of_its_shard(
+    geometry: impress.Geometry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed locked by nobody: the next open in this process began an empty shard beside it, and
+    no other process could write to it before this one ended."""
+    config = impress.Config(**SMALL, shard=0)
+    impress.PrefixStore.open(tmp_path / "s", geometry, "test", config).close()
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(files, "_still_there", once(files._still_there))
+        Shard(tmp_path / "s").lock()
+    impress.PrefixStore.open(tmp_path / "s", geometry, "test", config).close()
 
 
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(

@@ -162,19 +162,19 @@ def lock_file(path: Path) -> int | None:
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        give_to_owner(path)
         try:
+            give_to_owner(path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _still_there(path, fd):
                 _locked.add(fd)
                 return fd
-            os.close(fd)  # deleted before it was ours: once more
         except BlockingIOError:
             os.close(fd)
             return None
-        except OSError:
-            os.close(fd)
+        except BaseException:  # Ctrl-C: it would stay locked until this process ends
+            unlock_file(fd)
             raise
+        os.close(fd)  # deleted before it was ours: once more
 
 
 def unlock_file(fd: int) -> None:

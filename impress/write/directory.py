@@ -234,6 +234,9 @@ class Shard:
         except OSError as err:
             self.unlock()
             raise StoreFailed(f"{self.path}: {err.strerror}") from None
+        except BaseException:
+            self.unlock()
+            raise
 
     def check_index(self) -> None:
         """Raises FormatError where segments lie here without an index, or a purge was cut off;
@@ -335,7 +338,9 @@ def locked_shard(path: Path, number: int | None) -> Shard:
         return shard
     for n in range(MOST_SHARDS):
         shard = Shard(path, n)
-        with suppress(StoreLocked):
+        try:
             shard.lock()
-            return shard
+        except StoreLocked:
+            continue
+        return shard
     raise StoreLocked(f"{path}: all of {MOST_SHARDS} shards are open for writing")
