@@ -77,7 +77,7 @@ class Replay:
         self.tally.asked += n_blocks
         if n_found < n_blocks:
             self._store(labels, n_found, n_blocks)
-        self._reclaim(self._catalog.release(one.record.span_id for one in held))
+        self._reclaim(self._catalog.release(held))
         self._history.request(_note(source) for source in sources)
         for source in sources:
             judge(self._reading, source, 0, _chunks(source))
@@ -171,7 +171,7 @@ class Replay:
                 self._history.carry(old, new.span_id, skip, count)
                 self._catalog.replace(old, new)
                 self._reclaim(self._catalog.deleted([old]))
-                self._reclaim(self._catalog.release([old]))
+                self._reclaim(self._catalog.release([whole]))
 
     def _reclaim(self, records: Sequence[SpanRecord]) -> None:
         for record in records:

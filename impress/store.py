@@ -29,6 +29,7 @@ from impress.spans.params import Params
 from impress.spans.rows import check_layers
 from impress.spans.tables import TableCache
 from impress.stats import Counters, serve_metrics
+from impress.tree.catalog import Held
 from impress.tree.leases import Leases
 from impress.types import Geometry, a_number, an_int
 from impress.upkeep.standing import standing
@@ -185,6 +186,7 @@ class PrefixStore:
         self._leases.reap()
         off = self._pool.n_stuck(self.config.read_timeout_s) == self._pool.n_threads
         held = [] if off else self._home.catalog.hold(root, labels, count=True)
+        lease: Lease | None = None
         try:
             tables = self._tables.of([h.record for h in held], self.config.read_timeout_s)
             sources, lost = sources_of(held, tables, self.geometry)
@@ -194,19 +196,21 @@ class PrefixStore:
                     self._home.leaving.quarantine(held[len(sources)].record.span_id)
             reason = "" if sources else miss(off=off, lost=bool(held), short=not labels)
             make, clock = partial(session_of, self._reading), self._leases.clock
-            lease = Lease(sources, self.window, reason, self._reading, make, self._release, clock)
-        except BaseException:  # Ctrl-C in the wait: there is no lease that would unpin them
-            self._home.release(held)
+            end = partial(self._release, held)
+            lease = Lease(sources, self.window, reason, self._reading, make, end, clock)
+            self._leases.add(lease)
+            self._home.release(held, len(sources))
+            self.counters.add("hits" if sources else f"misses/{reason.replace(' ', '_')}")
+            self.counters.add("hit_tokens", lease.n_tokens)
+            return lease
+        except BaseException:  # Ctrl-C: nobody has a lease that would unpin them
+            self._release(held, lease)
             raise
-        self._leases.add(lease)
-        self._home.release(held[len(sources) :])
-        self.counters.add("hits" if sources else f"misses/{reason.replace(' ', '_')}")
-        self.counters.add("hit_tokens", lease.n_tokens)
-        return lease
 
-    def _release(self, lease: Lease) -> None:
-        self._leases.discard(lease)
-        self._home.release(lease.held)
+    def _release(self, held: list[Held], lease: Lease | None) -> None:
+        self._home.release(held)
+        if lease is not None:  # at last: what an exception cut off, its time limit ends
+            self._leases.discard(lease)
 
     # ---- storing ---------------------------------------------------------------------------
 

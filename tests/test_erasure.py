@@ -387,7 +387,7 @@ def test_a_purge_reaches_a_span_between_tree_and_limbo(
     put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
     put_prompt(store, prompt(64, 3), wait_s=60).wait(60)
     lease = store.lease(hers, tenant="hers")
-    store._home.leaving.quarantine(lease.held[0].record.span_id)
+    store._home.leaving.quarantine(lease.sources[0].held.record.span_id)
     store.flush()
     add, forgotten, go_on = Reclaim.add, threading.Event(), threading.Event()
 

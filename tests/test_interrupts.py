@@ -23,6 +23,8 @@ from impress.read.early import Early
 from impress.read.reading import Reading
 from impress.read.session import Session
 from impress.read.tickets import nothing
+from impress.tree.catalog import Catalog
+from impress.tree.leases import Leases
 from impress.write.admission import Admission
 from impress.write.commit import Committer
 from impress.write.directory import Shard
@@ -343,6 +345,50 @@ def test_an_open_that_is_interrupted_lets_go_of_its_shard(
         patched.setattr(files, "_still_there", once(files._still_there))
         Shard(tmp_path / "s").lock()
     impress.PrefixStore.open(tmp_path / "s", geometry, "test", config).close()
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "n"),
+    [
+        (Catalog, "_record", 1),  # the first of two spans is pinned
+        (Catalog, "hold", 0),
+        (Catalog, "release", 0),  # of what is not served, then of the lease
+        (Catalog, "release", 1),
+        (Leases, "add", 0),
+    ],
+    ids=str,
+)
+def test_an_interrupted_lease_pins_nothing(
+    store: impress.PrefixStore, where: Any, what: str, n: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What it had pinned could not be evicted, nor erased by a purge, until a restart."""
+    tokens = np.concatenate([TOKENS, prompt(256, 2)])
+    assert put_prompt(store, tokens, wait_s=60).wait(60)
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(where, what, once(getattr(where, what), n))
+        with store.lease(tokens):
+            pass
+    stats = store.stats()
+    assert (stats["leases"], stats["pinned_spans"]) == (0, 0)
+    assert_serves(store, tokens, 512)
+    store.evict(1 << 30)
+    assert store.ssd.usage().used == 0
+
+
+@pytest.mark.parametrize("n", range(4))
+def test_an_interrupt_behind_any_step_of_a_lease_pins_nothing(
+    store: impress.PrefixStore, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a signal comes behind the release of a lock: what is done under it is done by then."""
+    with suppress(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(store.catalog, "lock", StruckBehind(store.catalog.lock, n))
+        with store.lease(TOKENS):
+            pass
+        with store.writer(TOKENS[:64]):  # adds nothing, and pins what it found
+            pass
+    assert store.stats()["pinned_spans"] == 0
+    store.check()
 
 
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(

@@ -257,7 +257,7 @@ def test_what_took_a_place_in_part_and_is_bad_stays_out(
     a.evict(1 << 30)
     look(b)
     with b.lease(tokens[:256]) as lease:
-        (held,) = lease.held
+        held = lease.sources[0].held
     assert held.record.span_id in c.catalog.own
     b._home.leaving.quarantine(held.record.span_id)
     ready(a, prompt(64, 6))

@@ -86,11 +86,12 @@ def test_a_lease_that_ends_after_close_touches_nothing(
     if how == "purge":
         assert before.purge() == (1, 1)
     else:
-        before._home.leaving.quarantine(lease.held[0].record.span_id)
+        before._home.leaving.quarantine(lease.sources[0].held.record.span_id)
     before.close()
     after = open_store(geometry, **QUIET)
     assert put_prompt(after, new).wait(60)
-    assert after.catalog.records()[0].parts == lease.held[0].record.parts, "not in its place"
+    there = lease.sources[0].held.record.parts
+    assert after.catalog.records()[0].parts == there, "not in its place"
     lease.release()
     assert_serves(after, new, 256)
     assert_all_comes_back(after)

@@ -74,7 +74,7 @@ def _roots(store: PrefixStore, namespace: bytes | None) -> list[Root]:
 def _row(store: PrefixStore, root: Root, name: str, labels: bytes, n_tokens: int) -> dict[str, Any]:
     trace = store.catalog.trace(root.key, labels)
     held = store.catalog.hold(root.key, labels, count=False)
-    store.catalog.release(h.record.span_id for h in held)
+    store.catalog.release([*held])
     sources, lost = _sources(store, held)
     # Of nodes that hold one run of a span the first, which is leased most often. What another
     # process changed since the trace has none.

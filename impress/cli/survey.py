@@ -164,7 +164,7 @@ def stored_prefixes(store: PrefixStore, tokens: Tokens) -> list[dict[str, Any]]:
     found = []
     for root, namespace in {(r.root, r.namespace) for r in store.catalog.records()}:
         held = store.catalog.hold(root, labels, count=False)
-        store.catalog.release(h.record.span_id for h in held)
+        store.catalog.release([*held])
         at, spans = 0, []
         for h in held:
             spans.append({

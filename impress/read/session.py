@@ -26,7 +26,6 @@ from impress.read.reading import Reading
 from impress.read.tickets import ended, give_way, nothing, when_all
 from impress.spans.layout import K, V
 from impress.spans.rows import torch_module
-from impress.tree.catalog import Held
 from impress.tree.leases import Clock
 from impress.types import an_int, check_layer
 from tiers.iopool import Lane, Task, Ticket
@@ -66,15 +65,12 @@ class Lease:
         self._lock = threading.Lock()
         self._sessions: set[Session] = set()  # not closed yet
 
-    @property
-    def held(self) -> list[Held]:
-        return [source.held for source in self.sources]
-
     def cold_bytes(self) -> int:
         """Of its keys and values: bytes of chunks that no cache holds now, so home has to."""
         geometry, copies = self.reading.geometry, self.reading.copies
         n_chunks = self.n_tokens // self._window * geometry.n_layers
-        here = sum(copies.held_of(h.record.span_id, h.first, h.count) for h in self.held)
+        held = [source.held for source in self.sources]
+        here = sum(copies.held_of(h.record.span_id, h.first, h.count) for h in held)
         return max(n_chunks - here, 0) * (self._window * geometry.token_bytes // geometry.n_layers)
 
     def session(self, policy: Policy | None = None, first: int = 0) -> Session:
@@ -86,14 +82,12 @@ class Lease:
         if not self.n_tokens:
             raise ImpressError("lease: a miss has nothing to read (check n_tokens first)")
         session = self._make_session(self, policy or Exact(), first)
-        with self._lock:
-            self._sessions.add(session)
+        self._sessions.add(session)
         return session
 
     def forget(self, session: Session) -> None:
         """It is closed."""
-        with self._lock:
-            self._sessions.discard(session)
+        self._sessions.discard(session)
 
     def check_active(self) -> None:
         """Raises PrefixLost when expired, ImpressError when released."""
@@ -119,15 +113,20 @@ class Lease:
         self._end()
 
     def _end(self) -> bool:
+        try:
+            return self._let_go()
+        except BaseException:  # Ctrl-C: nobody ends it again
+            self._let_go()
+            raise
+
+    def _let_go(self) -> bool:
         with self._lock:
-            if not self.active:
-                return False
-            self.active = False
-            sessions, self._sessions = self._sessions, set()
+            was_active, self.active = self.active, False
         self._release(self)
-        for session in sessions:  # which their holder may have forgotten
+        for session in [*self._sessions]:  # which their holder may have forgotten
             session.give_up()
-        return True
+            self.forget(session)
+        return was_active
 
     def __enter__(self) -> Lease:
         return self

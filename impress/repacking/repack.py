@@ -198,7 +198,7 @@ class Repacker:
             except Stopped:
                 break
             finally:
-                self._home.reclaim(self._home.catalog.release([span]))
+                self._home.reclaim(self._home.catalog.release([held]))
         return report
 
     def _examine(

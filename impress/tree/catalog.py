@@ -63,37 +63,37 @@ class Catalog:
 
     def hold(self, root: bytes, labels: bytes, *, count: bool) -> list[Held]:
         """Match and pin, in prefix order. `count`: this is a use, for heat and eviction."""
-        with self.lock:
-            match = self._tree.match(root, labels)
-            if count:
-                self._tick += 1
-                self._tree.touch(match, self._tick)
-            held: list[Held] = []
-            for view in self._tree.views(match):
-                if held and held[-1].record.span_id == view.span:  # cut: one read takes both
-                    held[-1] = replace(held[-1], count=held[-1].count + view.n_windows)
-                    continue
-                self._pins[view.span] = self._pins.get(view.span, 0) + 1
-                held.append(Held(self._record(view.span), view.first, view.n_windows))
+        held: list[Held] = []
+        try:
+            with self.lock:
+                match = self._tree.match(root, labels)
+                if count:
+                    self._tick += 1
+                    self._tree.touch(match, self._tick)
+                for view in self._tree.views(match):
+                    if held and held[-1].record.span_id == view.span:  # cut: one read takes both
+                        held[-1] = replace(held[-1], count=held[-1].count + view.n_windows)
+                        continue
+                    one = Held(self._record(view.span), view.first, view.n_windows)
+                    pins = self._pins.get(view.span, 0)
+                    self._pins[view.span] = pins + 1
+                    held += [one]  # no signal comes between: that is looked for behind calls
             return held
+        except BaseException:
+            self.release(held)
+            raise
 
-    def release(self, spans: Iterable[int]) -> list[SpanRecord]:
-        """Unpin; the spans whose space may now be reclaimed."""
-        free = []
+    def release(self, held: list[Held], keep: int = 0) -> list[SpanRecord]:
+        """Unpin all but the first `keep`, which stay in the list; the spans whose space may now be
+        reclaimed. What an exception cut off, the next call with this list does."""
         with self.lock:
-            todo = list(spans)
-            while todo:
-                span = todo.pop()
-                left = self._pins[span] - 1
-                if left:
-                    self._pins[span] = left
-                    continue
-                del self._pins[span]
-                if span in self._heirs:
-                    todo.append(self._heirs.pop(span))
-                if span in self._gone:
-                    free.append(self._forget(span))
-        return free
+            while len(held) > keep:
+                self._unpin(held[-1].record.span_id)
+                del held[-1]  # no signal comes between
+            while free := [span for span in self._heirs if span not in self._pins]:
+                self._unpin(self._heirs[free[0]])
+                del self._heirs[free[0]]
+            return [self._forget(span) for span in [*self._gone] if span not in self._pins]
 
     # ---- a commit -------------------------------------------------------------------------
 
@@ -344,6 +344,13 @@ class Catalog:
             assert set(self._heirs.values()) <= set(self._pins), "an heir is not kept"
 
     # ---- inside ---------------------------------------------------------------------------
+
+    def _unpin(self, span: int) -> None:
+        left = self._pins[span] - 1
+        if left:
+            self._pins[span] = left
+        else:
+            del self._pins[span]
 
     def _record(self, span: int) -> SpanRecord:
         return decode_index(span, self._kept[span])

@@ -72,11 +72,11 @@ class Admission:
         self, stored: Stored, root: bytes, labels: bytes, start: int, wait_s: float
     ) -> Writer:
         held = self._home.catalog.hold(root, labels, count=False)  # ancestors stay until the commit
-        first = sum(h.count for h in held)
-        n_windows = stored.n_tokens // self._window
-        stored.n_new = (n_windows - first) * self._window
-        draft, last = None, list[Job]()
+        draft = None
         try:
+            last, first = list[Job](), sum(h.count for h in held)
+            n_windows = stored.n_tokens // self._window
+            stored.n_new = (n_windows - first) * self._window
             if start > first * self._window:
                 raise BadInput(
                     f"store: start {start} is beyond what is stored ({first * self._window} tokens)"
@@ -126,7 +126,7 @@ class Admission:
             records.append(draft.record)
         return records
 
-    def _done(self, draft: Draft, held: Sequence[Held]) -> None:
+    def _done(self, draft: Draft, held: list[Held]) -> None:
         """The committer is through with a draft."""
         del self._drafts[draft.record.span_id]
         self._home.release(held)
@@ -223,8 +223,7 @@ class Admission:
                 if not refused:
                     return
             else:
-                mine, held[:] = held[:], []
-                self._home.release(mine)
+                self._home.release(held)
         except StoreFailed as err:  # closed meanwhile: else who waits for it would wait for ever
             stored.settle(stored.refused, err)
             raise

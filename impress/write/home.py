@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from time import monotonic
@@ -226,10 +226,10 @@ class Home:
     def _orphaned(self, spans: Iterable[int]) -> None:
         self.leaving.orphaned(spans)
 
-    def release(self, held: Sequence[Held]) -> None:
-        """A lease or a writer lets go. What is nobody's by that the committer reclaims: a request
-        does not wait while a span is erased."""
-        free = self.catalog.release(h.record.span_id for h in held)
+    def release(self, held: list[Held], keep: int = 0) -> None:
+        """A lease or a writer lets go, as `Catalog.release`. What is nobody's by that the committer
+        reclaims: a request does not wait while a span is erased."""
+        free = self.catalog.release(held, keep)
         if self._let_go(free) and self.committer is not None:
             self.committer.settle()
 
