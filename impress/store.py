@@ -273,7 +273,8 @@ class PrefixStore:
         At least what is above `disk_high`; empty segments go. Waits for it; 0 where it failed.
         """
         a_number(n_bytes, "evict: n_bytes")
-        freed = self._home.leaving.evict(max(n_bytes, self._home.leaving.surplus()))
+        leaving = self._usable("evict").leaving  # before anything leaves the tree
+        freed = leaving.evict(max(n_bytes, leaving.surplus()))
         self._home.ssd.trim()
         return freed
 

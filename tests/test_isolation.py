@@ -314,6 +314,27 @@ def test_what_waits_for_a_thread_is_refused_in_a_child_at_once(
     assert_serves(store, prompt(128), 128)
 
 
+def test_an_eviction_in_a_child_waits_for_no_lock_that_came_along_taken(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Whatever thread held one at the fork had stayed behind: one in ten hung under load."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(128))
+    store.flush()
+    with store.history._lock:
+        assert "opened before a fork" in said_by_a_child(lambda: store.evict(1), limit_s=10)
+
+
+def test_a_closed_store_evicts_nothing(open_store: Open, geometry: impress.Geometry) -> None:
+    """Spans left its tree in vain, and only then it said that it is closed."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(128)).wait(60)
+    store.close()
+    with pytest.raises(impress.ImpressError, match="evict: the store is closed"):
+        store.evict(1 << 30)
+    assert len(store.catalog.records()) == 1
+
+
 def test_rows_stay_what_they_are_on_both_sides_of_a_fork(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
