@@ -391,6 +391,21 @@ def test_an_interrupt_behind_any_step_of_a_lease_pins_nothing(
     store.check()
 
 
+def test_an_interrupt_as_a_buffer_is_rented_leaves_the_budget_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was counted before anybody had it: of write buffers so much was gone until a restart."""
+    pool = BufferPool(MIB)
+    for where, what in ((BufferPool, "_trim"), (Buffer, "__init__")):
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+            patched.setattr(where, what, once(getattr(where, what)))
+            pool.acquire(MIB)
+        whole = pool.acquire(MIB)
+        assert whole is not None
+        whole.release()
+    assert pool.used_bytes == 0
+
+
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

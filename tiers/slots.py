@@ -94,7 +94,7 @@ class Buffer:
     def __init__(self, pool: BufferPool, memory: Bytes, n_bytes: int) -> None:
         self._pool = pool
         self._memory = memory
-        self._refs = 1
+        self._refs = 0
         self.array = memory[:n_bytes]
 
     def retain(self) -> None:
@@ -197,11 +197,13 @@ class BufferPool:
             while True:
                 memory = self._take(need)
                 if memory is not None:
-                    self.used_bytes += len(memory)
-                    self._out_bytes += len(memory)
+                    size, buffer = len(memory), Buffer(self, memory, n_bytes)
+                    buffer._refs = 1  # what is dropped from here on is `lost`: no signal comes
+                    self.used_bytes += size  # between, as that is looked for behind calls
+                    self._out_bytes += size
                     self._most_out[0] = max(self._most_out[0], self._out_bytes)
                     self._trim()
-                    return Buffer(self, memory, n_bytes)
+                    return buffer
                 left = deadline - monotonic()
                 if left <= 0:
                     return None
@@ -228,8 +230,9 @@ class BufferPool:
         return aligned(need)
 
     def _pop(self, at: int) -> Bytes:
-        size, _, memory = self._kept.pop(at)
+        size, _, memory = self._kept[at]
         self.kept_bytes -= size
+        del self._kept[at]
         return memory
 
     def take_back(self, memory: Bytes) -> None:
