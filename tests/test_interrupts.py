@@ -406,6 +406,19 @@ def test_an_interrupt_as_a_buffer_is_rented_leaves_the_budget_whole(
     assert pool.used_bytes == 0
 
 
+def test_an_interrupt_behind_what_may_wait_to_climb_holds_none_of_it_back(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request's bytes stayed counted; when 256 MiB were, nothing climbed until a restart."""
+    store._copies.clear()
+    before, waiting = taken(store), store._reading.waiting
+    with suppress(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(waiting, "_lock", StruckBehind(waiting._lock))
+        with store.lease(TOKENS) as lease, lease.session() as session:
+            session.retrieve(0, None)
+    assert taken(store) == before
+
+
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

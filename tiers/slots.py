@@ -146,17 +146,21 @@ class Allowance:
         self._held = 0
         self._lock = threading.Lock()
 
-    def take(self, n_bytes: int) -> bool:
-        """False when that would be too much; one alone never is."""
+    def take(self, n_bytes: int, taken: list[int]) -> bool:
+        """False when that would be too much; one alone never is. Else noted in `taken`."""
         with self._lock:
             if self._held and self._held + n_bytes > self._most:
                 return False
             self._held += n_bytes
+            taken += [n_bytes]  # no signal comes between: that is looked for behind calls
             return True
 
-    def give(self, n_bytes: int) -> None:
+    def give(self, taken: list[int]) -> None:
+        """Back, and off the list; what an exception cut off, the next call does."""
         with self._lock:
-            self._held -= n_bytes
+            while taken:
+                self._held -= taken[-1]
+                del taken[-1]
 
 
 class BufferPool:

@@ -40,16 +40,12 @@ def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
     if not levels or all((by_part >= 0).all() for by_part in load.entries[0]):
         return None
     n_bytes = sum(len(buffer.array) for buffer in load.buffers)
-    if load.reading.crowded or not load.reading.waiting.take(n_bytes):
-        load.reading.counters.add("promotions_skipped")
-        return None
     noted: list[Ticket] = []
     held: list[Buffer] = []
-    taken = [n_bytes]
+    taken: list[int] = []
 
-    def let_go() -> None:
-        while taken:  # once, whatever comes between the ticket and the note of it
-            load.reading.waiting.give(taken.pop())
+    def let_go() -> None:  # once, whatever comes between the ticket and the note of it
+        load.reading.waiting.give(taken)
         while held:
             held.pop().release()
 
@@ -62,6 +58,9 @@ def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
 
     tasks = [partial(_climb, load, brought, levels)]
     try:
+        if load.reading.crowded or not load.reading.waiting.take(n_bytes, taken):
+            load.reading.counters.add("promotions_skipped")
+            return None
         return load.reading.pool.submit(Lane.PROMOTE, tasks, after, note)
     except BaseException:
         if not noted:
