@@ -131,8 +131,7 @@ class PrefixStore:
         self.catalog = home.catalog  # the tree and its spans, for commands that show them
         self.history = home.history  # what requests have shown of each span
         params = Params(home.place.params, write=self.writable, others=home.others.params)
-        self.buffers = BufferPool(None)
-        """Page-aligned buffers for whoever reads: sessions and engines."""
+        self.buffers = BufferPool(None)  # page-aligned, for whoever reads: sessions and engines
         self._reading = Reading(
             geometry, config, home.ssd, self._copies, self._pool, self.buffers, self.counters,
             home.leaving.quarantine, home.history, home.save_history, params,
@@ -154,6 +153,7 @@ class PrefixStore:
         if self.writable:  # last: it starts to work
             busy = partial(bool, self._leases)  # a request is between its lease and its first token
             self._repacker = Repacker(home, self._pool, config, self.counters, busy)
+        self._writers = [w for w in (self._admission, self._repacker) if w is not None]
 
     def _forget(self, span: int) -> None:
         self._copies.drop_span(span)
@@ -195,8 +195,8 @@ class PrefixStore:
                 if not lost.harmless:
                     self._home.leaving.quarantine(held[len(sources)].record.span_id)
             reason = "" if sources else miss(off=off, lost=bool(held), short=not labels)
-            make, clock = partial(session_of, self._reading), self._leases.clock
-            end = partial(self._release, held)
+            make, end = partial(session_of, self._reading), partial(self._release, held)
+            clock = self._leases.clock
             lease = Lease(sources, self.window, reason, self._reading, make, end, clock)
             self._leases.add(lease)
             self._home.release(held, len(sources))
@@ -272,9 +272,8 @@ class PrefixStore:
 
         At least what is above `disk_high`; empty segments go. Waits for it; 0 where it failed.
         """
-        a_number(n_bytes, "evict: n_bytes")
         leaving = self._usable("evict").leaving  # before anything leaves the tree
-        freed = leaving.evict(max(n_bytes, leaving.surplus()))
+        freed = leaving.evict(max(a_number(n_bytes, "evict: n_bytes"), leaving.surplus()))
         self._home.ssd.trim()
         return freed
 
@@ -328,30 +327,32 @@ class PrefixStore:
             self._admission.fitter.wait(timeout_s)
 
     def close(self) -> None:
-        """Finish what is queued, stop the threads, release the lock. Idempotent."""
+        """Finish what is queued, stop the threads, release the lock. Idempotent, also cut off."""
         if self._closed or os.getpid() != self._pid:  # a forked child must not touch its parent's
             return
-        self._closed = True
-        if self._metrics is not None:
-            self._metrics.shutdown()
-            self._metrics.server_close()
-        ended = self._admission is None or self._admission.fitter.close(self.config.read_timeout_s)
-        if self._repacker is not None:
-            self._repacker.close(self.config.read_timeout_s)
-        self._home.settle()
-        # A stuck thread may still use its file: then the files stay open until the process ends.
-        idle = self._pool.close(self.config.read_timeout_s)
-        writers = [w for w in (self._admission, self._repacker) if w is not None]
-        self._home.close(files=idle and ended, writing=not idle and any(w.writing for w in writers))
+        self._closed, limit_s = True, self.config.read_timeout_s
+        try:
+            if self._metrics is not None:
+                self._metrics.shutdown()
+                self._metrics.server_close()
+            ended = self._admission is None or self._admission.fitter.close(limit_s)
+            if self._repacker is not None:
+                self._repacker.close(limit_s)
+            self._home.settle()
+            idle = self._pool.close(limit_s)  # a stuck thread may still use its file, which then
+            writing = not idle and any(w.writing for w in self._writers)  # stays open
+            self._home.close(files=idle and ended, writing=writing)
+        except BaseException:  # Ctrl-C in a wait: the next call goes on
+            self._closed = False
+            raise
 
     # ---- answering questions ---------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Counters since open, occupancy now. Plain numbers, ready for JSON."""
         n_stuck = self._pool.n_stuck(self.config.read_timeout_s)
-        return standing(
-            self._home, self._copies, self._tables, self.counters, self._leases.ages(), n_stuck
-        )
+        ages = self._leases.ages()
+        return standing(self._home, self._copies, self._tables, self.counters, ages, n_stuck)
 
     def placement(self) -> list[Placed]:
         """Of every span: how many of its chunks each tier holds, and what they are worth."""
@@ -373,8 +374,7 @@ class PrefixStore:
         """
         self._copies.check()
         self._tables.check()
-        writers = [w for w in (self._admission, self._repacker) if w is not None]
-        self._home.check([draft for writer in writers for draft in writer.drafts()])
+        self._home.check([draft for writer in self._writers for draft in writer.drafts()])
 
     def _usable(self, what: str) -> Home:
         """For what needs index and committer. Raises ImpressError."""

@@ -29,6 +29,7 @@ from impress.write.admission import Admission
 from impress.write.commit import Committer
 from impress.write.directory import Shard
 from impress.write.draft import Draft
+from impress.write.home import Home
 from impress.write.writer import Writer
 from tiers import files
 from tiers.base import PAGE
@@ -36,6 +37,7 @@ from tiers.dram import DramTier
 from tiers.errors import Cancelled, ReadFailed
 from tiers.iopool import IoPool, Lane, Ticket
 from tiers.slots import Buffer, BufferPool, aligned
+from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
 TOKENS = prompt(256, 1)
@@ -417,6 +419,27 @@ def test_an_interrupt_behind_what_may_wait_to_climb_holds_none_of_it_back(
         with store.lease(TOKENS) as lease, lease.session() as session:
             session.retrieve(0, None)
     assert taken(store) == before
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [(Committer, "close"), (IoPool, "close"), (Home, "close"), (SsdTier, "close"),
+     (Shard, "unlock")],
+    ids=lambda of: getattr(of, "__name__", str(of)),
+)  # fmt: skip
+def test_a_close_that_was_interrupted_can_be_repeated(
+    store: impress.PrefixStore, where: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for a slow disk, so Ctrl-C comes there; closing again then did nothing: the shard
+    stayed locked until the process ended, and an open beside it began an empty one."""
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(where, what, once(getattr(where, what)))
+        store.close()
+    store.close()
+    store.close()
+    config = impress.Config(**SMALL, shard=0)
+    with impress.PrefixStore.open(store.path, store.geometry, "test", config) as again:
+        assert_serves(again, TOKENS, 256)
 
 
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(

@@ -65,7 +65,7 @@ class Index:
             if create:
                 make_folder(self._folder)
             self._shared, self._key = open_env(self._folder, create=create)
-            self._env = self._shared.env
+            self._env, self._open = self._shared.env, True
         except (lmdb.Error, OSError) as err:
             raise error_of(self._folder, err) from err
         try:
@@ -339,7 +339,10 @@ class Index:
             n_bytes -= size
 
     def close(self) -> None:
-        close_env(self._key)
+        """Idempotent."""
+        is_open, self._open = self._open, False
+        if is_open:
+            close_env(self._key)
 
     def _get(self, db: str, key: bytes) -> bytes | None:
         """None also where the index was written before there was such a database."""
