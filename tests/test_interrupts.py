@@ -25,11 +25,13 @@ from impress.read.session import Session
 from impress.read.tickets import nothing
 from impress.tree.catalog import Catalog
 from impress.tree.leases import Leases
+from impress.write import env
 from impress.write.admission import Admission
 from impress.write.commit import Committer
 from impress.write.directory import Shard
 from impress.write.draft import Draft
 from impress.write.home import Home
+from impress.write.index import Index
 from impress.write.writer import Writer
 from tiers import files
 from tiers.base import PAGE
@@ -440,6 +442,19 @@ def test_a_close_that_was_interrupted_can_be_repeated(
     config = impress.Config(**SMALL, shard=0)
     with impress.PrefixStore.open(store.path, store.geometry, "test", config) as again:
         assert_serves(again, TOKENS, 256)
+
+
+def test_an_open_that_is_interrupted_lets_go_of_its_index(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB opens a file once a process: as long as anybody kept the traceback (an interpreter keeps
+    the last one), every further open was refused."""
+    store.close()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as kept:
+        patched.setattr(env, "give_to_owner", once(env.give_to_owner))
+        Index(Shard(store.path).index, create=True)
+    assert kept.traceback
+    Index(Shard(store.path).index, create=True).close()
 
 
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(

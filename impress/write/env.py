@@ -72,9 +72,13 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
                 os.fsencode(folder), map_size=MAP_BYTES, max_dbs=8, mode=0o600, create=create,
                 readonly=not writable, lock=writable, readahead=False,
             )  # fmt: skip
-            for name in ("data.mdb", "lock.mdb"):  # the second is made by a reader too
-                give_to_owner(folder / name)
-            env.reader_check()  # slots of killed readers would hold old pages forever
+            try:
+                for name in ("data.mdb", "lock.mdb"):  # the second is made by a reader too
+                    give_to_owner(folder / name)
+                env.reader_check()  # slots of killed readers would hold old pages forever
+            except BaseException:  # Ctrl-C: who holds its traceback holds this, and may not again
+                env.close()
+                raise
             shared = Env(env)
         key = (folder, inode_of(folder))
         envs[key] = shared
