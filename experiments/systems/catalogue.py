@@ -65,13 +65,15 @@ def systems(keep: float = 0.25) -> tuple[System, ...]:
     )  # fmt: skip
 
 
-def reading_ahead(keep: float = 0.25) -> tuple[System, ...]:
-    """Two of them that read the next layer's rows ahead; only where they are asked for by name."""
+def by_name(keep: float = 0.25) -> tuple[System, ...]:
+    """Two of them that read the next layer's rows ahead, and the one that does without that; only
+    where they are asked for by name."""
     plain = {system.name: system for system in systems(keep)}
-    return tuple(
-        replace(plain[name], name=f"{name}_prefetch", about=f"{name} that reads ahead",
-                prefetch_bytes=AHEAD)
-        for name in ("impress", "quality")
+    return (
+        *(replace(plain[name], name=f"{name}_prefetch", about=f"{name} that reads ahead",
+                  prefetch_bytes=AHEAD) for name in ("impress", "quality")),
+        replace(plain["contiguous"], name="contiguous_no_prefetch",
+                about="contiguous that does not read ahead", prefetch_bytes=0),
     )  # fmt: skip
 
 
@@ -82,5 +84,5 @@ PAPERS: Final = ("recompute", "as", "as_h2o_lru", "as_h2o_lfu", "impress")
 def chosen(names: Sequence[str] | None, keep: float = 0.25) -> list[System]:
     """Systems by name, None for `systems`."""
     every = systems(keep)
-    known = {system.name: system for system in (*every, *reading_ahead(keep))}
+    known = {system.name: system for system in (*every, *by_name(keep))}
     return [known[name] for name in names or [system.name for system in every]]

@@ -9,13 +9,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from impress.spans.format import (
-    SpanRecord,
-    decode_index,
-    encode_index,
-    place_of,
-    split_index,
-)
+from impress.spans.format import SpanRecord, decode_index, encode_index, place_of, split_index
 from impress.tree.eviction import ALL, Dead, Score, least
 from impress.tree.places import Places, Short, split_all
 from impress.tree.radix import Graft, Match, RadixTree, View
