@@ -26,11 +26,9 @@ from impress.engines import hf
 from impress.policy import Exact, Paper, Quality
 
 #: Systems without, and the same with it.
-PAIRS: Final = (
-    ("impress", "impress_prefetch"), ("quality", "quality_prefetch"),
-    ("contiguous_no_prefetch", "contiguous"),
-)  # fmt: skip
-NAMES: Final = tuple(name for pair in PAIRS for name in pair)
+NAMES: Final = tuple(
+    name for one in ("impress", "quality", "contiguous") for name in (one, f"{one}_prefetch")
+)
 #: Of the real engine: where its model is, tokens of a document, documents, and bytes a layer read
 #: ahead (about a quarter and all of its rows).
 CHECKPOINT: Final = Path(impress.__file__).parent / "demo" / "lookup" / "specialised"
@@ -120,8 +118,8 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
             for row in systems.values()
         ]
         print_rows(f"{label}: compute emulated", shown)
-        for name, with_it in PAIRS:
-            without, ahead = systems[name], systems[with_it]
+        for name in NAMES[::2]:
+            without, ahead = systems[name], systems[f"{name}_prefetch"]
             for what in ("p50_ms", "io_ms", "mb"):
                 said[f"{label}.{name}.{what}.times"] = ratio(without[what], ahead[what])
     return said, rows

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from experiments.systems import cell, yardstick
-from experiments.systems.catalogue import System, by_name, chosen, systems
+from experiments.systems.catalogue import System, chosen, reading_ahead, systems
 from experiments.systems.cell import Bench, Load, budgets, interval, order_of, summary
 from experiments.systems.clock import A100, Clock, Compute, Roofline, dilation_of
 from experiments.systems.data import Data
@@ -40,7 +40,7 @@ def data(tmp_path: Path) -> Iterator[Data]:
     made.remove()
 
 
-@pytest.mark.parametrize("system", (*systems(), *by_name()), ids=lambda s: s.name)
+@pytest.mark.parametrize("system", (*systems(), *reading_ahead()), ids=lambda s: s.name)
 def test_every_system_brings_the_rows_it_chose(system: System, data: Data) -> None:
     load = Load(n_measured=3, n_warm=1, most_windows=1)
     with Bench([system], data, load, dilation=0.0) as bench:

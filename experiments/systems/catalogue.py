@@ -51,8 +51,8 @@ def systems(keep: float = 0.25) -> tuple[System, ...]:
         System("impress_no_reordering", "IMPRESS with rows in position order", "plain", paper,
                "importance"),
         System("impress_no_caching", "IMPRESS with LRU", "packed", paper, "lru"),
-        System("contiguous", "ContiguousKV-like: 16-token units, periods of layers, read ahead",
-               "plain", Contiguous(keep), "importance", prefetch_bytes=AHEAD),
+        System("contiguous", "ContiguousKV-like: 16-token units, periods of layers", "plain",
+               Contiguous(keep), "importance"),
         System("as_int8", "AS-int8: everything in 8 bits", "int8", Exact(), bits=8),
         System("as_int4", "AS-int4: everything in 4 bits", "int4", Exact(), bits=4),
         System("quest", "Quest: pages", "paged", Pages(keep)),
@@ -65,15 +65,14 @@ def systems(keep: float = 0.25) -> tuple[System, ...]:
     )  # fmt: skip
 
 
-def by_name(keep: float = 0.25) -> tuple[System, ...]:
-    """Two of them that read the next layer's rows ahead, and the one that does without that; only
-    where they are asked for by name."""
+def reading_ahead(keep: float = 0.25) -> tuple[System, ...]:
+    """Three of them that read the next layer's rows ahead; only where they are asked for by name:
+    none is faster so (experiments.prefetch)."""
     plain = {system.name: system for system in systems(keep)}
-    return (
-        *(replace(plain[name], name=f"{name}_prefetch", about=f"{name} that reads ahead",
-                  prefetch_bytes=AHEAD) for name in ("impress", "quality")),
-        replace(plain["contiguous"], name="contiguous_no_prefetch",
-                about="contiguous that does not read ahead", prefetch_bytes=0),
+    return tuple(
+        replace(plain[name], name=f"{name}_prefetch", about=f"{name} that reads ahead",
+                prefetch_bytes=AHEAD)
+        for name in ("impress", "quality", "contiguous")
     )  # fmt: skip
 
 
@@ -84,5 +83,5 @@ PAPERS: Final = ("recompute", "as", "as_h2o_lru", "as_h2o_lfu", "impress")
 def chosen(names: Sequence[str] | None, keep: float = 0.25) -> list[System]:
     """Systems by name, None for `systems`."""
     every = systems(keep)
-    known = {system.name: system for system in (*every, *by_name(keep))}
+    known = {system.name: system for system in (*every, *reading_ahead(keep))}
     return [known[name] for name in names or [system.name for system in every]]
