@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +18,15 @@ from tiers.base import PAGE, Read, sums_of
 from tiers.coalesce import Run
 from tiers.engines import ENGINES, engine_named, new_queue, why_not
 from tiers.errors import MediumError, ReadFailed
-from tiers.queues import KernelQueue, SegmentFile, close_all
+from tiers.queues import (
+    BATCH,
+    DEPTH,
+    MOST_UNDER_WAY,
+    KernelQueue,
+    ReadQueue,
+    SegmentFile,
+    close_all,
+)
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
 
@@ -100,9 +108,18 @@ class TestKvikio(EngineContract):
     engine = "kvikio"
 
 
+def completed(queue: ReadQueue, batches: Iterable[list[Run]], file: SegmentFile) -> list[bool]:
+    """Read them all: which are there, as given back: in order, every one."""
+    kept = [*batches]
+    found = [*queue.read(kept, lambda _: file)]
+    assert [id(run) for run, _ in found] == [id(run) for runs in kept for run in runs]
+    return [is_there for _, is_there in found]
+
+
 @pytest.mark.parametrize("engine", ["aio", "io_uring"])
 def test_a_ring_goes_round_many_times(engine: str, tmp_path: Path) -> None:
-    """Heads and tails wrap: a thousand batches of every size on one queue, all answers right."""
+    """Heads and tails wrap: a thousand reads of one to six batches on one queue, all answers
+    right."""
     if why_not(engine):
         pytest.skip(f"{engine}: {why_not(engine)}")
     data = noise(64 * PAGE)
@@ -112,13 +129,15 @@ def test_a_ring_goes_round_many_times(engine: str, tmp_path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         for turn in range(1000):
-            n = turn % 64 + 1
+            n = turn % 400 + 1
             out = aligned(n * PAGE)
             runs = [
                 Run(0, (i * 7 + turn) % 64 * PAGE, [out[i * PAGE : (i + 1) * PAGE]], PAGE, [])
                 for i in range(n)
             ]
-            assert list(queue.read(runs, [SegmentFile(fd, path)] * n)) == list(range(n))
+            size = turn % BATCH + 1
+            batches = (runs[at : at + size] for at in range(0, n, size))
+            assert completed(queue, batches, SegmentFile(fd, path)) == [True] * n
             for run in runs:
                 assert np.array_equal(run.views[0], data[run.off : run.off + PAGE])
     finally:
@@ -136,14 +155,68 @@ def test_a_queue_left_early_has_nothing_under_way(engine: str, tmp_path: Path) -
     path.write_bytes(data.tobytes())
     queue, fd, out = new_queue(engine), os.open(path, os.O_RDONLY), aligned(64 * PAGE)
     runs = [Run(0, i * PAGE, [out[i * PAGE : (i + 1) * PAGE]], PAGE, []) for i in range(64)]
-    reading = queue.read(runs, [SegmentFile(fd, path)] * 64)
-    assert next(reading) == 0
+    reading = queue.read([runs[:40], runs[40:]], lambda _: SegmentFile(fd, path))
+    assert next(reading) == (runs[0], True)
     reading.close()
     assert np.array_equal(out, data)  # all had been sent: all were waited for
-    second = list(queue.read(runs[:5], [SegmentFile(fd, path)] * 5))
-    assert second == list(range(5))
+    assert completed(queue, [runs[:5]], SegmentFile(fd, path)) == [True] * 5
     os.close(fd)
     queue.close()
+
+
+class _Kernel(KernelQueue):
+    """Takes at most so many requests at a time, and ends them all when it is waited for."""
+
+    name = "kernel"
+
+    def __init__(self, takes: int) -> None:
+        super().__init__()
+        self.takes, self.written, self.under_way = takes, [], {}
+        self.sizes: dict[int, int] = {}
+        self.n_sent = self.most_runs = self.most_bytes = 0
+
+    def _write(self, rows: list[tuple[int, int, int, int, int]]) -> None:
+        self.written = rows
+        self.sizes |= {i: int(self._vectors[(at - self._vectors_at) // 16 :][:n, 1].sum())
+                       for i, _, at, n, _ in rows}  # fmt: skip
+
+    def _submit(self, n: int) -> int:
+        taken = self.written[: min(n, self.takes)]
+        self.under_way |= {i: self.sizes[i] for i, *_ in taken}
+        self.n_sent += len(taken)
+        self.most_runs = max(self.most_runs, len(self.under_way))
+        self.most_bytes = max(self.most_bytes, sum(self.under_way.values()))
+        return len(taken)
+
+    def _wait(self, least: int, most: int) -> list[tuple[int, int]]:
+        assert 0 < least <= len(self.under_way) == most, "waits for what is not under way"
+        ended, self.under_way = [*self.under_way.items()], {}
+        return ended
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("pages", [1, 64])
+def test_a_queue_is_sent_more_before_it_gives_back_what_came(pages: int, tmp_path: Path) -> None:
+    """What is verified while nothing is under way is waited for twice. Within bounds: a medium
+    shares what it gives among all it was sent."""
+    queue, out = _Kernel(takes=DEPTH), aligned(pages * PAGE)
+    runs = [Run(0, 0, [out], len(out), []) for _ in range(700)]
+    size = min(BATCH, 256 // pages)
+    batches = [runs[at : at + size] for at in range(0, len(runs), size)]
+    reading = queue.read(batches, lambda _: SegmentFile(0, tmp_path))
+    for n_given, run in enumerate(runs):
+        assert next(reading) == (run, True)
+        assert queue.n_sent == len(runs) or queue.n_sent >= n_given + 1 + size
+    assert next(reading, None) is None
+    assert size < queue.most_runs <= DEPTH and queue.most_bytes <= MOST_UNDER_WAY
+
+
+def test_what_the_kernel_does_not_take_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+    queue, out = _Kernel(takes=3), aligned(PAGE)
+    runs = [Run(0, 0, [out], PAGE, []) for _ in range(10)]
+    there = completed(queue, [runs[:5], runs[5:7], runs[7:]], SegmentFile(0, tmp_path))
+    assert there == [True] * 3 + [False] * 2 + [True] * 5
 
 
 @pytest.mark.parametrize("with_threads", [True, False])
@@ -219,11 +292,11 @@ def test_what_kvikio_refuses_or_fails_is_told_and_the_rest_is_waited_for(
     runs = [Run(0, i * PAGE, [out[i * PAGE : (i + 1) * PAGE]], PAGE, []) for i in range(8)]
     queue, fd = new_queue("kvikio"), os.open(path, os.O_RDONLY)
     try:
-        files = [SegmentFile(fd, path)] * 8
-        assert list(queue.read(runs, files)) == [0, 1, ~2, 3, ~4, 5, 6, 7]
+        there = completed(queue, [runs[:5], runs[5:]], SegmentFile(fd, path))
+        assert there == [True, True, False, True, False, True, True, True]
         assert not fake.under_way
-        reading = queue.read(runs, files)
-        assert next(reading) == 0
+        reading = queue.read([runs], lambda _: SegmentFile(fd, path))
+        assert next(reading)[1]
         reading.close()  # left early: the memory is the caller's again
         assert not fake.under_way
     finally:
@@ -259,13 +332,11 @@ def test_a_request_the_kernel_refuses_is_read_again_with_preadv(
     tier.write(slot, 0, data)
     real = KernelQueue.read
 
-    def refusing(self: KernelQueue, runs: list, files: list) -> Iterator[int]:
-        for i in real(self, runs, files):
+    def refusing(self: KernelQueue, *args: object) -> Iterator[tuple[Run, bool]]:
+        for i, (run, is_there) in enumerate(real(self, *args)):
             if i % 2:
-                runs[i].views[0][:] = 0  # nothing of it counts
-                yield ~i
-            else:
-                yield i
+                run.views[0][:] = 0  # nothing of it counts
+            yield run, is_there and not i % 2
 
     monkeypatch.setattr(KernelQueue, "read", refusing)
     out = aligned(4 * MIB)

@@ -450,12 +450,12 @@ def test_a_damaged_piece_is_a_loss_in_a_sparse_session_too(open_store: Open, at:
     assert store.buffers.used_bytes == 0
 
 
-@pytest.mark.parametrize(("engine", "least"), [("preadv", 4), ("aio", 1)])
+@pytest.mark.parametrize(("engine", "least", "most"), [("preadv", 4, 12), ("aio", 1, 1)])
 def test_scattered_rows_are_cut_for_threads_only_where_a_thread_reads_one_by_one(
-    engine: str, least: int, tmp_path: Path
+    engine: str, least: int, most: int, tmp_path: Path
 ) -> None:
-    """A queue has all of a slice's requests under way at once: more slices only hand the
-    interpreter round. Without one, requests wait for each other within a slice."""
+    """A queue has many requests under way at once: more slices only hand the interpreter round.
+    Without one, requests wait for each other within a slice."""
     if why := why_not(engine):
         pytest.skip(f"io_engine {engine}: {why}")
     geometry = impress.Geometry(1, 16, 16, 64, "float16")  # rows of 2 KiB
@@ -474,4 +474,4 @@ def test_scattered_rows_are_cut_for_threads_only_where_a_thread_reads_one_by_one
             k, v, positions = session.retrieve(0, None)
         assert torch.equal(k, rows[0][:, positions]) and torch.equal(v, rows[1][:, positions])
         assert sum(slices) > 100  # scattered
-        assert least <= len(slices) <= 2 * least + 4
+        assert least <= len([n for n in slices if n > 1]) <= most  # 1: sums

@@ -15,9 +15,11 @@ RUN_BYTES = 1 << 20
 RUN_VIEWS = 256
 #: A slice of reads for one thread: at least this, so that small reads do not drown in hand-offs.
 LEAST_SLICE: Final = 256 << 10
-#: The same where more slices bring nothing any sooner: every thread has work already, or a thread
-#: has many of its slice's requests under way at once (rows of 1 to 4 KiB came 4 to 7 % sooner so).
+#: The same where every thread has work already: more slices bring nothing any sooner.
 LARGE_SLICE: Final = RUN_BYTES
+#: The same of chosen rows, where one thread has many requests under way: what has come is verified
+#: while the next is read, and no thread waits for another's interpreter.
+STREAM: Final = 16 << 20
 MOST_SLICE: Final = 2 << 20
 #: Slices for each thread, of what comes from a disk. It shares what it gives among all that was
 #: asked: with one each, all came at once and was then verified, a tenth of a sparse read's time.
@@ -91,6 +93,14 @@ def coalesce(reads: Iterable[Read]) -> list[Run]:
     for run, read in last.values():
         run.ends.append(read)
     return runs
+
+
+def batches(reads: Sequence[Read], most: int) -> Iterator[list[Run]]:
+    """Runs for these reads, of RUN_BYTES or `most` at a time: each batch made when it is wanted."""
+    for some in slices(reads, RUN_BYTES):
+        runs = coalesce(some)
+        for at in range(0, len(runs), most):
+            yield runs[at : at + most]
 
 
 def _places(read: Read) -> Iterator[tuple[int, int, Bytes, Read]]:

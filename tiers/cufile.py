@@ -12,12 +12,12 @@ import importlib.util
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 
 from tiers.coalesce import RUN_BYTES, Run
 from tiers.cuda import no_device
-from tiers.queues import OwnFiles, ReadQueue, SegmentFile
+from tiers.queues import Completions, FileOf, OwnFiles, ReadQueue, SegmentFile
 
 _TEST_TIMEOUT_S: Final = 60.0
 #: Its own default is one thread; eight are what the disk of docs/decisions/0005 took.
@@ -85,18 +85,19 @@ class KvikioQueue(ReadQueue):
         library = _library()
         self._files: OwnFiles[Any] = OwnFiles(lambda path: library.CuFile(str(path), "r"))
 
-    def read(self, runs: Sequence[Run], files: Sequence[SegmentFile]) -> Generator[int, None, None]:
-        under_way: list[list[Any]] = [[] for _ in runs]
-        try:
-            sent = [
-                self._start(run, file, futures)
-                for run, file, futures in zip(runs, files, under_way, strict=True)
-            ]
-            for i, run in enumerate(runs):
-                yield i if sent[i] and _sum(under_way[i]) == run.n_bytes else ~i
-        finally:
-            for futures in under_way:
-                _sum(futures)
+    def read(self, batches: Iterable[list[Run]], file_of: FileOf) -> Completions:
+        for runs in batches:
+            under_way: list[list[Any]] = [[] for _ in runs]
+            try:
+                sent = [
+                    self._start(run, file_of(run.segment), futures)
+                    for run, futures in zip(runs, under_way, strict=True)
+                ]
+                for run, is_sent, futures in zip(runs, sent, under_way, strict=True):
+                    yield run, is_sent and _sum(futures) == run.n_bytes
+            finally:
+                for futures in under_way:
+                    _sum(futures)
 
     def _start(self, run: Run, segment: SegmentFile, futures: list[Any]) -> bool:
         """Send a run; `futures` get what is under way, also where it is only part of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
@@ -12,7 +12,7 @@ from aiofiles.threadpool import wrap
 
 from tiers.coalesce import Run
 from tiers.files import let_open
-from tiers.queues import OwnFiles, ReadQueue, SegmentFile
+from tiers.queues import Completions, FileOf, OwnFiles, ReadQueue, SegmentFile
 
 
 class AiofilesQueue(ReadQueue):
@@ -29,9 +29,10 @@ class AiofilesQueue(ReadQueue):
         self._loop.set_default_executor(self._executor)
         self._files = OwnFiles(_opened)
 
-    def read(self, runs: Sequence[Run], files: Sequence[SegmentFile]) -> Generator[int, None, None]:
-        for i, (run, file) in enumerate(zip(runs, files, strict=True)):
-            yield i if self._loop.run_until_complete(self._read(run, file)) else ~i
+    def read(self, batches: Iterable[list[Run]], file_of: FileOf) -> Completions:
+        for runs in batches:
+            for run in runs:
+                yield run, self._loop.run_until_complete(self._read(run, file_of(run.segment)))
 
     async def _read(self, run: Run, segment: SegmentFile) -> bool:
         try:

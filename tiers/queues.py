@@ -1,4 +1,4 @@
-"""What every queue of reads does: many runs sent at once and given back in order.
+"""What every queue of reads does: many runs under way at once, given back in order.
 
 A queue serves one thread. It only speeds things up: whatever does not go through it is told so,
 and read again with preadv.
@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -23,7 +24,11 @@ from tiers.coalesce import Run
 log = logging.getLogger("impress.ssd")
 
 #: Requests of one thread under way at a time.
-DEPTH: Final = 64
+DEPTH: Final = 256
+#: Runs of a batch: two can be under way.
+BATCH: Final = DEPTH // 2
+#: Bytes of one thread under way at a time, where they are several batches'.
+MOST_UNDER_WAY: Final = 3 << 20
 #: struct iovec of one batch.
 MOST_VIEWS: Final = 4096
 
@@ -76,17 +81,23 @@ class OwnFiles(Generic[F]):
             self._files.popitem()[1].close()
 
 
+#: A segment's file, by its number.
+FileOf = Callable[[int], SegmentFile]
+#: Runs, and whether each is there.
+Completions = Generator[tuple[Run, bool], None, None]
+
+
 class ReadQueue(ABC):
     """One thread's way to many reads at once."""
 
     name: ClassVar[str]
 
     @abstractmethod
-    def read(self, runs: Sequence[Run], files: Sequence[SegmentFile]) -> Generator[int, None, None]:
-        """Start up to DEPTH reads at once; yield their indices in order, each when it is complete.
+    def read(self, batches: Iterable[list[Run]], file_of: FileOf) -> Completions:
+        """Read these runs, at most BATCH in each batch; yield each in order, when it is complete.
 
-        ~index (negative): this one was refused, failed or fell short, nothing of it counts. Go on
-        to the end, or close the generator: it returns when nothing writes to any view any more.
+        With False: it was refused, failed or fell short, nothing of it counts. Go on to the end, or
+        close the generator: it returns when nothing writes to any view any more.
         """
 
     @abstractmethod
@@ -113,35 +124,59 @@ class KernelQueue(ReadQueue):
     def _wait(self, least: int, most: int) -> list[tuple[int, int]]:
         """(index, bytes or -errno) of requests that have ended: from `least` to `most` of them."""
 
-    def read(self, runs: Sequence[Run], files: Sequence[SegmentFile]) -> Generator[int, None, None]:
-        n = self._fill(runs, files)
-        got: dict[int, int] = {}
-        n_sent = self._submit(n) if n else 0
-        left = n_sent
+    def read(self, batches: Iterable[list[Run]], file_of: FileOf) -> Completions:
+        """A batch is written down before anything is waited for, and sent before what has come is
+        given back: the medium reads on while that is verified."""
+        todo = iter(batches)
+        sent: deque[Run] = deque()  # and not given back yet
+        ended: dict[int, int] = {}  # index -> bytes or -errno
+        n_given = n_under_way = bytes_under_way = 0
+        batch, n_written = self._next(todo, file_of, 0)
         try:
-            for i, run in enumerate(runs):
-                while i < n_sent and i not in got:
-                    events = self._wait(1, left)
-                    left -= len(events)
-                    got.update(events)
-                yield i if got.get(i) == run.n_bytes else ~i
+            while batch or sent:
+                n_bytes = sum(run.n_bytes for run in batch)
+                fits = n_under_way + len(batch) <= DEPTH
+                fits &= bytes_under_way + n_bytes <= MOST_UNDER_WAY
+                if batch and (fits or not n_under_way):
+                    first, n_taken = n_given + len(sent), self._submit(n_written)
+                    n_under_way += n_taken
+                    bytes_under_way += sum(run.n_bytes for run in batch[:n_taken])
+                    ended.update((first + i, -1) for i in range(n_taken, len(batch)))
+                    sent += batch
+                    batch, n_written = self._next(todo, file_of, first + len(batch))
+                elif n_given in ended:
+                    run = sent.popleft()
+                    n_given += 1
+                    yield run, ended.pop(n_given - 1) == run.n_bytes
+                else:
+                    for i, result in self._wait(1, n_under_way):
+                        n_under_way -= 1
+                        bytes_under_way -= sent[i - n_given].n_bytes
+                        ended[i] = result
         finally:
-            while left:
-                left -= len(self._wait(left, left))
+            while n_under_way:
+                n_under_way -= len(self._wait(n_under_way, n_under_way))
 
-    def _fill(self, runs: Sequence[Run], files: Sequence[SegmentFile]) -> int:
-        """Write the requests; how many of `runs` they are (those that have room)."""
+    def _next(
+        self, todo: Iterator[list[Run]], file_of: FileOf, first: int
+    ) -> tuple[list[Run], int]:
+        """Write the next batch's requests, numbered from `first`: (its runs, how many of these were
+        written: those that have room)."""
+        runs = next(todo, [])
+        if not runs:
+            return [], 0
+        fds = {number: file_of(number).fd for number in {run.segment for run in runs}}
         vectors: list[tuple[int, int]] = []
         rows = []
-        for i, (run, file) in enumerate(zip(runs[:DEPTH], files, strict=False)):
+        for i, run in enumerate(runs, first):
             if len(vectors) + len(run.views) > MOST_VIEWS:
                 break
             at = self._vectors_at + 16 * len(vectors)
-            rows.append((i, file.fd, at, len(run.views), run.off))
+            rows.append((i, fds[run.segment], at, len(run.views), run.off))
             vectors += [(_address(view), len(view)) for view in run.views]
         self._vectors[: len(vectors)] = vectors
         self._write(rows)
-        return len(rows)
+        return runs, len(rows)
 
 
 def _address(view: Bytes) -> int:

@@ -12,17 +12,18 @@ import os
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
-from tiers.coalesce import Run, coalesce, locate
+from tiers.coalesce import RUN_BYTES, Run, batches, locate
 from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError, ReadFailed, read_failed
 from tiers.files import emptied, make_folder, make_full, segment_paths
-from tiers.queues import DEPTH, ReadQueue, close_all
+from tiers.queues import BATCH, ReadQueue, close_all
 from tiers.segments import SegmentFiles
 from tiers.slots import aligned, copied
 from tiers.space import LEAST_PART, Space
@@ -160,37 +161,34 @@ class SsdTier:
             data = data[length:]
 
     def read(self, reads: Sequence[Read]) -> None:
-        with closing(self._runs(coalesce(reads))) as runs:
+        with closing(self._runs(reads)) as runs:
             # At once, while the bytes are in the CPU's cache, and in short turns: hashing holds
             # the interpreter, and other threads wait to send their next read.
             for run in runs:
                 for read in run.ends:
                     verify(read, self._files.where)
 
-    def _runs(self, runs: list[Run]) -> Generator[Run, None, None]:
-        """Read the runs; each is given back in its turn, when its views are filled.
+    def _runs(self, reads: Sequence[Read]) -> Generator[Run, None, None]:
+        """Read them in runs; each is given back in its turn, when its views are filled.
 
         Closed early, it returns when nothing writes to any view any more.
         """
-        queue = self._queue() if self._suits(runs) else None
+        todo, queue = batches(reads, BATCH), self._queue() if self._suits(reads) else None
         if queue is None:
-            for run in runs:
+            for run in chain.from_iterable(todo):
                 self._read_run(run)
                 yield run
             return
-        for at in range(0, len(runs), DEPTH):
-            part = runs[at : at + DEPTH]
-            opened = {n: self._files.file(n) for n in {run.segment for run in part}}
-            with closing(queue.read(part, [opened[run.segment] for run in part])) as ended:
-                for i in ended:
-                    run = part[max(i, ~i)]
-                    if i < 0:
-                        self._read_run(run)
-                    yield run
+        with closing(queue.read(todo, self._files.file)) as ended:
+            for run, is_there in ended:
+                if not is_there:
+                    self._read_run(run)
+                yield run
 
-    def _suits(self, runs: list[Run]) -> bool:
+    def _suits(self, reads: Sequence[Read]) -> bool:
         """The kernel's queues are for several direct reads; the other engines take everything."""
-        return self.engine in ("aiofiles", "kvikio") or (len(runs) > 1 and self.direct)
+        several = len(reads) > 1 or any(len(read.dest) > RUN_BYTES for read in reads)
+        return self.engine in ("aiofiles", "kvikio") or (several and self.direct)
 
     def _queue(self) -> ReadQueue | None:
         """This thread's; None where there is none to be had."""

@@ -27,6 +27,7 @@ from tiers.queues import DEPTH, KernelQueue
 _SETUP, _ENTER = 425, 426  # the same on every architecture
 _SQ_RING, _CQ_RING, _SQES = 0, 0x8000000, 0x10000000
 _SINGLE_MMAP: Final = 1
+_SUBMIT_STABLE: Final = 4  # what a request points to is ours again once it is sent
 _GETEVENTS: Final = 1
 _READV: Final = 1
 _long, _pointer = ctypes.c_long, ctypes.c_void_p
@@ -51,6 +52,8 @@ class UringQueue(KernelQueue):
 
     def _map(self, params: np.ndarray[tuple[int, ...], np.dtype[np.uint32]]) -> None:
         n_sq, n_cq, features = int(params[0]), int(params[1]), int(params[5])
+        if not features & _SUBMIT_STABLE:
+            raise OSError(errno.ENOSYS, "io_uring of before Linux 5.5")
         sq = dict(zip(("front", "tail", "mask", "entries", "flags", "dropped", "array"),
                       params[10:17].tolist(), strict=True))  # fmt: skip
         cq = dict(zip(("front", "tail", "mask", "entries", "overflow", "cqes"),

@@ -31,7 +31,7 @@ from impress.spans.layout import K, V
 from impress.spans.rows import address_of, as_tensor, take_rows, unpack
 from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
-from tiers.coalesce import TURNS, slice_bytes, slices
+from tiers.coalesce import STREAM, TURNS, slice_bytes, slices
 from tiers.errors import HARMLESS, MediumError
 from tiers.iopool import Lane, Task, Ticket
 from tiers.slots import Buffer
@@ -202,8 +202,9 @@ class Load:
         self.reading.pool.submit(lane, tasks, after, partial(self.tickets.__setitem__, name))
 
     def _submit_home(self, by_part: list[tuple[Part, list[Read]]], n_bytes: int) -> None:
-        few = self.positions is not None and self.reading.ssd.sends_many
-        size = self._slice_bytes(n_bytes, self.reading.pool.n_threads, TURNS, few=few)
+        size = self._slice_bytes(n_bytes, self.reading.pool.n_threads, TURNS)
+        if self.positions is not None and self.reading.ssd.sends_many:
+            size = STREAM
         tasks = [
             partial(self._read, some, part.span)
             for part, reads in by_part
@@ -228,8 +229,8 @@ class Load:
         ]
         self._queue(cache.tier.name, self._lane, tasks)
 
-    def _slice_bytes(self, n_bytes: int, n_threads: int, turns: int = 1, few: bool = False) -> int:
-        few |= self.reading.pool.depth()[self._lane] > 0
+    def _slice_bytes(self, n_bytes: int, n_threads: int, turns: int = 1) -> int:
+        few = self.reading.pool.depth()[self._lane] > 0
         return slice_bytes(n_bytes, n_threads, turns=turns, few=few)
 
     def _shared_key(self) -> Hashable | None:
