@@ -330,6 +330,15 @@ def test_a_purge_that_is_interrupted_as_it_begins_refuses_no_later_store(
     assert put_prompt(store, prompt(128, 2), wait_s=60).wait(60)
 
 
+def test_a_purge_of_a_tree_that_an_interrupt_tore_ends(store: impress.PrefixStore) -> None:
+    """What had left the tree, and was still counted as in it, was looked for again without end."""
+    put_prompt(store, prompt(128, 2), wait_s=60).wait(60)
+    tree = store.catalog._tree
+    tree.remove(int(tree.leaves()[0]))  # behind which it came
+    with pytest.raises(impress.StoreFailed, match="the tree is torn: open the store again"):
+        store.purge()
+
+
 class InterruptedList(list[Any]):
     """A signal comes behind what is appended."""
 

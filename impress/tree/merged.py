@@ -19,7 +19,7 @@ from contextlib import suppress
 import numpy as np
 
 from impress.blockhash import chain
-from impress.errors import FormatError
+from impress.errors import FormatError, StoreFailed
 from impress.spans.format import SpanRecord, decode_index, extents_of, place_of, split_index
 from impress.tree.catalog import Catalog
 from impress.tree.eviction import Dead, Score
@@ -333,11 +333,13 @@ class MergedCatalog(Catalog):
 
     def purge(self, root: bytes) -> list[int]:
         """Take one's own spans under a root key out of the tree, held or not; they, and unplaced
-        ones."""
+        ones. Raises StoreFailed."""
         gone: list[int] = []
         # Again: a repack may have put a copy in the place of one between the two.
         while spans := {r.span_id for r in self.own_records() if r.root == root}:
-            gone += self.withdraw(spans)
+            if not (out := self.withdraw(spans)):  # what Ctrl-C cut off left spans without a node
+                raise StoreFailed("purge: the tree is torn: open the store again, then purge")
+            gone += out
         with self.lock:
             unplaced = {s for s in self._unplaced if place_of(self._kept[s])[1] == root}
             self._unplaced -= unplaced
