@@ -199,11 +199,7 @@ def upper_limit(n_over: int, n: int) -> float:
 
 
 def _at_most(k: int, n: int, p: float) -> float:
-    """P(X ≤ k) of X binomial(n, p), 0 ≤ p < 1."""
-    if p <= 0:
-        return 1.0
-    if p >= 1:
-        return 0.0
+    """P(X ≤ k) of X binomial(n, p), 0 < p < 1."""
     total, log_p, log_q = 0.0, math.log(p), math.log1p(-p)
     for i in range(k + 1):
         ways = math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1)
