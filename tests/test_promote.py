@@ -90,6 +90,7 @@ def test_selections_and_answers_are_the_same_from_every_tier(
     assert set(from_home) == {"ssd"} and set(from_dram) == {"dram"} and set(from_hbm) == {"hbm"}
     assert store.stats()["promotions_failed"] == 0
     assert in_tier(store) == 0  # one copy, in the tier above
+    assert store._copies.chunks[1].tier.usage().used == 0  # and nobody has it pinned
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
@@ -253,7 +254,7 @@ def test_by_last_use_only_the_chunks_that_hold_wanted_rows_are_used(open_store: 
     """All between the first and the last of them were: what was used last of all went."""
     store = open_store(GEOMETRY, eviction="lru", dram_bytes=budget(6), io_threads=1)
     put_prompt(store, prompt(N)).wait(60)
-    for chunks in ((0,), (1,), (2,), (0, 2), (5,)):
+    for chunks in ((0,), (1,), (2,), (1,), (0, 2), (5,)):
         ask(store, prompt(N), Named(chunks))
     (span,) = (record.span_id for record in store.catalog.records())
     (cache,) = store._copies.chunks
@@ -457,6 +458,8 @@ def test_a_cache_keeps_its_accounts_and_what_is_worth_most(eviction: str, done: 
             cache.unpin(pinned.pop(), drop=step.endswith("drop"))
         elif step == "judge":
             cache.judge(span, layer, here, None)
+            entries = cache._maps.get(span, np.full((LAYERS, WINDOWS), -1))[layer]
+            assert np.array_equal(cache._rank[entries[entries >= 0]], here[entries >= 0])
         elif step == "drop":
             cache.drop_windows(span, layer, windows)
         cache.check()
