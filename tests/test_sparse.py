@@ -124,11 +124,11 @@ def test_rows_brought_are_the_stored_rows_whatever_is_chosen(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("policy", POLICIES[:6], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [*POLICIES[:6], Pages(keep=0.2)], ids=lambda p: p.name)
 def test_selections_are_the_same_from_every_tier_after_restart_and_without_records(
     open_store: Open, shape: str, policy: Policy, tmp_path: Path
 ) -> None:
-    probes = ("heads3-v1", "int4-v1")
+    probes = ("heads3-v1", "int4-v1", "pages16-v1")
     store = open_store(SHAPES[shape], probes=probes)
     fill(store)
     tokens = prompt(N_TOKENS)
