@@ -496,25 +496,32 @@ def answers(store: impress.PrefixStore, tokens: np.ndarray) -> list[tuple[torch.
         return [layer for policy in POLICIES for layer in retrieve_all(lease, policy)[0]]
 
 
-def dead_head(store: impress.PrefixStore) -> tuple[np.ndarray, np.ndarray]:
+def dead_head(
+    store: impress.PrefixStore, worth: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Two stores of prompts that begin alike, at once: the second to commit adds its end."""
     tokens, other = prompt(256), np.concatenate([prompt(256)[:192], prompt(64, 3)])
     keys, values = kv_of(other, store.geometry)
     with store.writer(other) as late:
-        put_prompt(store, tokens).wait(60)
+        put_prompt(store, tokens, importance=worth).wait(60)
         for layer in range(store.geometry.n_layers):
-            late.put(layer, 0, keys[layer], values[layer])
+            given = None if worth is None else worth[layer]
+            late.put(layer, 0, keys[layer], values[layer], given)
     assert late.stored.wait(60)
     return tokens, other
 
 
 def test_a_dead_head_is_left_out_too(open_store: Open, geometry: impress.Geometry) -> None:
     store = open_store(geometry, window=WINDOW, dram_bytes=0)
-    tokens, other = dead_head(store)
+    worth = np.random.default_rng(0).random((geometry.n_layers, 256), dtype=np.float32)
+    tokens, other = dead_head(store, worth)  # packed
     (dead,) = store.catalog.dead()
     assert (dead.n_dead, dead.n_windows) == (12, 16)
+    before = answers(store, other)
     look(store, other)
     assert store.repack().spans[0].outcome == "rewritten"
+    for one, two in zip(before, answers(store, other), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     for asked in (tokens, other):
         assert_serves(store, asked, 256)
     sound(store)
