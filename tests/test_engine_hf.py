@@ -578,6 +578,23 @@ def test_rows_beyond_the_room_move_to_more_room():
     assert pool.used_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "said"),
+    [
+        ((1, 2, 3, 8), torch.float16, "computes float16 keys, its store holds float32"),
+        ((2, 2, 3, 8), torch.float32, "do not fit"),
+        ((1, 1, 3, 8), torch.float32, "do not fit"),
+        ((1, 2, 3, 1), torch.float32, "do not fit"),
+    ],
+)
+def test_keys_that_are_not_of_the_stores_kind_are_refused(shape, dtype, said):
+    """Copied into its rows they would be converted, or repeated, without a word."""
+    cache = RowsCache(impress.Geometry(1, 2, 2, 8, dtype="float32"), 1, 64, BufferPool(None))
+    new = torch.zeros(shape, dtype=dtype)
+    with pytest.raises(Unsupported, match=said):
+        cache.update(new, new, 0)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_memory_a_prefix_was_read_into_is_not_rented_again_before_its_reads_end(device):
     """Copies of a prefix are made from there, behind the request, when its rows have long moved:
