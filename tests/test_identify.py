@@ -306,6 +306,7 @@ def test_heads_that_disagree_load_the_layer_or_each_heads_own() -> None:
     for kv in range(3):
         want |= plain_top(list(columns[2 * kv] + columns[2 * kv + 1]), 10)
     assert union.fell_back and union.positions is not None
+    assert (union.reason, union.agreement) == ("disagree", whole.agreement)
     assert set(union.positions.tolist()) == want
     with pytest.raises(ImpressError, match="needs the layer's keys"):
         select(Paper(0.1, 0.0, fallback="heads"),
