@@ -334,12 +334,12 @@ class MergedCatalog(Catalog):
     def purge(self, root: bytes) -> list[int]:
         """Take one's own spans under a root key out of the tree, held or not; they, and unplaced
         ones. Raises StoreFailed."""
-        gone: list[int] = []
+        gone, before = list[int](), set[int]()
         # Again: a repack may have put a copy in the place of one between the two.
         while spans := {r.span_id for r in self.own_records() if r.root == root}:
-            if not (out := self.withdraw(spans)):  # what Ctrl-C cut off left spans without a node
+            if spans == before:  # what Ctrl-C cut off left spans without a node
                 raise StoreFailed("purge: the tree is torn: open the store again, then purge")
-            gone += out
+            gone, before = gone + self.withdraw(spans), spans
         with self.lock:
             unplaced = {s for s in self._unplaced if place_of(self._kept[s])[1] == root}
             self._unplaced -= unplaced
