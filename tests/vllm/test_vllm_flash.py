@@ -136,12 +136,16 @@ def test_attention_that_has_no_bridge_is_refused_with_the_setting_to_change() ->
         layouts_of({"model.0": None}, {"model.0": SimpleNamespace(attn_backend=backend)})
 
 
-def test_blocks_not_of_the_schedulers_size_are_refused_with_the_setting_to_change() -> None:
+def test_blocks_not_of_the_schedulers_size_are_refused_with_the_setting_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """vLLM may split a block for a kernel: rows went by the scheduler's block ids to blocks of
     other requests."""
     backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
     layers = {"model.0": SimpleNamespace(attn_backend=backend)}
     connector: Any = object.__new__(ImpressConnector)  # all of it that the check asks
+    group = "impress.engines.vllm.connector.get_kv_transfer_group"
+    monkeypatch.setattr(group, lambda: connector)
     connector.worker, connector._store = None, object()
     connector._served = SimpleNamespace(layer_names=("model.0",), block_size=256)
     connector._vllm_config = SimpleNamespace(
