@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from experiments import accuracy_lookup, accuracy_real
 from experiments.accuracy_figures import all_figures, draw_accuracy, draw_kl, show
@@ -22,13 +22,15 @@ from experiments.common import Row, Unable, console
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.tasks import FORMATS
 
+_SHOTS: Final = 10
+
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="NAME|DIR", help="a causal LM instead of the lookup models")
     add("--task", choices=sorted(FORMATS), help="what to ask it")
     add("--data", metavar="PATH|NAME", help="its rows: a folder, a file, or a data set's name")
-    add("--shots", type=int, default=10, metavar="N", help="in the shared prefix (default 10)")
+    add("--shots", type=int, metavar="N", help=f"in the shared prefix (default {_SHOTS})")
     add("--items", type=int, metavar="N", help="ask so many (default: all, 20 with --quick)")
     add(
         "--kept", type=_percents, default=KEPT, metavar="LIST",
@@ -49,11 +51,13 @@ def _percents(text: str) -> tuple[int, ...]:
 def _cells(options: Options) -> Sequence[Cell]:
     more = options.more
     if more.model is None:
-        if {more.task, more.data, more.items} != {None}:
-            raise Unable("--task, --data and --items go with --model")
+        if {more.task, more.data, more.items, more.shots} != {None}:
+            raise Unable("--task, --data, --shots and --items go with --model")
         return accuracy_lookup.cells(options, arms(more.kept))
     if more.task is None or more.data is None:
         raise Unable("--model needs --task and --data")
+    if more.shots is None:
+        more.shots = _SHOTS
     return accuracy_real.cells(options, arms(more.kept))
 
 

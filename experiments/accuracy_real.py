@@ -43,7 +43,10 @@ class Asking(NamedTuple):
 
 def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
     """Questions in runs of a few. Raises BadInput or Unable where data or model are not there."""
-    more = options.more
+    more, where = options.more, Path(options.more.model)
+    is_path = where.is_absolute() or more.model.startswith(".") or more.model.count("/") > 1
+    if is_path and not where.is_dir():
+        raise Unable(f"--model {more.model}: no such folder")
     n_items = more.items
     if n_items is None and options.quick:
         n_items = N_QUICK
@@ -60,7 +63,6 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
     def asking() -> Asking:
         return _opened(options, arms, queries, shared)
 
-    where = Path(more.model)
     params = {
         "group": where.name.replace(".", "_"), "task": more.task, "shots": more.shots,
         "items": len(queries), "arms": sorted(arms),

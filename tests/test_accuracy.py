@@ -184,9 +184,11 @@ def test_other_shares_are_other_cells(
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--task", "rte"], "--task, --data and --items go with --model"),
-        (["--items", "20"], "--task, --data and --items go with --model"),
+        (["--task", "rte"], "--task, --data, --shots and --items go with --model"),
+        (["--items", "20"], "--task, --data, --shots and --items go with --model"),
+        (["--shots", "5"], "--task, --data, --shots and --items go with --model"),
         (["--model", "somewhere"], "--model needs --task and --data"),
+        (["--model", "./gone", "--task", "rte", "--data", "x"], "--model ./gone: no such folder"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
