@@ -131,10 +131,9 @@ class KernelQueue(ReadQueue):
         sent: deque[Run] = deque()  # and not given back yet
         ended: dict[int, int] = {}  # index -> bytes or -errno
         n_given = n_under_way = bytes_under_way = 0
-        batch, n_written = self._next(todo, file_of, 0)
+        batch, n_written, n_bytes = self._next(todo, file_of, 0)
         try:
             while batch or sent:
-                n_bytes = sum(run.n_bytes for run in batch)
                 fits = n_under_way + len(batch) <= DEPTH
                 fits &= bytes_under_way + n_bytes <= MOST_UNDER_WAY
                 if batch and (fits or not n_under_way):
@@ -143,7 +142,7 @@ class KernelQueue(ReadQueue):
                     bytes_under_way += sum(run.n_bytes for run in batch[:n_taken])
                     ended.update((first + i, -1) for i in range(n_taken, len(batch)))
                     sent += batch
-                    batch, n_written = self._next(todo, file_of, first + len(batch))
+                    batch, n_written, n_bytes = self._next(todo, file_of, first + len(batch))
                 elif n_given in ended:
                     run = sent.popleft()
                     n_given += 1
@@ -159,12 +158,12 @@ class KernelQueue(ReadQueue):
 
     def _next(
         self, todo: Iterator[list[Run]], file_of: FileOf, first: int
-    ) -> tuple[list[Run], int]:
+    ) -> tuple[list[Run], int, int]:
         """Write the next batch's requests, numbered from `first`: (its runs, how many of these were
-        written: those that have room)."""
+        written: those that have room; bytes of all)."""
         runs = next(todo, [])
         if not runs:
-            return [], 0
+            return [], 0, 0
         fds = {number: file_of(number).fd for number in {run.segment for run in runs}}
         vectors: list[tuple[int, int]] = []
         rows = []
@@ -176,7 +175,7 @@ class KernelQueue(ReadQueue):
             vectors += [(_address(view), len(view)) for view in run.views]
         self._vectors[: len(vectors)] = vectors
         self._write(rows)
-        return runs, len(rows)
+        return runs, len(rows), sum(run.n_bytes for run in runs)
 
 
 def _address(view: Bytes) -> int:

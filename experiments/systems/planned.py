@@ -31,12 +31,18 @@ Choices = dict[tuple[Policy, int, int], list[Selection]]
 class Planned:
     """What `inner` chose for one request. `spend(layer)` waits as long as scoring would."""
 
-    name: str
-    probe: str | None
-    selections: Sequence[Selection]
     inner: Policy
+    selections: Sequence[Selection]
     spend: Callable[[int], None]
     needs_suffix_lse: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def probe(self) -> str | None:
+        return self.inner.probe
 
 
 @select.register

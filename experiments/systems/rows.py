@@ -120,7 +120,7 @@ class Rows:
     def read(self, name: str, chosen: Sequence[Positions]) -> Row:
         """One sparse request: bytes moved and selected, requests to the disk, seconds."""
         given = [Selection(p, math.nan, math.nan, False, "given") for p in chosen]
-        policy = Planned("given", None, given, KeepAll(), lambda _layer: None)
+        policy = Planned(KeepAll(), given, lambda _layer: None)
         wanted = sum(len(p) for p in chosen) * 2 * self.geometry.k_row_bytes
         row, layers = self._read(name, policy)
         self._last[name] = wanted, layers

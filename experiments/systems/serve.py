@@ -18,12 +18,13 @@ from typing import Any
 from experiments.systems.catalogue import System
 from experiments.systems.clock import Clock, Compute
 from experiments.systems.generate import N_NEW
-from experiments.systems.planned import Choices, Planned, reads_keys
+from experiments.systems.planned import Choices, Planned
 from experiments.systems.quantised import QuantisedStore
 from impress.engines.choice import Rates, Stored
-from impress.policy import Contiguous, Exact, Policy
+from impress.policy import Exact, Policy
 from impress.read.access import AccessReport
 from impress.read.session import Lease
+from impress.selection.identify import shares_rows
 from impress.selection.probes import codec_of
 from impress.spans.rows import as_tensor
 from impress.store import PrefixStore
@@ -195,15 +196,11 @@ class Server:
         if mode == "exact" or inner is None:
             return Exact()
         selections = self._choices[inner, asking.prefix, asking.request]
-        return Planned(
-            inner.name, inner.probe, selections, inner,
-            partial(self._score, inner, len(asking.tokens)),
-        )  # fmt: skip
+        return Planned(inner, selections, partial(self._score, inner, len(asking.tokens)))
 
     def _score(self, inner: Policy, n_tokens: int, layer: int) -> None:
-        if isinstance(inner, Contiguous) and not reads_keys(inner, layer):
-            return
-        self._clock.spend(score_seconds(self._compute, self._geometry, inner, n_tokens))
+        if not shares_rows(inner, layer):
+            self._clock.spend(score_seconds(self._compute, self._geometry, inner, n_tokens))
 
     def _outs_of(self, n_tokens: int) -> Outs:
         """Page-aligned memory for every layer, as an engine has it: used before, of the longest,

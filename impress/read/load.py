@@ -202,9 +202,10 @@ class Load:
         self.reading.pool.submit(lane, tasks, after, partial(self.tickets.__setitem__, name))
 
     def _submit_home(self, by_part: list[tuple[Part, list[Read]]], n_bytes: int) -> None:
-        size = self._slice_bytes(n_bytes, self.reading.pool.n_threads, TURNS)
         if self.positions is not None and self.reading.ssd.sends_many:
             size = STREAM
+        else:
+            size = self._slice_bytes(n_bytes, self.reading.pool.n_threads, TURNS)
         tasks = [
             partial(self._read, some, part.span)
             for part, reads in by_part

@@ -243,10 +243,12 @@ class Batches:
         each name keeps it, so that a purge by that name erases what of it is left in free space."""
         gone = set()
         for root in bare:
-            name = self.names.get(root)
-            if name and self._keeper.setdefault(name, root) not in self.names:
+            if not (name := self.names.get(root)):
+                continue
+            keeper = self._keeper.get(name, root)
+            if keeper == root or keeper not in self.names:
                 self._keeper[name] = root
-            if name and self._keeper[name] != root:
+            else:
                 gone.add(root)
         return gone
 
