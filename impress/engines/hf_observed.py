@@ -70,7 +70,7 @@ class Observed:
         n_asked, n = query.shape[1], keys.shape[1]
         future = torch.ones(n_asked, n, dtype=torch.bool, device=keys.device).triu_(n - n_asked + 1)
         total = torch.zeros(n, dtype=torch.float32, device=keys.device)
-        for scores, _ in key_scores(query, keys, scaling, len(query) // len(keys)):
+        for scores, *_ in key_scores(query, keys, scaling, len(query) // len(keys)):
             total += scores.masked_fill_(future, -math.inf).softmax(dim=-1).sum(dim=(0, 1))
         seen: npt.NDArray[np.float32] = (total / (len(query) * n_asked)).cpu().numpy()
         if not np.isfinite(seen).all():

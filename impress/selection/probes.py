@@ -176,14 +176,16 @@ class LowBit:
         scales = raw[:, : 2 * n_kv].view(module.float16).t().to(module.float32).contiguous()
         scales *= scaling
         rows = query.to(module.float32).reshape(n_kv, -1, geometry.head_dim)
-        errors = scales.square().mean(dim=-1) * ERROR_OF_BITS[self.bits]
+        squares = scales.square()
+        mean = squares.mean(dim=-1, keepdim=True)
         shape = (n_kv, geometry.n_heads // n_kv, query.shape[1])
-        noise = (rows.square().sum(dim=-1) * errors[:, None]).view(shape)
+        noise = (rows.square().sum(dim=-1) * mean * ERROR_OF_BITS[self.bits]).view(shape)
+        uneven = squares.div_(mean).sub_(1).clamp_(min=0)  # no scale is 0
         with scratch(raw.device) as take:
             multiply = code_product(rows, n, self.bits, geometry.dtype, take)
-            by_head = zip(codes.unbind(dim=1), scales.unbind(), noise.unbind(), strict=True)
-            for kv, (head, its_scales, its_noise) in enumerate(by_head):
-                yield Scored(multiply(kv, head, its_scales).view(*shape[1:], n), its_noise)
+            each = (codes.unbind(dim=1), scales.unbind(), noise.unbind(), uneven.unbind())
+            for kv, (head, its_scales, *its_noise) in enumerate(zip(*each, strict=True)):
+                yield Scored(multiply(kv, head, its_scales).view(*shape[1:], n), *its_noise)
 
 
 _CODECS: Final[dict[str, ProbeCodec]] = {

@@ -40,11 +40,14 @@ class Scored(NamedTuple):
     """Scores of some consecutive query heads: the taker's to overwrite, until it takes the next.
 
     `scores` float32 [heads, q, n], scaled; `noise` float32 [heads, q]: the variance of their error
-    (a sketch's), None where they are those of the stored keys.
+    (a sketch's), mean over tokens, None where they are those of the stored keys. `uneven` float32
+    [n]: by what share of that mean a token's own variance is more, 0 where it is less; None where
+    only the mean is known.
     """
 
     scores: torch.Tensor
     noise: torch.Tensor | None
+    uneven: torch.Tensor | None = None
 
 
 #: query [heads, q, head_dim] -> the scores of its heads, in order.
@@ -129,15 +132,16 @@ def column_sums(score: Scorer, query: torch.Tensor, suffix_lse: torch.Tensor) ->
     """Column sums float32 [heads, n] of the softmax over prefix and new tokens, on the host.
 
     query [heads, q, dim]; suffix_lse float32 [heads, q], −inf where there are no new tokens. Each
-    row's weights are raised by e^variance where the scores carry noise: see `_fold`.
+    row's weights are raised by e^variance where the scores carry noise: see `_fold`, `_raised`.
     """
     total: torch.Tensor | None = None
     for at in range(0, query.shape[1], MOST_ROWS):
         rows = slice(at, at + MOST_ROWS)
         parts, head = [], 0
-        for scores, noise in score(query[:, rows]):
+        for scores, noise, uneven in score(query[:, rows]):
             lse = suffix_lse[head : head + len(scores), rows].to(scores.device)
-            parts.append(_fold(scores, noise, lse))
+            sums = _fold(scores, noise, lse)
+            parts.append(sums if noise is None or uneven is None else _raised(sums, noise, uneven))
             head += len(scores)
         sums = torch_module().cat(parts)
         total = sums if total is None else total.add_(sums)
@@ -168,6 +172,18 @@ def _fold(
     return sums
 
 
+def _raised(sums: torch.Tensor, noise: torch.Tensor, uneven: torch.Tensor) -> torch.Tensor:
+    """Column sums [heads, n], which are overwritten, with those of tokens that a sketch knows less
+    well than the mean raised by what they are short of, for rows of the mean noise.
+
+    Of keys a tenth of which were three times as large, a choice by the mean alone missed .058 where
+    it said .048. Never lowered: where tokens differ little, this is the mean's estimate.
+    """
+    left = (MOST_NOISE - noise.amax(dim=-1)).clamp_(min=0)  # what `_fold` has not raised by
+    more = noise.mean(dim=-1)[:, None] * uneven
+    return sums.mul_(more.minimum(left[:, None]).exp_())
+
+
 def suffix_lse_of(
     query: torch.Tensor, new_keys: torch.Tensor, scaling: float, causal: bool = True
 ) -> torch.Tensor:
@@ -187,7 +203,9 @@ def suffix_lse_of(
         future = module.ones(rows.shape[1], seen, dtype=module.bool, device=query.device)
         future.triu_(seen - rows.shape[1] + 1)
         parts = []
-        for scores, _ in key_scores(rows, new_keys[:, :seen], scaling, len(query) // len(new_keys)):
+        for scores, *_ in key_scores(
+            rows, new_keys[:, :seen], scaling, len(query) // len(new_keys)
+        ):
             if causal:
                 scores.masked_fill_(future, -math.inf)
             parts.append(module.logsumexp(scores, dim=-1))
