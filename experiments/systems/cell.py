@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from experiments.common import Row
 from experiments.systems.catalogue import System
@@ -27,8 +28,10 @@ from experiments.systems.serve import Asking, Served, Server
 from experiments.systems.yardstick import Yardstick
 from impress.config import Config
 
-#: Hit rates are flat when two windows of warming differ by less than this.
+#: Hit rates are flat when two windows of warming differ by less than this from the two before.
 FLAT: Final = 0.02
+#: Windows compared, and the first, in which caches fill.
+LEAST_WINDOWS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +43,54 @@ class Load:
     knobs: Knobs = field(default_factory=Knobs)
     n_measured: int = 40
     n_warm: int = 48  # of a window; at most `most_windows` of them
-    most_windows: int = 4
+    most_windows: int = 8
     seed: int = 1
     in_a_row: int = 1  # requests of one system before what goes on behind them is waited for
 
 
-def order_of(load: Load, n_prefixes: int, n: int) -> list[tuple[int, int]]:
-    """(prefix, request on it) of n requests; no request is asked twice."""
+def popularity(load: Load, n_prefixes: int) -> npt.NDArray[np.float64]:
+    """Each prefix's share of the requests; which is the most popular is drawn."""
+    if load.zipf is None:
+        return np.full(n_prefixes, 1 / n_prefixes)
+    weight = np.arange(1, n_prefixes + 1, dtype=np.float64) ** -load.zipf
     rng = np.random.default_rng([load.seed, 5])
+    return rng.permutation(weight / weight.sum())
+
+
+def window_of(load: Load, n_prefixes: int) -> list[int]:
+    """The prefixes that a window of warming asks for, in order: each by its popularity, rounded.
+
+    The same in every window, by other requests: hit rates of two windows then differ by what the
+    caches hold and not by what was asked, which of 48 requests drawn anew is several hundredths.
+    """
+    wanted = popularity(load, n_prefixes) * load.n_warm
+    counts = np.floor(wanted).astype(np.int64)
+    short = np.argsort(counts - wanted, kind="stable")[: load.n_warm - counts.sum()]
+    counts[short] += 1
+    rng = np.random.default_rng([load.seed, 7])
+    order: list[int] = rng.permutation(np.repeat(np.arange(n_prefixes), counts)).tolist()
+    return order
+
+
+def drawn(load: Load, n_prefixes: int) -> list[int]:
+    """The prefixes of the requests that are measured, in order."""
+    rng = np.random.default_rng([load.seed, 8])
+    n = load.n_measured
     if load.zipf is None:
         rounds = [rng.permutation(n_prefixes) for _ in range(-(-n // n_prefixes))]
-        drawn = np.concatenate(rounds)[:n]
+        order: list[int] = np.concatenate(rounds or [[]])[:n].tolist()
     else:
-        weight = np.arange(1, n_prefixes + 1, dtype=np.float64) ** -load.zipf
-        drawn = rng.choice(rng.permutation(n_prefixes), n, p=weight / weight.sum())
+        order = rng.choice(n_prefixes, n, p=popularity(load, n_prefixes)).tolist()
+    return order
+
+
+def order_of(load: Load, n_prefixes: int) -> list[tuple[int, int]]:
+    """(prefix, request on it) of all windows of warming, then of what is measured; no request is
+    asked twice."""
+    prefixes = window_of(load, n_prefixes) * load.most_windows + drawn(load, n_prefixes)
     seen = [0] * n_prefixes
     asked = []
-    for prefix in drawn.tolist():
+    for prefix in prefixes:
         asked.append((prefix, seen[prefix]))
         seen[prefix] += 1
     return asked
@@ -94,13 +128,10 @@ class Bench:
         self.clock = Clock(1.0 if dilation is None else dilation)
         self.compute = Compute(data.shape, device)
         self._exits = ExitStack()
-        n = load.n_warm * load.most_windows + load.n_measured
-        self._asked = order_of(load, len(data.prefixes), n)
-        policies = list(
-            {s.policy: None for s in systems if s.policy is not None and s.policy.name != "exact"}
-        )
-        kinds = {s.data for s in systems}
-        self.choices: Choices = data.prepare(kinds, policies, self._asked, load.knobs)
+        self._asked = order_of(load, len(data.prefixes))
+        self.choices: Choices = {}
+        least = load.n_warm * min(LEAST_WINDOWS, load.most_windows)
+        self._prepare([*self._asked[:least], *self._measured])
         self.servers = [self._server(system) for system in self.systems]
         self._yardstick: Yardstick | None = None
         if dilation is None and data.kinds:
@@ -108,6 +139,21 @@ class Bench:
             self._exits.callback(self._yardstick.close)
         self.n_warmed = 0
         self.flat = False  # hit rates, when warming ended: it ends at most_windows too
+
+    @property
+    def _measured(self) -> list[tuple[int, int]]:
+        return self._asked[self.load.n_warm * self.load.most_windows :]
+
+    def _prepare(self, asked: Sequence[tuple[int, int]]) -> None:
+        """Write the data, where it is not there yet, and make the choices of these requests."""
+        policies = list(
+            {
+                s.policy: None
+                for s in self.systems if s.policy is not None and s.policy.name != "exact"
+            }
+        )  # fmt: skip
+        kinds = {s.data for s in self.systems}
+        self.choices = self.data.prepare(kinds, policies, asked, self.load.knobs)
 
     def _server(self, system: System) -> Server:
         store = None
@@ -124,19 +170,16 @@ class Bench:
     def warm(self) -> None:
         """Serve windows of requests until hit rates are flat; compute passes at once."""
         dilation = self.clock.dilation
-        before: dict[str, float] = {}
+        rates: dict[str, list[float]] = {server.system.name: [] for server in self.servers}
         for window in range(self.load.most_windows):
             first = window * self.load.n_warm
             part = self._asked[first : first + self.load.n_warm]
-            rates = {
-                server.system.name: hit_rate(self._warmed(server, part, dilation))
-                for server in self.servers
-            }
+            if window >= LEAST_WINDOWS:
+                self._prepare(part)
+            for server in self.servers:
+                rates[server.system.name].append(hit_rate(self._warmed(server, part, dilation)))
             self.n_warmed += len(part)
-            self.flat = bool(before) and all(
-                abs(rates[name] - before[name]) < FLAT for name in rates
-            )
-            before = rates
+            self.flat = window + 1 >= LEAST_WINDOWS and all(map(are_flat, rates.values()))
             if self.flat:
                 break
         self.clock.dilation = dilation
@@ -159,7 +202,7 @@ class Bench:
         for server in self.servers:
             server.choose_modes(self.data.prefixes[0].n_tokens)  # where it was not warmed
         rng = np.random.default_rng([self.load.seed, 6])
-        asked = self._asked[self.n_warmed : self.n_warmed + self.load.n_measured]
+        asked = self._measured
         for first in range(0, len(asked), self.load.in_a_row):
             some = asked[first : first + self.load.in_a_row]
             self._measure_disk()
@@ -187,6 +230,13 @@ class Bench:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def are_flat(rates: Sequence[float]) -> bool:
+    """Whether windows' hit rates have stopped moving. Two together: what importance caches goes to
+    and fro by several hundredths from one window to the next, for good."""
+    one, two, three, four = rates[-4:]
+    return abs((three + four) - (one + two)) / 2 < FLAT
 
 
 def hit_rate(served: Sequence[Served], tier: str = "") -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 from experiments.systems.generate import Knobs, Prefix
@@ -75,7 +75,7 @@ def choose(
     codecs = {p.probe: codec_of(p.probe) for p in all_policies if p.probe}
     for layer in range(geometry.n_layers):
         keys = prefix.keys(layer)[:, :n_tokens]
-        given = partial(_given, prefix, layer, keys, knobs)
+        given = cache(partial(_given, prefix, layer, keys, knobs))  # no request changes it
         records = {name: codec.encode(keys, geometry) for name, codec in codecs.items()}
         for request in wanted:
             query = prefix.query(request, layer, knobs)

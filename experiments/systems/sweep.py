@@ -13,7 +13,7 @@ import torch
 from experiments.common import Row
 from experiments.harness import Cell, Figures, Options
 from experiments.systems.catalogue import System, chosen
-from experiments.systems.cell import Bench, Load, summary
+from experiments.systems.cell import LEAST_WINDOWS, Bench, Load, summary
 from experiments.systems.generate import Knobs
 from experiments.systems.shapes import SHAPES, Shape
 from experiments.systems.sizes import LAYERS, Verdict, data_of, dilation, n_prefixes, stretch
@@ -40,7 +40,7 @@ class Plan:
     verdict: Verdict
     names: tuple[str, ...] | None = None  # None: every system
     n_warm: int = 48
-    most_windows: int = 4
+    most_windows: int = 8
 
 
 def check_cell(verdict: Verdict) -> Cell:
@@ -74,7 +74,8 @@ def estimate(
     `times` as long."""
     kinds = {system.data for system in systems} - {""}
     layers = n_layers * max(shape.row_bytes / SHAPES[BASE["shape"]].row_bytes, 0.4)
-    n_warmed, on_the_clock = load.n_warm * load.most_windows, _REQUEST_S + layers * _LAYER_S * times
+    n_warmed = load.n_warm * min(load.most_windows, LEAST_WINDOWS + 1)  # most are flat by then
+    on_the_clock = _REQUEST_S + layers * _LAYER_S * times
     each = n_warmed * layers * _WARM_S + load.n_measured * on_the_clock
     modes = sum(system.auto for system in systems) * n_warmed * on_the_clock
     return n_prefixes * len(kinds) * layers * _PREFIX_S + len(systems) * each + modes
