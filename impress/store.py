@@ -314,6 +314,7 @@ class PrefixStore:
 
     def drop_caches(self) -> None:
         """Empty the DRAM tier and the cached tables; home keeps everything."""
+        self._usable("drop_caches", closed=True)
         self._copies.clear()
         self._tables.clear()
 
@@ -350,9 +351,9 @@ class PrefixStore:
 
     def stats(self) -> dict[str, Any]:
         """Counters since open, occupancy now. Plain numbers, ready for JSON."""
-        n_stuck = self._pool.n_stuck(self.config.read_timeout_s)
-        ages = self._leases.ages()
-        return standing(self._home, self._copies, self._tables, self.counters, ages, n_stuck)
+        home, stuck = self._usable("stats", closed=True), self._pool.n_stuck
+        n_stuck, ages = stuck(self.config.read_timeout_s), self._leases.ages()
+        return standing(home, self._copies, self._tables, self.counters, ages, n_stuck)
 
     def placement(self) -> list[Placed]:
         """Of every span: how many of its chunks each tier holds, and what they are worth."""
@@ -368,25 +369,24 @@ class PrefixStore:
         return self._usable("saved_ledgers").saved_ledgers()
 
     def check(self) -> None:
-        """Assert every invariant of tree, spans, caches and space.
-
-        When nothing is being stored or evicted (after `flush`, no writer open).
-        """
+        """Assert every invariant of tree, spans, caches and space, while nothing is being stored
+        or evicted (after `flush`, no writer open)."""
+        home = self._usable("check", closed=True)
         self._copies.check()
         self._tables.check()
-        self._home.check([draft for writer in self._writers for draft in writer.drafts()])
+        home.check([draft for writer in self._writers for draft in writer.drafts()])
 
-    def _usable(self, what: str) -> Home:
-        """For what needs index and committer. Raises ImpressError."""
-        if self._closed or os.getpid() != self._pid:
-            raise ImpressError(f"{what}: {'the store is closed' if self._closed else FORKED}")
+    def _usable(self, what: str, *, closed: bool = False) -> Home:
+        """Home; `closed`: of a closed store too. Raises ImpressError, in a child before a lock."""
+        forked = os.getpid() != self._pid
+        if forked or (self._closed and not closed):
+            raise ImpressError(f"{what}: {FORKED if forked else 'the store is closed'}")
         return self._home
 
     def _names_of(
         self, token_ids: Any, extra: Mapping[int, bytes] | None, tenant: str
     ) -> tuple[bytes, bytes, Any]:
-        if os.getpid() != self._pid:  # its threads and its index did not come along
-            raise ImpressError(f"store: {FORKED}")
+        self._usable("store", closed=True)
         tokens = as_tokens(token_ids)
         labels = labels_of(tokens, self.window, extra)
         root = root_key(self.namespace, self.geometry, self.window, tenant, self._secret)

@@ -299,16 +299,20 @@ def test_a_forked_child_is_refused_in_one_line(
     assert_serves(store, prompt(128), 128)
 
 
-@pytest.mark.parametrize("call", ["flush", "evict", "purge", "follow"])
+@pytest.mark.parametrize(
+    "call", ["flush", "evict", "purge", "follow", "stats", "check", "drop_caches"]
+)
 def test_what_waits_for_a_thread_is_refused_in_a_child_at_once(
     open_store: Open, geometry: impress.Geometry, call: str
 ) -> None:
-    """It waited for one that had stayed behind: 150 seconds; `follow` for its lock, for ever."""
+    """It waited for one that had stayed behind: 150 seconds; `follow` for its lock, for ever.
+    What looks into the store or its caches waited for a lock taken at the fork, if one was."""
     store = open_store(geometry)
     put_prompt(store, prompt(128))
     store.flush()
     calls = {"flush": store.flush, "evict": lambda: store.evict(1), "purge": store.purge,
-             "follow": store.follow}  # fmt: skip
+             "follow": store.follow, "stats": store.stats, "check": store.check,
+             "drop_caches": store.drop_caches}  # fmt: skip
     assert "opened before a fork" in said_by_a_child(calls[call])
     store.check()
     assert_serves(store, prompt(128), 128)
