@@ -592,3 +592,14 @@ def test_run_without_torch_says_what_to_install(tmp_path):
     """
     done = ended([sys.executable, "-c", code])
     assert_refused(done, "pip install '.[hf]' in impress's clone")
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_importing_the_engine_without_its_packages_says_what_to_install(missing):
+    """The README begins with this import, and all it said was that there is no such module."""
+    code = f"import sys; sys.modules[{missing!r}] = None; import impress.engines.hf"
+    done = ended([sys.executable, "-c", code])
+    assert done.stderr.splitlines()[-1] == (
+        f"ModuleNotFoundError: impress.engines.hf needs {missing}: "
+        "pip install '.[hf]' in impress's clone"
+    )

@@ -20,8 +20,12 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-import torch
-from transformers import LogitsProcessorList
+try:
+    import torch
+    from transformers import LogitsProcessorList
+except ModuleNotFoundError as gone:
+    what = f"impress.engines.hf needs {gone.name}: pip install '.[hf]' in impress's clone"
+    raise ModuleNotFoundError(what, name=gone.name) from None
 
 from impress.blockhash import namespace_digest
 from impress.config import Config
@@ -30,13 +34,7 @@ from impress.engines.buffers import VirtualBuffers, buffers_of
 from impress.engines.choice import Choice
 from impress.engines.hf_audit import Auditor, Shared, Watch, turn_of, watch_of
 from impress.engines.hf_cache import RowsCache, rent
-from impress.engines.hf_chosen import (
-    ChosenCache,
-    attending,
-    check_choosing,
-    check_policy,
-    chooses,
-)
+from impress.engines.hf_chosen import ChosenCache, attending, check_choosing, check_policy, chooses
 from impress.engines.hf_mode import EXACT, Modes
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_observed import OBSERVED_ROWS, Observed, observing
