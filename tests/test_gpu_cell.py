@@ -17,6 +17,7 @@ from experiments.systems.data import Data
 from experiments.systems.generate import Knobs
 
 RECIPE = Path(gpu_cell.__file__).with_name("gpu_recipe.md").read_text()
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 
 
 @pytest.fixture
@@ -31,6 +32,13 @@ def test_the_recipe_has_a_command_for_every_system(seconds: dict[str, float]) ->
     """It named three systems for a kind of data, and that command took five: 19 minutes."""
     assert set(re.findall(r"--cells (\w+)", RECIPE)) == seconds.keys()
     assert max(seconds.values()) < 8 * 60
+
+
+def test_the_recipe_names_the_versions_it_is_held_to() -> None:
+    """It named none, and what it shows on another torch is not what the tests have shown."""
+    for package in ("torch", "transformers"):
+        (wanted,) = re.findall(rf"^{package}>=.*$", CONSTRAINTS.read_text(), re.M)
+        assert wanted in RECIPE
 
 
 def test_every_system_fits_the_memory_that_the_recipe_names(
