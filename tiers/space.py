@@ -53,31 +53,37 @@ class Space:
         for segment in sorted(self._free):
             for off, length in self._free[segment]:
                 if length >= n_bytes:
-                    extent = Extent(segment, off, n_bytes)
-                    self.claim([extent])
-                    return (extent,)
+                    whole = (Extent(segment, off, n_bytes),)
+                    self.claim(whole)
+                    return whole
         if self.missing(n_bytes, least):
             return None
-        parts: list[Extent] = []
+        found: list[Extent] = []
         for segment in sorted(self._free):
             for off, length in self._free[segment]:
                 if length >= least and n_bytes:
-                    parts.append(Extent(segment, off, min(length, n_bytes)))
-                    n_bytes -= parts[-1].length
+                    found.append(Extent(segment, off, min(length, n_bytes)))
+                    n_bytes -= found[-1].length
+        parts = tuple(found)
         self.claim(parts)
-        return tuple(parts)
+        return parts
 
     def claim(self, extents: Iterable[Extent]) -> None:
-        """Mark extents as used. Raises ValueError when one is not wholly free."""
+        """Mark extents as used. Raises ValueError when one is not wholly free; whatever is raised,
+        Ctrl-C too, none is marked then."""
+        changed: dict[int, list[tuple[int, int]]] = {}
+        n_bytes = 0
         for segment, off, length in extents:
-            free = self._free.get(segment, [])
+            free = changed.setdefault(segment, self._free.get(segment, [])[:])
             at = bisect.bisect_right(free, (off, 1 << 62)) - 1
             if at < 0 or free[at][0] + free[at][1] < off + length or length <= 0:
                 raise ValueError(f"segment {segment} bytes {off}+{length} are not free")
             start, size = free[at]
             rest = [(start, off - start), (off + length, start + size - off - length)]
             free[at : at + 1] = [piece for piece in rest if piece[1]]
-            self.free_bytes -= length
+            n_bytes += length
+        # No signal comes between: that is looked for behind calls.
+        self._free, self.free_bytes = self._free | changed, self.free_bytes - n_bytes
 
     def claim_all(self, extents: Iterable[Extent]) -> None:
         """Claim many extents of wholly free segments at once, in any order: one sort, one pass.

@@ -114,18 +114,22 @@ class SsdTier:
 
     def reserve(self, n_bytes: int, least: int = LEAST_PART) -> Slot | None:
         """`least`: bytes of a part; below LEAST_PART only where there is no room for a segment."""
-        n_bytes, large = round_up(n_bytes), max(least, LEAST_PART)
-        parts = self._take(n_bytes, large)
-        if parts is None and min(n_bytes, large) <= self._segment_bytes:  # else none holds it
-            with self._growing:  # who waited for another's segment may find room in it
-                while (parts := self._take(n_bytes, large)) is None and self._grow():
-                    pass
-        parts = parts or self._take(n_bytes, least)
-        return None if parts is None else Slot(parts)
+        n_bytes, large, taken = round_up(n_bytes), max(least, LEAST_PART), list[Extent]()
+        try:
+            self._take(n_bytes, large, taken)
+            if not taken and min(n_bytes, large) <= self._segment_bytes:  # else none holds it
+                with self._growing:  # who waited for another's segment may find room in it
+                    while not self._take(n_bytes, large, taken) and self._grow():
+                        pass
+            return Slot(tuple(taken)) if taken or self._take(n_bytes, least, taken) else None
+        except BaseException:  # Ctrl-C: nobody else knows of this space
+            self.free(Slot(tuple(taken)))
+            raise
 
-    def _take(self, n_bytes: int, least: int) -> tuple[Extent, ...] | None:
+    def _take(self, n_bytes: int, least: int, taken: list[Extent]) -> list[Extent]:
         with self._lock:
-            return self._space.take(n_bytes, least)
+            taken += self._space.take(n_bytes, least) or ()  # no signal comes between
+        return taken
 
     def missing(self, n_bytes: int, least: int) -> int:
         """Bytes that have to go before so many find room in such parts."""
@@ -270,8 +274,7 @@ class SsdTier:
         with self._lock:
             self._space.check()
             for segment, n_bytes in self._space.sizes.items():
-                size = self._files.path(segment).stat().st_size
-                assert size == n_bytes, f"segment {segment} resized"
+                assert self._files.path(segment).stat().st_size == n_bytes, f"{segment}: resized"
 
     def trim(self) -> int:
         """Delete segments that hold nothing; the bytes given back to the file system."""
@@ -337,9 +340,8 @@ class SsdTier:
 
     def _write_at(self, segment: int, off: int, data: Bytes) -> None:
         data = data if data.ctypes.data % PAGE == 0 or not self.direct else copied(data)
-        done = 0
         try:
-            fd = self._files.fd(segment)
+            fd, done = self._files.fd(segment), 0
             while done < len(data):
                 done += os.pwrite(fd, data[done:], off + done)
         except OSError as err:

@@ -72,15 +72,23 @@ class ChunkCache:
         self._tick = 0
         self.evictions = 0
 
-    def pin(self, span: int, layer: int, first: int, count: int, used: Mask | None = None) -> Ids:
+    def pin(
+        self, span: int, layer: int, first: int, count: int, used: Mask | None = None,
+        noted: list[Ids] | None = None,
+    ) -> Ids:  # fmt: skip
         """Entries of windows [first, first + count), _ABSENT (-1) where there is no copy.
 
         Those found are pinned until `unpin`; those of `used` [count] (None: all) count as used.
+        `noted`: what is returned is added as it is pinned, so that Ctrl-C leaves none that nobody
+        knows of.
         """
         with self._lock:
             table = self._maps.get(span)
             if table is None:
-                return np.full(count, _ABSENT, dtype=np.int64)
+                found = np.full(count, _ABSENT, dtype=np.int64)
+                if noted is not None:
+                    noted += [found]
+                return found
             found = table[layer, first : first + count].copy()
             there = found[found >= 0]
             found[found >= 0] = np.where(self._ready[there], there, _ABSENT)
@@ -88,20 +96,27 @@ class ChunkCache:
             self._tick += 1
             self._used[there if used is None else found[used & (found >= 0)]] = self._tick
             self._pins[there] += 1
+            if noted is not None:  # no signal comes between: that is looked for behind calls
+                noted += [found]
             self._heap.discard(there)
             return found
 
-    def unpin(self, entries: Ids, *, drop: bool = False) -> None:
-        """`drop`: they are elsewhere, too; the last reader frees them."""
+    def unpin(self, entries: Ids, which: Mask | None = None, *, drop: bool = False) -> None:
+        """All of these, or `which` of them, which become _ABSENT: what an exception cut off, the
+        next call with the same array does. `drop`: they are elsewhere, too; the last reader frees
+        them."""
         with self._lock:
-            entries = entries[entries >= 0]
+            mine = entries >= 0 if which is None else which & (entries >= 0)
+            ids = entries[mine]
             if drop:
-                self._forget(entries[self._owner[entries, 0] >= 0])
-            self._pins[entries] -= 1
-            # Dropped while it was read: its last reader frees it.
-            idle = entries[self._pins[entries] == 0]
-            self._free(idle[self._owner[idle, 0] < 0])
+                self._forget(ids[self._owner[ids, 0] >= 0])
+            idle = ids[self._pins[ids] == 1]
             self._file(idle[self._owner[idle, 0] >= 0])
+            # Dropped while it was read: its last reader frees it.
+            dropped = idle[self._owner[idle, 0] < 0]
+            self._pins[ids] -= 1
+            entries[mine] = _ABSENT  # no signal comes between
+            self._free(dropped)
 
     def slot(self, entry: int) -> Slot:
         """Where an entry's bytes are."""
@@ -288,11 +303,12 @@ class ChunkCache:
         for span in np.unique(self._owner[entries, 0]).tolist():
             mine = entries[self._owner[entries, 0] == span]
             table = self._maps[span]
+            was_last = int((table >= 0).sum()) == len(mine)
+            self._heap.discard(mine)
             table[self._owner[mine, 1], self._owner[mine, 2]] = _ABSENT
-            if not (table >= 0).any():
+            if was_last:
                 del self._maps[span]
-        self._owner[entries] = _ABSENT
-        self._heap.discard(entries)
+            self._owner[mine] = _ABSENT  # no signal came between
 
     def _free(self, entries: Ids) -> None:
         self._heap.discard(entries)
@@ -316,13 +332,12 @@ def only_fastest(caches: Sequence[ChunkCache], entries: Sequence[Sequence[Ids]])
     """A chunk being copied up may be in two caches for a moment, or for long where two requests
     that overlapped had it copied to both: give the slower one's pin back, and drop it.
 
-    `entries[cache][part]`: pinned, fastest cache first; those given back become -1.
+    `entries[cache][part]`: as pinned, fastest cache first; those given back become -1.
     """
     for of_part in zip(*entries, strict=True):
         found = of_part[0] >= 0
         for cache, ids in zip(caches[1:], of_part[1:], strict=True):
             twice = found & (ids >= 0)
             if twice.any():
-                cache.unpin(ids[twice], drop=True)
-                ids[twice] = _ABSENT
+                cache.unpin(ids, twice, drop=True)
             found |= ids >= 0

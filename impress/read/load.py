@@ -87,18 +87,16 @@ class Load:
         self.map_spent = Spent()  # finding where the rows lie
         with self.map_spent:
             self.parts = parts_of(sources, layer, positions)
-        self.entries: list[list[Ids]] = [[] for _ in caches]
-        self._pinned: list[tuple[ChunkCache, Ids]] = []
+        self.entries: list[list[Ids]] = []  # by cache, of each part's chunks
+        self._pinned: list[list[Ids]] = [[] for _ in caches]  # the same, -1 once they are not
         self._over = False
         self.flight: Flight | None = None  # others may copy what it brings
         self.tickets = {} if tickets is None else tickets
         try:
             for part in self.parts if caches else ():
                 used = None if part.ordinals is None else used_chunks(part)
-                for cache, entries in zip(caches, self.entries, strict=True):
-                    entries.append(cache.pin(part.span, layer, part.first, part.count, used))
-                    if (entries[-1] >= 0).any():
-                        self._pinned.append((cache, entries[-1]))
+                for cache, noted in zip(caches, self._pinned, strict=True):
+                    cache.pin(part.span, layer, part.first, part.count, used, noted)
             self._begin()
         except BaseException:  # no memory to read into, say
             self.abandon()
@@ -108,7 +106,8 @@ class Load:
         """Find where everything lies, and ask for it."""
         ahead = self._ahead
         if len(self.caches) > 1:
-            only_fastest(self.caches, self.entries)
+            only_fastest(self.caches, self._pinned)
+        self.entries = [[ids.copy() for ids in of_cache] for of_cache in self._pinned]
         with self.map_spent:
             self._direct = self._divided()
             gathers = self._map(self.parts if self._direct is None else self._direct.left)
@@ -133,7 +132,8 @@ class Load:
 
     def _divided(self) -> Direct | None:
         """Rows that lie scattered by who has them, where a row is a piece; None: all go one way."""
-        if self._ahead is not None or not self._pinned:
+        pinned = any((ids >= 0).any() for of_cache in self.entries for ids in of_cache)
+        if self._ahead is not None or not pinned:
             return None
         if any(part.ordinals is None for part in self.parts):
             return None
@@ -384,9 +384,9 @@ class Load:
 
     def _unpin(self) -> None:
         """The copies have been copied out."""
-        while self._pinned:
-            cache, ids = self._pinned.pop()
-            cache.unpin(ids)
+        for cache, of_cache in zip(self.caches, self._pinned, strict=True):
+            for ids in of_cache:
+                cache.unpin(ids)
 
     def give_back(self) -> None:
         """Nobody looks at the pieces, and at tensors of all rows, any more."""
