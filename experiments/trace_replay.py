@@ -77,7 +77,8 @@ class Replay:
         self.tally.asked += n_blocks
         if n_found < n_blocks:
             self._store(labels, n_found, n_blocks)
-        self._reclaim(self._catalog.release(held))
+        self._catalog.release(held)
+        self._reclaim(self._catalog.unheld())
         self._history.request(_note(source) for source in sources)
         for source in sources:
             judge(self._reading, source, 0, _chunks(source))
@@ -161,9 +162,9 @@ class Replay:
         """What the repacker does later, at once: spans more than half dead, as their live part."""
         for dead in self._catalog.dead():
             if 2 * dead.n_dead > dead.n_windows:
-                held = self._catalog.hold_span(dead.span)
-                assert held is not None
-                (whole, views), old = held, dead.span
+                held, old = list[Held](), dead.span
+                views = self._catalog.hold_span(old, held)
+                whole = held[0]
                 skip = min(view.first for view in views)
                 count = max(view.first + view.n_windows for view in views) - skip
                 new = self._record(whole.record.first_window + skip, count, b"")
@@ -171,7 +172,8 @@ class Replay:
                 self._history.carry(old, new.span_id, skip, count)
                 self._catalog.replace(old, new)
                 self._reclaim(self._catalog.deleted([old]))
-                self._reclaim(self._catalog.release([whole]))
+                self._catalog.release(held)
+                self._reclaim(self._catalog.unheld())
 
     def _reclaim(self, records: Sequence[SpanRecord]) -> None:
         for record in records:

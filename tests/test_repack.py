@@ -30,6 +30,7 @@ from impress.repacking.span_copy import SpanPart
 from impress.spans.layout import PlaneLayout
 from impress.spans.order import RowOrder
 from impress.spans.tables import read_header
+from impress.tree.catalog import Held
 from impress.upkeep.verify import verify_store
 from impress.usage.history import Note
 from impress.usage.remembered import decode
@@ -519,12 +520,14 @@ def test_what_is_dead_between_two_windows_that_live_is_no_reason_to_copy_the_res
     store = open_store(geometry, window=WINDOW)
     put_prompt(store, prompt(256)).wait(60)
     (record,) = store.catalog.records()
-    (held, _), header = store.catalog.hold_span(record.span_id), read_header(store.ssd, record)
+    pinned, header = list[Held](), read_header(store.ssd, record)
+    assert store.catalog.hold_span(record.span_id, pinned)
+    (held,) = pinned
     examine = store._repacker._examine
     assert examine(held, header, [(0, 2), (14, 2)], rewrite=True) is None
     rewritten = examine(held, header, [(3, 2), (6, 1)], rewrite=True)
     assert rewritten is not None and (rewritten.part.first, rewritten.part.count) == (3, 4)
-    store._home.release([held])
+    store._home.release(pinned)
 
 
 def in_holes(store: impress.PrefixStore) -> tuple[np.ndarray, int]:

@@ -104,10 +104,11 @@ class Repacker:
         busy: Callable[[], bool],
     ) -> None:  # fmt: skip
         """`busy`: whether requests are being served, whose turn comes first."""
-        self._home = home
+        assert home.committer is not None, "what is only read is not repacked"
+        self._home, self._committer = home, home.committer
         self._config = config
         self._counters = counters
-        self._stop = threading.Event()
+        self._stop = Signal()
         pace = Pace(config.repack_bytes_per_s, monotonic, self._stop.wait)
         self._copier = Copier(home.ssd, pool, pace, partial(self._stand_back, busy))
         self._pass = threading.Lock()  # held for a whole pass; only passes take it
@@ -179,14 +180,14 @@ class Repacker:
         for span in [*dead, *(span for span in spans if span not in dead)]:
             if self._stop.is_set():
                 break
-            found = self._home.catalog.hold_span(span)
-            if found is None:
-                continue
-            held, views = found
+            pinned: list[Held] = []
             try:
+                views = self._home.catalog.hold_span(span, pinned)
+                if not views:
+                    continue
+                header = self._copier.header(pinned[0].record)
                 runs = [(view.first, view.n_windows) for view in views]
-                header = self._copier.header(held.record)
-                move = self._examine(held, header, runs, rewrite=span in dead)
+                move = self._examine(pinned[0], header, runs, rewrite=span in dead)
                 if move is not None:
                     outcome = self._deal_with(move, so_far)
                     report.spans.append(move.report(outcome))
@@ -194,11 +195,14 @@ class Repacker:
             except ReadFailed as err:
                 if not err.harmless and not dry_run:
                     self._home.leaving.quarantine(span)
-                report.spans.append(unread(held.record, err))
+                report.spans.append(unread(pinned[0].record, err))
             except Stopped:
                 break
             finally:
-                self._home.reclaim(self._home.catalog.release([held]))
+                self._home.release(pinned)
+            if span in self._moved:
+                with suppress(StoreFailed):  # its space is given back by then; or it is closed
+                    self._committer.barrier(COMMIT_TIMEOUT_S)
         return report
 
     def _examine(
@@ -325,9 +329,8 @@ class Repacker:
         def alive() -> bool:
             return self._home.catalog.heat_of(move.held.record.span_id) is not None
 
-        assert self._home.committer is not None
         try:
-            self._home.committer.intend(draft, COMMIT_TIMEOUT_S)
+            self._committer.intend(draft, COMMIT_TIMEOUT_S)
             sums = self._copier.copy(move.part, Slot(draft.parts), alive)
             header = move.part.header_of(draft, sums)
         except (StoreFailed, MediumError) as err:
@@ -349,7 +352,6 @@ class Repacker:
 
     def _commit(self, move: _Move, header: SpanHeader) -> Swapped:
         """Hand the copy to the committer, which owns it from here on."""
-        assert self._home.committer is not None
         ended, outcomes = Signal(), [Swapped.LATE]
 
         def done(outcome: Swapped) -> None:
@@ -359,11 +361,16 @@ class Repacker:
 
         old, skip = move.held.record.span_id, move.part.first
         job = SwapJob(old, header, self._home.leaving.spoil, done, skip, self._sync_failures)
+        jobs = iter((job,))
         try:
-            self._home.committer.swap(job)
+            self._committer.queue(jobs)
         except StoreFailed:  # closed
             self._give_back(header.record)
             raise Stopped from None
+        except BaseException:  # Ctrl-C: nobody has the copy, where it is not queued
+            if next(jobs, None) is not None:
+                self._give_back(header.record)
+            raise
         ended.wait(COMMIT_TIMEOUT_S)
         return outcomes[-1]
 

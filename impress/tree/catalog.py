@@ -69,17 +69,16 @@ class Catalog:
                         held[-1] = replace(held[-1], count=held[-1].count + view.n_windows)
                         continue
                     one = Held(self._record(view.span), view.first, view.n_windows)
-                    pins = self._pins.get(view.span, 0)
-                    self._pins[view.span] = pins + 1
+                    self._pins[view.span] = self._pins.get(view.span, 0) + 1
                     held += [one]  # no signal comes between: that is looked for behind calls
             return held
         except BaseException:
             self.release(held)
             raise
 
-    def release(self, held: list[Held], keep: int = 0) -> list[SpanRecord]:
-        """Unpin all but the first `keep`, which stay in the list; the spans whose space may now be
-        reclaimed. What an exception cut off, the next call with this list does."""
+    def release(self, held: list[Held], keep: int = 0) -> bool:
+        """Unpin all but the first `keep`, which stay in the list; whether space may be reclaimed
+        now. What an exception cut off, the next call with this list does."""
         with self.lock:
             while len(held) > keep:
                 self._unpin(held[-1].record.span_id)
@@ -87,6 +86,11 @@ class Catalog:
             while free := [span for span in self._heirs if span not in self._pins]:
                 self._unpin(self._heirs[free[0]])
                 del self._heirs[free[0]]
+            return not self._gone <= self._pins.keys()
+
+    def unheld(self) -> list[SpanRecord]:
+        """Out of tree and index, and held no more: their space is the caller's to reclaim."""
+        with self.lock:
             return [self._forget(span) for span in [*self._gone] if span not in self._pins]
 
     # ---- a commit -------------------------------------------------------------------------
@@ -114,8 +118,7 @@ class Catalog:
 
         Never of a span that is held or spared. The lock is let go between batches.
         """
-        retired: list[int] = []
-        progress = True
+        retired, progress = list[int](), True
         while n_bytes > 0 and progress:
             with self.lock:
                 progress = False
@@ -124,8 +127,7 @@ class Catalog:
                     span = self._tree.view(leaf).span
                     if self._remove(leaf):
                         retired.append(span)
-                        record = self._record(span)
-                        n_bytes -= record.owned_bytes
+                        n_bytes -= self._record(span).owned_bytes
                     if n_bytes <= 0:
                         break
         return retired
@@ -168,14 +170,16 @@ class Catalog:
 
     # ---- a repack -------------------------------------------------------------------------
 
-    def hold_span(self, span: int) -> tuple[Held, list[View]] | None:
-        """Pin all of a span that is in the tree, and how nodes view it; None: it is not."""
+    def hold_span(self, span: int, held: list[Held]) -> list[View]:
+        """Pin all of a span that is in the tree, noted in `held`; how nodes view it. []: it is not
+        there, and nothing is pinned."""
         with self.lock:
             if span not in self._views:
-                return None
+                return []
+            one = Held(record := self._record(span), 0, record.n_windows)
             self._pins[span] = self._pins.get(span, 0) + 1
-            views = [self._tree.view(node) for node in self._tree.of_span(span)]
-            return Held(record := self._record(span), 0, record.n_windows), views
+            held += [one]  # no signal comes between
+            return [self._tree.view(node) for node in self._tree.of_span(span)]
 
     def heat_of(self, span: int) -> tuple[int, int] | None:
         """(leases, lease counter at the last), the most of its nodes; None: not in the tree."""
@@ -218,8 +222,7 @@ class Catalog:
         id, not by depth: a path's nodes then lie near each other in memory.)
         """
         self._kept, labels, damaged = split_all(values, self.window)
-        early: list[tuple[int, int, bytes]] = []
-        retired = []
+        early, retired = list[tuple[int, int, bytes]](), list[int]()
         with self.lock:
             places = Places(self._kept.values())
             for span, own in zip(self._kept, labels, strict=True):

@@ -22,7 +22,7 @@ from impress.usage.history import History
 from impress.write.batches import Batches
 from impress.write.headers import Headers
 from impress.write.index import Index
-from impress.write.jobs import Batch, Duties, Erase, Intent, Job, SwapJob, Trial
+from impress.write.jobs import Batch, Duties, Erase, Intent, Job, Trial
 from tiers.base import Slot
 from tiers.iopool import Signal
 from tiers.ssd import SsdTier
@@ -102,10 +102,6 @@ class Committer:
         Before its first byte. Raises StoreFailed.
         """
         self._ask(Intent(record), timeout_s)
-
-    def swap(self, job: SwapJob) -> None:
-        """A repacked span: one transaction puts it in and takes the old one out."""
-        self._put(job)
 
     def save_history(self) -> None:
         """Soon: what requests have shown since it was last saved, and heat. Never raises."""

@@ -108,7 +108,8 @@ class Home:
                 identity.uuid,
                 Duties(
                     self.reclaim, self.scrap, self.leaving.overfull, self.health.trouble,
-                    self.budget.dump, self.reclaimer.spoilt, self.reclaimer.spoil, self._settle,
+                    self.budget.dump, self.reclaimer.spoilt, self.reclaimer.spoil,
+                    lambda: self.reclaim(self.catalog.unheld()),
                 ),
                 self.history, self.ledgers, durable=config.durable,
             )  # fmt: skip
@@ -229,25 +230,25 @@ class Home:
     def release(self, held: list[Held], keep: int = 0) -> None:
         """A lease or a writer lets go, as `Catalog.release`. What is nobody's by that the committer
         reclaims: a request does not wait while a span is erased."""
-        free = self.catalog.release(held, keep)
-        if self._let_go(free) and self.committer is not None:
-            self.committer.settle()
+        if self.catalog.release(held, keep):
+            if self.committer is not None:
+                self.committer.settle()
+            else:
+                self._let_go(self.catalog.unheld())
 
     def reclaim(self, records: Iterable[SpanRecord]) -> None:
         """Nobody here views or holds these spans any more: copies go, and space in its time."""
-        if self._let_go(records):
-            self._settle()
+        self._let_go(records)
+        self._settle()
 
-    def _let_go(self, records: Iterable[SpanRecord]) -> bool:
-        """Of such spans copies go, and one's own are in limbo; whether there are any."""
+    def _let_go(self, records: Iterable[SpanRecord]) -> None:
+        """Of such spans copies go, and one's own are in limbo."""
         records = list(records)
         for record in records:
             self._forget(record.span_id)
         mine = [record for record in records if record.span_id in self.catalog.own]
-        if self.reclaimer is None or not mine:
-            return False
-        self.reclaimer.add(mine, self.index.generation)
-        return True
+        if self.reclaimer is not None and mine:
+            self.reclaimer.add(mine, self.index.generation)
 
     def scrap(self, records: Iterable[SpanRecord]) -> None:
         """These spans were never visible: their space goes at once."""
