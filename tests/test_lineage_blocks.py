@@ -351,3 +351,33 @@ def test_the_hash_pool_does_what_a_sorted_list_would(
                 del idle[min(idle, key=idle.__getitem__)]
         pool.check()
         assert len(pool) == len(idle)
+
+
+def test_a_pool_of_blocks_says_what_it_was_asked_for_in_vain() -> None:
+    """A request freed twice was a bare KeyError; one that had blocks an assertion."""
+    pool = BlockPool(4, SIZE, ROOT)
+    pool.allocate("a", run(1))
+    with pytest.raises(BadInput, match="'a' has blocks already"):
+        pool.allocate("a", run(2))
+    pool.free("a")
+    for wrong in (lambda: pool.free("a"), lambda: pool.append("a", run(2))):
+        with pytest.raises(BadInput, match="'a' has no blocks here"):
+            wrong()
+    pool.check()
+    assert pool.n_free == 4
+
+
+def test_blocks_released_twice_are_refused_and_stay_as_they_were() -> None:
+    """What others still held counted as nobody's, or its count fell below 0 and it never went."""
+    pool, keys = HashPool[int](4), keys_of(run(1, 2))
+    pool.release(keys, [1, 2], 0)
+    assert pool.acquire(keys) == [1, 2]
+    pool.release(keys, [1, 2], 2)
+    with pytest.raises(BadInput, match="is not acquired here: released twice"):
+        pool.release(keys, [1, 2], 2)
+    with pytest.raises(BadInput, match="2 keys, 1 blocks, 0 of them acquired"):
+        pool.release(keys, [1], 0)
+    with pytest.raises(BadInput, match="is not acquired here"):
+        HashPool[int](4).release(keys, [1, 2], 1)
+    pool.check()
+    assert pool.acquire(keys) == [1, 2] and len(pool) == 0

@@ -18,6 +18,7 @@ import numpy as np
 
 from impress.blockhash import Extra, Tokens, as_tokens, chain, labels_of
 from impress.cache.heap import MinHeap
+from impress.errors import BadInput
 from impress.usage.prefix_lru import prefix_lru
 
 
@@ -40,7 +41,8 @@ class _Table:
 
 
 class BlockPool:
-    """n_blocks blocks of block_tokens tokens. Not thread-safe.
+    """n_blocks blocks of block_tokens tokens. Not thread-safe. A request that has blocks
+    already, or none, where it should be the other way, is BadInput.
 
     Whole blocks are shared by reference; partial ones belong to one request. A request's table
     only grows: where it computes a block that another one holds too, both stay (duplicates).
@@ -79,7 +81,8 @@ class BlockPool:
         None, and nothing changed, where there are too few. A hit among the free blocks is no room
         for the rest. New whole blocks are found from now on: whoever asks is computed behind this.
         """
-        assert request not in self._tables, f"{request} has blocks already"
+        if request in self._tables:
+            raise BadInput(f"blockpool: {request!r} has blocks already: append to them or free it")
         tokens = as_tokens(token_ids)
         keys = self._keys(self._root, tokens, extra)
         hit = self._hit(tokens, keys)
@@ -101,7 +104,7 @@ class BlockPool:
 
         Blocks they fill are found from now on. None, and nothing changed, where there are too few.
         """
-        table = self._tables[request]
+        table = self._table(request)
         tokens = np.concatenate([table.tail, as_tokens(token_ids)])
         n_new = len(table.keys) - (-len(tokens) // self.block_tokens) - len(table.blocks)
         if n_new > self.n_free:
@@ -117,7 +120,8 @@ class BlockPool:
 
     def free(self, request: Hashable) -> None:
         """The request has ended. What nobody refers to any more goes last block first."""
-        blocks = np.array(self._tables.pop(request).blocks, dtype=np.int64)
+        blocks = np.array(self._table(request).blocks, dtype=np.int64)
+        del self._tables[request]
         self._tick += 1
         self._refs[blocks] -= 1
         ends = 1 + np.flatnonzero(self._refs[blocks] == 0)
@@ -138,6 +142,12 @@ class BlockPool:
         assert all(self._found.values()), "a key of nothing"
 
     # ---- inside ----------------------------------------------------------------------------
+
+    def _table(self, request: Hashable) -> _Table:
+        table = self._tables.get(request)
+        if table is None:
+            raise BadInput(f"blockpool: {request!r} has no blocks here: it is freed, or came never")
+        return table
 
     def _keys(self, before: bytes, tokens: Tokens, extra: Extra | None) -> list[bytes]:
         """The key behind each whole block."""

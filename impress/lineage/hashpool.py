@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from impress.cache.heap import MinHeap
+from impress.errors import BadInput
 from impress.usage.prefix_lru import prefix_lru
 
 Block = TypeVar("Block")
@@ -64,8 +65,17 @@ class HashPool(Generic[Block]):
     def release(self, keys: Sequence[bytes], blocks: Sequence[Block], n_acquired: int) -> None:
         """A request has ended: its blocks, in prompt order, the first n_acquired of them acquired.
 
-        Of a block that is here by now the one that came first is kept.
+        Of a block that is here by now the one that came first is kept. Raises BadInput, and changes
+        nothing, where nobody refers to one that is said to be acquired: it was released before, or
+        in another pool.
         """
+        if not 0 <= n_acquired <= len(keys) == len(blocks):
+            raise BadInput(
+                f"hashpool: {len(keys)} keys, {len(blocks)} blocks, {n_acquired} of them acquired"
+            )
+        for key in keys[:n_acquired]:
+            if (found := self._entries.get(key)) is None or not found.refs:
+                raise BadInput(f"hashpool: block {key.hex()} is not acquired here: released twice?")
         self._tick += 1
         for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
             entry = self._entries.get(key)
