@@ -230,11 +230,18 @@ class Home:
     def release(self, held: list[Held], keep: int = 0) -> None:
         """A lease or a writer lets go, as `Catalog.release`. What is nobody's by that the committer
         reclaims: a request does not wait while a span is erased."""
-        if self.catalog.release(held, keep):
+        if not self.catalog.release(held, keep):
+            return
+        free = self.catalog.unheld()
+        try:
+            self._let_go(free)
+        except BaseException:  # Ctrl-C: nobody else knows of those that did not come so far
+            there = {record.span_id for record in self.leaving.in_limbo}
+            self._let_go(record for record in free if record.span_id not in there)
+            raise
+        finally:
             if self.committer is not None:
                 self.committer.settle()
-            else:
-                self._let_go(self.catalog.unheld())
 
     def reclaim(self, records: Iterable[SpanRecord]) -> None:
         """Nobody here views or holds these spans any more: copies go, and space in its time."""
