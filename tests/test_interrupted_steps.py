@@ -22,6 +22,7 @@ from test_repack import look
 
 import impress
 from impress.cache.chunks import ChunkCache, Ids
+from impress.tree.radix import RadixTree
 from impress.write.home import Home
 from tiers.base import Slot
 from tiers.ssd import SsdTier
@@ -165,3 +166,24 @@ def test_an_interrupted_repack_can_be_repeated(
     assert store.stats()["pinned_spans"] == 0
     store.evict(1 << 30)
     assert store.ssd.usage().used == 0
+
+
+@pytest.mark.parametrize("n_children", [1, 3, 9])
+def test_an_interrupted_removal_leaves_the_tree_whole(n_children: int) -> None:
+    """Half removed, a node could not be found and was counted all the same: a purge looked for it,
+    and an insertion took its row while another still pointed there."""
+
+    def make() -> RadixTree:
+        tree = RadixTree(1)
+        for child in range(n_children):
+            tree.graft(tree.root(b"root"), bytes([child]), child, 0)
+        return tree
+
+    def check(tree: RadixTree) -> None:
+        tree.check()
+        for leaf in tree.leaves().tolist():
+            tree.remove(leaf)
+        tree.check()
+        assert not tree.roots
+
+    at_each_step(make, lambda tree: tree.remove(int(tree.leaves()[-1])), check)

@@ -248,23 +248,22 @@ class RadixTree:
         self._first[node] -= skip
 
     def remove(self, node: int) -> None:
-        """Take a leaf out."""
+        """Take a leaf out. What Ctrl-C cuts off leaves it in."""
         assert self._n_children[node] == 0 and self._span[node] >= 0, "only leaves go"
-        parent = self._parent[node]
+        parent, n_windows = self._parent[node], len(self._labels[node]) // self._size
         self._relink(node, self._next[node])
+        # No signal comes between here and the end: that is looked for behind calls.
         self._n_children[parent] -= 1
-        self.n_windows -= len(self._labels[node]) // self._size
+        self.n_windows -= n_windows
         self.n_nodes -= 1
-        gone = [node]
+        self._labels[node], self._span[node] = b"", -2
+        self._free += [node]
         if self._n_children[parent] == 0:
             self._child[parent] = NONE
             if self._span[parent] == NONE:  # a root: there may be one of each user who ever came
                 del self.roots[self._labels[parent]]
-                gone.append(parent)
-        for row in gone:
-            self._labels[row] = b""
-            self._span[row] = -2
-            self._free.append(row)
+                self._labels[parent], self._span[parent] = b"", -2
+                self._free += [parent]
 
     def subtree(self, node: int) -> list[int]:
         """A node and all below it, leaves last-in first-out: removable in the order given."""
@@ -340,8 +339,9 @@ class RadixTree:
         key = self._hash(node) if many else 0
         head = self._many[key] if many else self._child[parent]
         if head != node:
-            before = next(child for child in self._list(head) if self._next[child] == node)
-            self._next[before] = heir
+            while self._next[head] != node:
+                head = self._next[head]
+            self._next[head] = heir
         elif not many:
             self._child[parent] = heir
         elif heir == NONE:
