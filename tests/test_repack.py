@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1075,8 +1076,9 @@ def test_a_pass_stands_back_while_requests_are_served(
             lease.release()
         return False
 
-    store._repacker._stop.wait = nap  # type: ignore[assignment]
     store._repacker._copier._pace._wait = lambda seconds: False
-    assert store.repack().moved == 1
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(store._repacker, "_stop", SimpleNamespace(wait=nap, is_set=lambda: False))
+        assert store.repack().moved == 1
     assert len(naps) == 5  # as soon as the request has ended it goes on
     assert_serves(store, prompt(256), 256)
