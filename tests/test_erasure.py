@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -556,6 +557,51 @@ def test_what_a_purge_erased_is_synced_before_it_returns(
     monkeypatch.setattr(os, "fdatasync", watched)
     assert store.purge() == (1, 0)
     assert any(gone)
+
+
+@pytest.mark.parametrize("deleted", ["by the purge", "before it"])
+def test_segments_that_were_deleted_are_gone_for_good_when_a_purge_returns(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, deleted: str
+) -> None:
+    """Their names went in memory alone: a power cut brought them back, and with them what had been
+    evicted there, which nothing had overwritten."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(256, 1)).wait(60)
+    folder, fsync = segments(store.path), os.fsync
+    lasting = before = set(folder.iterdir())  # what a power cut leaves
+
+    def watched(fd: int) -> None:
+        nonlocal lasting
+        fsync(fd)
+        if os.path.samestat(os.fstat(fd), folder.stat()):
+            lasting = set(folder.iterdir())
+
+    monkeypatch.setattr(os, "fsync", watched)
+    trim = store.ssd.trim
+    if deleted == "by the purge":
+        monkeypatch.setattr(store.ssd, "trim", lambda: 0)
+    assert store.evict(1 << 30)
+    monkeypatch.setattr(store.ssd, "trim", trim)
+    store.purge()
+    assert lasting == set(folder.iterdir()) < before
+
+
+def test_a_purge_whose_deleted_segments_may_come_back_says_so(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(geometry)
+    put_prompt(store, prompt(256, 1)).wait(60)
+    folder, fsync = segments(store.path), os.fsync
+
+    def failing(fd: int) -> None:
+        if os.path.samestat(os.fstat(fd), folder.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    with monkeypatch.context() as patched, pytest.raises(StoreFailed, match="not what is free"):
+        patched.setattr(os, "fsync", failing)
+        store.purge()
+    store.purge()
 
 
 def test_the_same_purge_again_finishes_one_that_was_cut_off_before_the_index_was_compacted(

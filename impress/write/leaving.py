@@ -22,6 +22,7 @@ from impress.write.commit import Committer
 from impress.write.reclaim import Reclaim
 from tiers.base import Extent, Slot
 from tiers.errors import MediumError
+from tiers.files import sync_path
 from tiers.ssd import SsdTier
 
 log = logging.getLogger("impress")
@@ -157,10 +158,12 @@ class Leaving:
             )
         self._ssd.trim()
         try:
+            sync_path(self._ssd.folder)  # else a power cut brings back what was evicted there
             if self._reclaimer is not None:
                 self._reclaimer.erase_free(self._ready())
-        except MediumError as err:
-            raise StoreFailed(f"{self._path}: purged, but not what is free: {err}") from err
+        except (MediumError, OSError) as err:
+            why = err.strerror if isinstance(err, OSError) else err
+            raise StoreFailed(f"{self._path}: purged, but not what is free: {why}") from err
         self._note_begun(drafts)
         waiting = {record.span_id for record in self.in_limbo}
         n_held = len(self._catalog.retired_records(held)) + len(waiting & held.keys())
