@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -319,6 +320,34 @@ def test_an_engine_that_does_not_go_here_is_refused_with_the_reason(
 
 def test_auto_takes_an_engine_that_goes() -> None:
     assert engine_named("auto") in ENGINES and not why_not(engine_named("auto"))
+
+
+@pytest.mark.parametrize("off", [0, 8], ids=["aligned", "through a bounce buffer"])
+def test_a_read_that_the_kernel_brings_in_parts_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: int
+) -> None:
+    """It may give less than was asked; what is left may begin in the middle of a view."""
+    tier = SsdTier(tmp_path / "segments", MIB, None, engine="preadv")
+    slot, data = tier.reserve(8 * PAGE), noise(8 * PAGE)
+    tier.write(slot, 0, data)
+    real, asked = os.preadv, []
+
+    def least(fd: int, views: Sequence[np.ndarray], at: int) -> int:
+        asked.append(at)
+        return real(fd, [views[0][:PAGE]], at)
+
+    monkeypatch.setattr(os, "preadv", least)
+    memory, sizes = aligned(9 * PAGE)[off:], (2, 3, 1, 2)
+    cuts = np.cumsum((0, *sizes)) * PAGE
+    sums = sums_of(data, PAGE)
+    views = [memory[a:b] for a, b in pairwise(cuts)]
+    tier.read([
+        Read(slot, int(at), view, sums[at // PAGE :][: len(view) // PAGE], PAGE)
+        for at, view in zip(cuts, views, strict=False)
+    ])  # fmt: skip
+    assert np.array_equal(memory[: 8 * PAGE], data)
+    assert len(asked) >= 8
+    tier.close()
 
 
 def test_a_request_the_kernel_refuses_is_read_again_with_preadv(
