@@ -342,6 +342,20 @@ def test_a_purge_reaches_room_for_rows_whose_header_found_none(
     store.check()
 
 
+def test_a_store_begun_beside_a_purge_is_not_to_be_erased_any_more_once_it_is_ready(
+    open_store: Open,
+) -> None:
+    store, hers, his = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1), prompt(64, 2)
+    evicted_beside_a_kept_one(store, hers)
+    (writer,) = begun_beside_a_purge(store, lambda: store.writer(his, tenant="his", wait_s=60))
+    assert len(store.index.to_erase()) == 1
+    for layer, (k, v) in enumerate(zip(*kv_of(his, GEOMETRY), strict=True)):
+        writer.put(layer, 0, k, v)
+    writer.close()
+    assert writer.stored.wait(60)
+    assert not store.index.to_erase()
+
+
 def test_a_purge_reaches_what_a_header_did_not_need(open_store: Open) -> None:
     """The space behind a header went back as it lay, and with READY the note that was to have it
     erased was gone."""
