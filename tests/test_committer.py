@@ -310,6 +310,27 @@ def test_what_cannot_even_be_told_is_deleted_with_the_next_turn(
     sound(store, [2])
 
 
+def test_an_error_before_the_transaction_is_told_and_forgets_no_delete(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for a store is told, and what left the tree is not back with the next open."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(64, 1)).wait(60)
+    committer = store._home.committer
+    with monkeypatch.context() as patch:
+        patch.setattr(store.catalog, "bare_roots", no_memory)
+        with pytest.raises(StoreFailed, match="the committer failed"):
+            put_prompt(store, prompt(64, 2)).wait(60)
+        assert store.evict(1) == 0
+        assert committer.undone
+    store.close()
+    again = open_store(geometry)
+    assert_serves(again, prompt(64, 1), 0)
+    assert_serves(again, prompt(64, 2), 0)
+    put_prompt(again, prompt(64, 2)).wait(60)
+    sound(again, [2])
+
+
 def test_what_cannot_be_taken_back_yet_keeps_no_other_delete(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
