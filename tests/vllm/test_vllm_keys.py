@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -623,6 +624,33 @@ def test_the_namespace_tells_transformers_code_inside_vllm_from_vllms_own(
     assert named("vllm", **code) == named("vllm")  # it is not run
     with pytest.raises(Unsupported, match="drop --trust-remote-code"):
         named("transformers", **code)
+
+
+def test_files_that_are_replaced_while_vllm_loads_them_refuse_the_start(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connector names the model by its files once the weights are loaded: the old ones' KV got
+    the new ones' name, and the next server took it for its own."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    model = tmp_path / "model"
+    shutil.copytree(models["llama"], model)
+    real = BaseModelLoader.load_model
+
+    def load_and_replace(self: Any, *args: Any, **named: Any) -> Any:
+        loaded = real(self, *args, **named)
+        shutil.copy2(model / "model.safetensors", model / "new")
+        (model / "new").rename(model / "model.safetensors")
+        return loaded
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BaseModelLoader, "load_model", load_and_replace)
+        with pytest.raises(Exception, match="were replaced while vLLM loaded them"):
+            Served(model, "bfloat16", tmp_path / "store")
+    served = Served(model, "bfloat16", tmp_path / "store")
+    (answer,) = served.ask([PROMPT])
+    assert answer.n_cached == 0
+    served.close()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from impress.engines.vllm.loading import begins
+
 #: A batch's metadata for a kernel, from the metadata of whole prompts and lengths int32 [requests].
 Shorten = Callable[[Any, torch.Tensor], Any]
 
@@ -53,6 +55,10 @@ class Choosing:
     """Before one of vLLM's attention implementations: its stock kernel, over compact rows."""
 
     scale: float
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        begins()
+        super().__init__(*args, **named)
 
     def shortened(
         self, layer: Any, dtype: torch.dtype, metadata: Any, seq_lens: torch.Tensor

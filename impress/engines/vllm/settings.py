@@ -21,7 +21,8 @@ from impress.config import Config
 from impress.engines.hf_chosen import check_policy
 from impress.engines.hf_models import check_kind
 from impress.engines.vllm import BACKEND, CUDA_BACKEND
-from impress.errors import BadInput, ConfigError, Unsupported
+from impress.engines.vllm.loading import check_unchanged, directory_of
+from impress.errors import ConfigError, Unsupported
 from impress.namespace import namespace_of
 from impress.policy import AllHeads, Exact, KeepAll, Paper, Policy, Quality, Random, Recency
 from impress.types import DTYPES, Geometry
@@ -308,9 +309,11 @@ def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
     if made and settings.cross_engine:
         raise ConfigError(f"vllm: cross_engine does not go with {', '.join(made)}")
     engine = _family(model) + (json.dumps(made, sort_keys=True, default=str) if made else "")
-    directory = _directory(model, load)
+    directory = directory_of(model, load)
     _check_weights(directory, load.load_format)
-    return namespace_of(directory, cross_engine=settings.cross_engine, engine=engine, dtype=dtype)
+    named = namespace_of(directory, cross_engine=settings.cross_engine, engine=engine, dtype=dtype)
+    check_unchanged(model, directory)  # behind it: what it has read of them counts
+    return named
 
 
 def _family(model: Any) -> str:
@@ -362,22 +365,3 @@ def _config_elsewhere(model: Any) -> str:
         return (Path(where) / "config.json").read_text(encoding="utf-8")
     except (OSError, ValueError) as err:
         raise Unsupported(f"--hf-config-path must be a directory with config.json: {err}") from None
-
-
-def _directory(model: Any, load: Any) -> Path:
-    """Where the model's files are. Raises BadInput."""
-    if Path(model.model).is_dir():
-        return Path(model.model)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                model.model, revision=model.revision, cache_dir=load.download_dir,
-                local_files_only=True,
-            )
-        )  # fmt: skip
-    except (OSError, ValueError) as err:
-        raise BadInput(
-            f"namespace: the files of {model.model} are not on this disk: {err}"
-        ) from None

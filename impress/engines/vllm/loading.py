@@ -1,0 +1,69 @@
+"""Where a model's files are, and whether they are still those that vLLM has loaded.
+
+A connector is made once the weights are loaded, and names the model by its files as they are then.
+Where others took their place in between, the old weights' KV would get the new ones' name.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from impress.errors import BadInput, Unsupported
+from impress.weights import weight_files
+
+#: Of each file: name, where it lies, size, when it last changed.
+_Stamp = list[tuple[str, int, int, int, int]]
+#: (model, revision) -> its directory and files when vLLM began to load it, in this process.
+_began: dict[tuple[str, str | None], tuple[Path, _Stamp]] = {}
+_building: Any = None  # the configuration of the model that was noted last
+
+
+def begins() -> None:
+    """A layer is being built: of the model it belongs to nothing is loaded yet."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    global _building
+    config = get_current_vllm_config_or_none()
+    model = None if config is None else config.model_config
+    if model is None or model is _building:
+        return
+    _building = model
+    with suppress(BadInput, OSError):  # not there yet, or not at all: whoever names it says so
+        directory = directory_of(model, config.load_config)
+        _began[model.model, model.revision] = directory, _stamp(directory)
+
+
+def check_unchanged(model: Any, directory: Path) -> None:
+    """Raises Unsupported where the files are not those that vLLM began to load."""
+    began = _began.get((model.model, model.revision))
+    if began is not None and began != (directory, _stamp(directory)):
+        raise Unsupported(
+            f"the files of {model.model} were replaced while vLLM loaded them, and name other "
+            "weights than it has: start it again"
+        )
+
+
+def _stamp(directory: Path) -> _Stamp:
+    stats = [(path, path.stat()) for path in [directory / "config.json", *weight_files(directory)]]
+    return [(p.name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats]
+
+
+def directory_of(model: Any, load: Any) -> Path:
+    """Where the model's files are. Raises BadInput."""
+    if Path(model.model).is_dir():
+        return Path(model.model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                model.model, revision=model.revision, cache_dir=load.download_dir,
+                local_files_only=True,
+            )
+        )  # fmt: skip
+    except (OSError, ValueError) as err:
+        raise BadInput(
+            f"namespace: the files of {model.model} are not on this disk: {err}"
+        ) from None
