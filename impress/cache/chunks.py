@@ -105,6 +105,8 @@ class ChunkCache:
         """All of these, or `which` of them, which become _ABSENT: what an exception cut off, the
         next call with the same array does. `drop`: they are elsewhere, too; the last reader frees
         them."""
+        if not (entries >= 0).any():  # most of a cold prefix: no lock for that
+            return
         with self._lock:
             mine = entries >= 0 if which is None else which & (entries >= 0)
             ids = entries[mine]
