@@ -8,6 +8,7 @@ from time import monotonic, thread_time
 from typing import Any
 
 from impress.errors import StoreFailed
+from tiers.iopool import MORE_THREADS, NO_THREAD
 
 #: Upper bounds of the latency buckets, milliseconds.
 BUCKETS_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
@@ -98,7 +99,7 @@ def serve_metrics(
 ) -> tuple[Any, int | None]:
     """Serve Prometheus text on 127.0.0.1; (something with .shutdown(), the port bound).
 
-    None: no port, no server. Raises StoreFailed where the port is not to be had.
+    None: no port, no server. Raises StoreFailed where the port, or a thread, is not to be had.
     """
     if port is None:
         return None, None
@@ -106,11 +107,17 @@ def serve_metrics(
 
     registry = CollectorRegistry()
     registry.register(_Collector(stats, uuid))
+    started = None
     try:
-        server, _thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+        started = start_http_server(port, addr="127.0.0.1", registry=registry)
     except OSError as err:
         raise StoreFailed(f"metrics: port {port}: {err.strerror}") from None
-    return server, int(server.server_port)
+    except RuntimeError as err:
+        if NO_THREAD not in str(err):
+            raise
+    if started is None:  # out here, where that error no longer holds the port
+        raise StoreFailed(MORE_THREADS)
+    return started[0], int(started[0].server_port)
 
 
 class _Collector:

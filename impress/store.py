@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,7 @@ class PrefixStore:
         self._identity = identity
         count = partial(self.counters.add, "expired_leases")
         self._leases = Leases(config.lease_timeout_s, config.read_timeout_s, count)
-        self._closed = False
-        self._pid = os.getpid()
+        self._closed, self._pid = False, os.getpid()
         self._secret = tenant_secret(config)
         self._doorkeeper = Doorkeeper() if config.admit == "second" else None
         self._shard = locked_shard(path, config.shard) if write else None
@@ -109,20 +109,23 @@ class PrefixStore:
 
     def _open(self) -> None:
         config = self.config
-        self._home = home = Home(
-            self.path, self._identity, config, self.counters, self._forget, self._shard
-        )
-        home.leaving.before_evict = self._leases.reap
+        self._metrics: Any = None
+        self._admission: Admission | None = None
+        self._repacker: Repacker | None = None
+        self._writers: list[Admission | Repacker] = []
         self._pool = IoPool(config.io_threads)
-        try:
+        with ExitStack() as failed:  # else its threads would go on in a shard that is another's
+            failed.callback(self._pool.close, config.read_timeout_s)
+            self._home = home = Home(
+                self.path, self._identity, config, self.counters, self._forget, self._shard
+            )
+            home.leaving.before_evict = self._leases.reap
+            failed.callback(self.close)
             self._furnish(home)
-        except BaseException:  # else its threads would go on in a shard that is another's
-            home.settle()
-            home.close(files=self._pool.close(config.read_timeout_s), writing=False)
-            raise
+            failed.pop_all()
 
     def _furnish(self, home: Home) -> None:
-        config, geometry = self.config, self.geometry
+        config, geometry, uuid = self.config, self.geometry, self._identity.uuid
         codecs = [codec_of(name) for name in config.probes]
         self._copies = Copies(config, geometry, self.window, codecs)
         self._tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
@@ -138,7 +141,6 @@ class PrefixStore:
             home.catalog.knows,
         )  # fmt: skip
         self.write_buffers = slots = BufferPool(config.write_buffer_bytes)
-        self._admission: Admission | None = None
         if home.committer is not None:
             media = Media(home.ssd, self._pool, slots, geometry, codecs, self.namespace, params)
             fitter = Fitter(codecs, geometry, self.namespace, home.ssd, home.catalog, params)
@@ -147,9 +149,7 @@ class PrefixStore:
                 self.counters, self._tables, fitter,
             )  # fmt: skip
         home.tidy()
-        uuid, port = self._identity.uuid, config.metrics_port
-        self._metrics, self.metrics_port = serve_metrics(self.stats, uuid, port)
-        self._repacker: Repacker | None = None
+        self._metrics, self.metrics_port = serve_metrics(self.stats, uuid, config.metrics_port)
         if self.writable:  # last: it starts to work
             busy = partial(bool, self._leases)  # a request is between its lease and its first token
             self._repacker = Repacker(home, self._pool, config, self.counters, busy)

@@ -14,6 +14,7 @@ from rich.tree import Tree
 
 from impress.errors import ImpressError
 from tiers.errors import MediumError
+from tiers.iopool import MORE_THREADS, NO_THREAD
 
 
 class _Out(Console):
@@ -50,6 +51,8 @@ def line_of(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, lmdb.Error):
         return f"index: {error}"
+    if isinstance(error, RuntimeError) and NO_THREAD in str(error):  # of a bar's, an engine's
+        return MORE_THREADS
     if isinstance(error, OSError):
         what = error.strerror or str(error)
         return f"{error.filename}: {what}" if error.filename else what

@@ -11,9 +11,19 @@ from functools import partial
 from time import monotonic
 from typing import Final
 
-from tiers.errors import Cancelled
+from tiers.errors import Cancelled, MediumError
 
 log = logging.getLogger("impress.io")
+
+#: What Python says where the system starts no more of them.
+NO_THREAD: Final = "can't start new thread"
+#: What to do about it.
+MORE_THREADS: Final = (
+    "no more threads can be started: raise `ulimit -u`, `ulimit -v` or the container's limit of "
+    "processes, or lower Config.io_threads"
+)
+#: Longest that threads which were started in vain are waited for.
+_VAIN_S: Final = 10.0
 
 Task = Callable[[], None]
 Callback = Callable[[], object]
@@ -162,6 +172,16 @@ def _call(callbacks: Sequence[Callback]) -> None:
             raise
 
 
+def start(thread: threading.Thread) -> None:
+    """Raises MediumError where the system starts no more threads."""
+    try:
+        thread.start()
+    except RuntimeError as err:
+        if NO_THREAD not in str(err):
+            raise
+        raise MediumError(MORE_THREADS) from None
+
+
 class IoPool:
     """Threads that run tickets. A task is a slice of work for one thread (≤ a few MiB), so a
     demand never waits long behind a store.
@@ -171,6 +191,7 @@ class IoPool:
     """
 
     def __init__(self, n_threads: int, name: str = "impress-io", n_behind: int = 1) -> None:
+        """Raises MediumError where it cannot have so many."""
         self.n_threads = n_threads
         self._lanes: tuple[deque[tuple[Ticket, Task]], ...] = tuple(deque() for _ in Lane)
         # Entered bare: Condition.__enter__ is Python, and what a signal raises in it, the lock
@@ -181,12 +202,17 @@ class IoPool:
         self._n_behind = n_behind
         self._at = [0, 0]  # threads at work that somebody waits for, and at other work
         self._since = [0.0] * n_threads  # when each began the task it is at; 0: idle
-        self._threads = [
-            threading.Thread(target=self._work, args=(i,), name=f"{name}-{i}", daemon=True)
-            for i in range(n_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for i in range(n_threads):
+                thread = threading.Thread(
+                    target=self._work, args=(i,), name=f"{name}-{i}", daemon=True
+                )
+                start(thread)
+                self._threads.append(thread)
+        except BaseException:  # those that were started would wait for work for ever
+            self.close(_VAIN_S)
+            raise
 
     def submit(
         self, lane: Lane, tasks: Sequence[Task], after: Ticket | None = None,

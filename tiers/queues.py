@@ -193,7 +193,7 @@ def close_all(queues: Iterable[ReadQueue]) -> None:
         thread = threading.Thread(target=_close, args=(queue,))
         try:
             thread.start()
-        except RuntimeError:  # at the end of Python 3.12.0 to 3.12.2 there are no threads, either
+        except RuntimeError:  # no more threads; at the end of Python 3.12.0 to 3.12.2, none at all
             _close(queue)
         else:
             at_once.append(thread)

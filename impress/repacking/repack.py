@@ -43,7 +43,7 @@ from impress.write.jobs import SwapJob, Swapped
 from impress.write.leaving import COMMIT_TIMEOUT_S, SMALL_PART
 from tiers.base import Slot
 from tiers.errors import MediumError, ReadFailed
-from tiers.iopool import IoPool, Signal
+from tiers.iopool import IoPool, Signal, start
 
 log = logging.getLogger("impress")
 
@@ -103,7 +103,8 @@ class Repacker:
         self, home: Home, pool: IoPool, config: Config, counters: Counters,
         busy: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """`busy`: whether requests are being served, whose turn comes first."""
+        """`busy`: whether requests are being served, whose turn comes first. Raises MediumError
+        where no thread can be started."""
         assert home.committer is not None, "what is only read is not repacked"
         self._home, self._committer = home, home.committer
         self._config = config
@@ -119,8 +120,9 @@ class Repacker:
         self._sync_failures = 0  # the tier's, when it was reserved
         self._thread: threading.Thread | None = None
         if config.repack_every_s:
-            self._thread = threading.Thread(target=self._work, name="impress-repack", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="impress-repack", daemon=True)
+            start(thread)
+            self._thread = thread  # at last: `close` joins it
 
     def run(self, *, dry_run: bool, max_bytes: int | None = None) -> RepackReport:
         """A pass over every span, hottest first; writes at most max_bytes. Waits for another's.

@@ -101,13 +101,17 @@ class _Part:
 
 
 def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
-    """Check a store from end to end. Raises FormatError (no store), StoreFailed (no access)."""
+    """Check a store from end to end. Raises FormatError (no store), StoreFailed (no access,
+    no threads)."""
     identity, total = read_identity(path), Verdict()
     shards = shards_of(path)
     values = {shard.number: _values(shard, total) for shard in shards}
     everything = {span: value for by_span in values.values() for span, value in by_span.items()}
     shared = len(shards) > 1 and not total.problems
-    pool = IoPool(_THREADS, "impress-verify")
+    try:
+        pool = IoPool(_THREADS, "impress-verify")
+    except MediumError as err:
+        raise StoreFailed(str(err)) from None
     try:
         for shard in shards:
             if values[shard.number]:

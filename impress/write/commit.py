@@ -24,7 +24,7 @@ from impress.write.headers import Headers
 from impress.write.index import Index
 from impress.write.jobs import Batch, Duties, Erase, Intent, Job, Trial
 from tiers.base import Slot
-from tiers.iopool import Signal
+from tiers.iopool import Signal, start
 from tiers.ssd import SsdTier
 
 log = logging.getLogger("impress")
@@ -38,6 +38,7 @@ class Committer:
         geometry: Geometry, uuid: bytes, duties: Duties, history: History, ledgers: Ledgers,
         *, durable: bool,
     ) -> None:  # fmt: skip
+        """Raises MediumError where no thread can be started."""
         self._index = index
         self._catalog = catalog
         self._duties = duties
@@ -57,7 +58,7 @@ class Committer:
         self._settle_asked = False
         self._failures: list[Exception] = []
         self._thread = threading.Thread(target=self._work, name="impress-commit", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     @property
     def names(self) -> dict[bytes, str]:

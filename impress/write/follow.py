@@ -25,6 +25,7 @@ from impress.write.directory import Shard, shards_of
 from impress.write.env import NothingYet
 from impress.write.index import Index
 from impress.write.readers import Presence
+from tiers.iopool import start
 from tiers.ssd import SsdTier
 
 log = logging.getLogger("impress")
@@ -130,12 +131,14 @@ class Follower:
         self._discover()
 
     def start(self, every_s: float, then: Callable[[], None]) -> None:
-        """Look every so often from now on, and call `then`."""
+        """Look every so often from now on, and call `then`. Raises MediumError where no thread can
+        be started."""
         if every_s:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._work, args=(every_s, then), name="impress-follow", daemon=True
             )
-            self._thread.start()
+            start(thread)
+            self._thread = thread  # at last: `stop` joins it
 
     def values(self) -> Iterator[tuple[int, bytes]]:
         """Everything that the others hold now; for opening. One that cannot be read is left out

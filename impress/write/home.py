@@ -46,6 +46,8 @@ TRIAL_TIMEOUT_S = 10.0
 class Home:
     """Thread-safe. `forget(span)` is called when a span's copies elsewhere are to go."""
 
+    _own_index: Index | None = None  # until it is open; None: all are only read
+
     def __init__(
         self, path: Path, identity: Identity, config: Config, counters: Counters,
         forget: Callable[[int], None], shard: Shard | None,
@@ -74,10 +76,14 @@ class Home:
             self._open(config, identity)
         except BaseException:
             self.others.close()  # else their writers would wait for a reader that is none
+            self.ssd.close()  # and these files would be open for as long as the process lives
+            if self._own_index is not None:
+                self._own_index.close()
             raise
 
     def _open(self, config: Config, identity: Identity) -> None:
-        self._own_index = None if self._shard is None else Index(self._shard.index, create=True)
+        if self._shard is not None:
+            self._own_index = Index(self._shard.index, create=True)
         self.n_layers = identity.geometry.n_layers
         self.history = History(
             identity.geometry.n_layers, identity.window, budget_of(config.dram_bytes),
