@@ -5,16 +5,21 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import SMALL, assert_serves, prompt, put_prompt
 from console import two_prompts
+from tier_contract import MIB, noise
 from typer.testing import CliRunner
 
 import impress
 from impress.cli.main import app
 from impress.write.directory import locked_shard
+from tiers.base import PAGE, Read, sums_of
 from tiers.errors import MediumError
 from tiers.iopool import IoPool
+from tiers.slots import aligned
+from tiers.ssd import SsdTier
 
 #: With every thread that an open may start.
 CONFIG = impress.Config(**SMALL, shard=0, io_threads=3, metrics_port=0, repack_every_s=60)
@@ -138,3 +143,17 @@ def test_a_progress_bar_without_its_thread_is_one_line(
     threads.left = 0
     done = CliRunner().invoke(app, ["verify", "--store", str(path)])
     assert done.exit_code == 2 and "impress: no more threads can be started" in done.stderr
+
+
+def test_aiofiles_without_its_thread_is_read_with_preadv(tmp_path: Path, threads: Threads) -> None:
+    """The read failed with the executor's error, which no request expects."""
+    tier, data = SsdTier(tmp_path / "segments", MIB, MIB, engine="aiofiles"), noise(PAGE)
+    slot, out = tier.reserve(PAGE), aligned(PAGE)
+    assert slot is not None
+    tier.write(slot, 0, data)
+    for threads.left in (0, 1):  # then there is one again, and it is taken
+        out[:] = 0
+        tier.read([Read(slot, 0, out, sums_of(data, PAGE), PAGE)])
+        assert np.array_equal(out[:PAGE], data)
+    assert threads.left == 0
+    tier.close()

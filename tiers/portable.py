@@ -45,7 +45,7 @@ class AiofilesQueue(ReadQueue):
                     if not n:
                         return False
                     rest = rest[n:]
-        except OSError:
+        except (OSError, RuntimeError):  # the second: there are no more threads
             return False
         return True
 
