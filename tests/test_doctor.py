@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import soon
-from console import SCRIPT, ended
+from console import SCRIPT, assert_refused, ended
 from typer.testing import CliRunner
 
 import impress.upkeep.doctor
@@ -66,6 +66,44 @@ def test_a_doctor_that_is_told_to_stop_takes_its_test_data_with_it(
         process.send_signal(how)
         shown, said = process.communicate(timeout=60)
     assert (process.returncode, shown, said) == (2, b"", b"impress: interrupted\n")
+    assert not list(tmp_path.iterdir())
+
+
+def assert_data_is_refused(done: subprocess.CompletedProcess[str], folder: Path, why: str) -> None:
+    assert_refused(done, f"test data cannot be written and read in {folder}: {why}")
+    assert done.stderr.endswith("; name another --store, or --no-measure\n")
+
+
+def test_a_folder_that_takes_no_test_data_is_named(tmp_path: Path) -> None:
+    """A hidden one of doctor's own was, which is gone when that is read."""
+    folder = Path("/proc/self")  # where not even root makes one
+    done = ended([str(SCRIPT), "doctor", "--store", str(folder / "store")])
+    assert_data_is_refused(done, folder, "No such file or directory")
+    limited = ["bash", "-c", 'ulimit -f 1024; exec "$@"', "", str(SCRIPT)]
+    done = ended([*limited, "doctor", "--store", str(tmp_path / "store")])
+    assert_data_is_refused(done, tmp_path, "File too large")
+    assert not list(tmp_path.iterdir())
+
+
+def test_test_data_that_no_file_is_left_to_read_with_goes_all_the_same(tmp_path: Path) -> None:
+    """It stayed: what takes a whole folder away opens it."""
+    code = """if True:
+        import resource, sys
+        import impress.cli.main
+        import impress.upkeep.doctor as doctor
+
+        class Tier(doctor.SsdTier):
+            def __init__(self, *args, read_only=False, **named):
+                super().__init__(*args, read_only=read_only, **named)
+                if read_only:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+
+        doctor.SsdTier, doctor.TEST_BYTES = Tier, 8 << 20
+        sys.argv[1:] = ["doctor", "--store", sys.argv[1]]
+        impress.cli.main.run()
+    """
+    done = ended([sys.executable, "-c", code, str(tmp_path / "store")])
+    assert_data_is_refused(done, tmp_path, "Too many open files")
     assert not list(tmp_path.iterdir())
 
 

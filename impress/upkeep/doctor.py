@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import shutil
 import tempfile
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from impress.errors import StoreFailed
 from tiers.base import PAGE, Bytes, Read, Slot, sums_of
 from tiers.coalesce import slices
 from tiers.engines import ENGINES, engine_named, why_not
+from tiers.errors import MediumError
+from tiers.files import make_full
 from tiers.iopool import IoPool, Lane
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
@@ -66,7 +68,8 @@ def machine(folder: Path) -> dict[str, str | int]:
 
 
 def examine(folder: Path, *, measure: bool) -> Generator[Finding, None, None]:
-    """One finding an engine, each as it is made. Raises OSError or MediumError for the folder."""
+    """One finding an engine, each as it is made. Raises StoreFailed where the folder does not take
+    what is read, MediumError where there are no threads."""
     usable = [name for name in ENGINES if not why_not(name)]
     for name in ENGINES:
         if name not in usable:
@@ -74,30 +77,45 @@ def examine(folder: Path, *, measure: bool) -> Generator[Finding, None, None]:
     if not measure:
         yield from (Finding(name, "") for name in usable)
         return
-    with _test_data(folder) as (where, slot, data):
-        for name in usable:
-            yield _measured(name, where, slot, data)
+    try:
+        with _test_data(folder) as (where, slot, data):
+            for name in usable:
+                yield _measured(name, where, slot, data)
+    except (OSError, MediumError) as err:
+        cause = err if isinstance(err, OSError) else err.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        # Not by the name of a folder that is gone when this is read.
+        raise StoreFailed(
+            f"test data cannot be written and read in {folder}: {cause.strerror}; "
+            "name another --store, or --no-measure"
+        ) from None
 
 
 @contextmanager
 def _test_data(folder: Path) -> Iterator[tuple[Path, Slot, Bytes]]:
     """A segment of incompressible bytes that were written, in a directory that goes away."""
     where = Path(tempfile.mkdtemp(prefix=".impress-doctor-", dir=folder))
+    segment = where / "00000000.seg"
     try:
+        make_full(segment, TEST_BYTES)
         data = aligned(TEST_BYTES)
         data.view(np.uint64)[:] = np.random.default_rng(1).integers(
             0, 1 << 64, TEST_BYTES // 8, dtype=np.uint64
         )
         tier = SsdTier(where, TEST_BYTES, None)
         slot = tier.reserve(TEST_BYTES)
-        if slot is None:
-            raise OSError(28, "no room for 256 MiB of test data", str(folder))
-        tier.write(slot, 0, data)
-        tier.sync([slot])
-        tier.close()
+        assert slot is not None
+        try:
+            tier.write(slot, 0, data)
+            tier.sync([slot])
+        finally:
+            tier.close()
         yield where, slot, data
-    finally:
-        shutil.rmtree(where, ignore_errors=True)
+    finally:  # by name: to list a folder takes a file, and there may be no more
+        with suppress(OSError):
+            segment.unlink(missing_ok=True)
+            where.rmdir()
 
 
 def _measured(name: str, where: Path, slot: Slot, data: Bytes) -> Finding:
