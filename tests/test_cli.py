@@ -473,6 +473,14 @@ def test_a_store_without_permission_is_one_line_and_2(path):
         path.chmod(0o700)
 
 
+@pytest.mark.parametrize("args", [["verify"], ["repack", "--dry-run"]], ids=str)
+def test_too_few_addresses_for_the_index_are_one_line_that_names_their_limit(path, args):
+    """It was "Cannot allocate memory", on a machine that had plenty."""
+    limited = ["bash", "-c", 'ulimit -v 33554432; exec "$@"', "", str(SCRIPT)]  # KiB: 32 GiB
+    done = ended([*limited, *args, "--store", str(path)])
+    assert_refused(done, "index: ", "it maps 64 GiB of addresses: raise `ulimit -v`")
+
+
 @pytest.mark.parametrize("args", [["inspect"], ["inspect", "--json"], ["verify", "--json"]])
 def test_a_full_disk_behind_stdout_is_one_line_and_2(path, args):
     with Path("/dev/full").open("w") as full:

@@ -183,6 +183,8 @@ def error_of(folder: Path, err: Exception) -> ImpressError:
 def _failed(folder: Path, err: Exception) -> StoreFailed:
     """With the folder once: LMDB says it of an index that it cannot open."""
     said = (err.strerror if isinstance(err, OSError) else None) or str(err)
+    if isinstance(err, lmdb.MemoryError):
+        said += f"; it maps {MAP_BYTES >> 30} GiB of addresses: raise `ulimit -v`"
     return StoreFailed(f"index: {folder}: {said.removeprefix(f'{folder}: ')}")
 
 
