@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_engine_guard import Liar, filled
+import torch
+from test_engine_guard import Liar, ask, filled, ledger_of
 from test_engine_hf import CONFIG, prompts, tiny
+from test_threads import Threads
 
 from impress.engines import hf
 from impress.engines.choice import Rates
@@ -102,3 +104,39 @@ def test_a_request_broken_off_beside_its_run_gives_back_prefix_and_memory(
         assert engine.store.buffers.used_bytes == 0
         engine.generate(ids, max_new_tokens=1)
         assert engine.last_request.mode == ("recompute" if kind == "miss" else kind)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    return Threads(monkeypatch)
+
+
+@pytest.mark.parametrize("virtual", [None, hf.Virtual(batch=1)], ids=["pooled", "virtual"])
+def test_an_engine_without_threads_answers_and_stores_when_there_are_some(
+    tmp_path, threads, virtual
+):
+    """The answer was lost to a RuntimeError. Then what was to be stored waited for a thread that
+    had never begun: `flush` did not return, and `close` failed."""
+    ids = prompts(200)
+    with hf.attach(tiny(), tmp_path, config=CONFIG, virtual=virtual) as engine:
+        threads.left = 0
+        without = engine.generate(ids, max_new_tokens=40, do_sample=False)
+        assert engine.last_request.refused.startswith("no more threads can be started")
+        engine.flush()
+        assert (engine.n_skipped, engine.last_request.stored_tokens) == (1, 0)
+        threads.left = 2  # to store, and for memory ahead of need
+        assert torch.equal(engine.generate(ids, max_new_tokens=40, do_sample=False), without)
+        engine.flush()
+        assert (engine.n_skipped, engine.last_request.stored_tokens) == (1, 192)
+
+
+def test_a_guard_without_a_thread_drops_its_shadow(tmp_path, threads):
+    """The hit's answer was lost, and no later shadow was weighed."""
+    with filled(tiny(), tmp_path, Liar()) as engine:
+        threads.left = 0
+        ask(engine)
+        assert engine.last_request.hit_tokens
+        assert ledger_of(engine)["dropped"] == 1
+        threads.left = 1
+        ask(engine, seed=3)
+        assert threads.left == 0 and ledger_of(engine)["dropped"] == 1

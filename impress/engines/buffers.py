@@ -26,6 +26,7 @@ from impress.engines.virtual import Sizes, Slot, Usage, Use, Virtual, choose, re
 from impress.errors import BadInput, Unsupported
 from impress.types import Geometry
 from tiers.errors import MediumError
+from tiers.iopool import start
 from tiers.ranges import HostRanges, Range, RangeRefused, Ranges
 from tiers.ranges_cuda import CudaRanges
 
@@ -289,7 +290,12 @@ class VirtualBuffers:
                     self._thread = threading.Thread(
                         target=self._run, name="impress-rows", daemon=True
                     )
-                    self._thread.start()
+                    try:
+                        start(self._thread)
+                    except MediumError as err:  # a request backs its own pages, then
+                        log.warning("no memory is added ahead of need: %s", err)
+                        self._thread = None
+                        return
         self._asked.put(rental)
 
     def _run(self) -> None:

@@ -34,6 +34,8 @@ from impress.read.session import Lease
 from impress.read.shadow import Seen, ShadowSession
 from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
+from tiers.errors import MediumError
+from tiers.iopool import start
 
 log = logging.getLogger("impress")
 
@@ -216,13 +218,15 @@ class Auditor:
             self._store.ledgers.dropped(watch.ledger)
             watch.drop()
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="impress-guard", daemon=True)
-            self._thread.start()
-            atexit.register(self._end)
         try:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="impress-guard", daemon=True)
+                start(self._thread)
+                atexit.register(self._end)
             self._watches.put_nowait(watch)
-        except queue.Full:
+        except (queue.Full, MediumError) as err:
+            if isinstance(err, MediumError):  # no more threads: the next watch tries again
+                self._thread = None
             self._store.ledgers.dropped(watch.ledger)
             watch.drop()
 

@@ -23,6 +23,8 @@ from impress.engines.hf_cache import RowsCache
 from impress.errors import ImpressError
 from impress.store import PrefixStore
 from impress.write.draft import Stored
+from tiers.errors import MediumError
+from tiers.iopool import start
 
 log = logging.getLogger("impress")
 
@@ -81,21 +83,28 @@ class StoreQueue:
         return Job(cache, rows, cache.release, outcome)
 
     def offer(self, job: Job) -> None:
-        """Take a job, or skip it at once when the line is full or closed. Never waits."""
+        """Take a job, or skip it at once when the line is full or closed, or has no thread. Never
+        waits."""
         if self._is_closed:
             job.outcome.refused = "the engine is closed"
             job.release()
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="impress-store", daemon=True)
-            self._thread.start()
-            atexit.register(self._end)
         try:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="impress-store", daemon=True)
+                start(self._thread)
+                atexit.register(self._end)
             self._jobs.put_nowait(job)
         except queue.Full:
-            self.n_skipped += 1
-            job.outcome.refused = "too many requests wait to be stored"
-            job.release()
+            self._skip(job, "too many requests wait to be stored")
+        except MediumError as err:  # no more threads: the answer is there all the same
+            self._thread = None
+            self._skip(job, str(err))
+
+    def _skip(self, job: Job, why: str) -> None:
+        self.n_skipped += 1
+        job.outcome.refused = why
+        job.release()
 
     def drain(self) -> None:
         """Wait until every job offered is done. Raises the first failure since the last call."""
