@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 from conftest import MIB, assert_serves, prompt, put_prompt
@@ -15,21 +14,22 @@ from test_repack import look
 import impress
 from impress.write.budget import Pace
 from tiers.engines import ENGINES, why_not
+from tiers.iopool import Signal
 
 Open = Callable[..., impress.PrefixStore]
 EVERY_S = 1234.5
 
 
-class Driven(threading.Event):
+class Driven(Signal):
     """Its wait of EVERY_S ends when the test says so, or when it is set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits, self.turns = threading.Semaphore(0), threading.Semaphore(0)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        if timeout != EVERY_S:
-            return super().wait(timeout)
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if timeout_s != EVERY_S:
+            return super().wait(timeout_s)
         self.waits.release()
         self.turns.acquire()
         return self.is_set()
@@ -42,8 +42,7 @@ class Driven(threading.Event):
 def test_rows_move_together_in_the_background_each_time_the_wait_is_over(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = SimpleNamespace(Event=Driven, Lock=threading.Lock, Thread=threading.Thread)
-    monkeypatch.setattr("impress.repacking.repack.threading", ours)
+    monkeypatch.setattr("impress.repacking.repack.Signal", Driven)
     store = open_store(geometry, repack_every_s=EVERY_S)
     assert store._repacker is not None
     stop = store._repacker._stop
