@@ -49,8 +49,7 @@ def measure(options: Options, ratio: int, zipf: float) -> list[Row]:
         chunks = {tier: n - before[name].get(tier, 0) for tier, n in after[name].items()}
         total = sum(chunks.values())
         rows.append({
-            "eviction": name, "n": len(served), "n_warmed": bench.n_warmed,
-            "flat": bench.flat,
+            "eviction": name, "n": len(served), **bench.warmed[name]._asdict(),
             **{f"{tier}_bytes": hit_rate(served, tier) for tier in ("hbm", "dram")},
             **{f"{tier}_rows": row_hit_rate(served, tier) for tier in ("hbm", "dram")},
             **{f"{tier}_chunks": chunks.get(tier, 0) / total if total else None

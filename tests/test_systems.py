@@ -329,21 +329,19 @@ def test_whether_hit_rates_were_flat_is_noted(windows: int, flat: bool, data: Da
     load = Load(n_measured=1, n_warm=1, most_windows=windows)
     with Bench([recompute], data, load, 0.0) as bench:
         bench.warm()
-        assert bench.flat is flat
-        assert bench.n_warmed == (5 if flat else 4)
+        assert bench.warmed["recompute"] == (5 if flat else 4, flat)
 
 
-def test_warming_goes_on_until_hit_rates_are_flat(
+def test_each_system_is_warmed_until_its_hit_rates_are_flat(
     data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Choices are made beforehand for the windows that are always served alone."""
-    rates = iter([0.0, 0.1, 0.2, 0.3, 0.4, 0.41, 0.39, 0.4, 0.4])
+    rates = iter([0.0, 0.1, 0.2, 0.3, 0.4, 0.41, 0.39, 0.4, *[0.5] * 5])
     monkeypatch.setattr(cell, "hit_rate", lambda *_: next(rates))
     load = Load(n_measured=1, n_warm=2, most_windows=9)
-    with Bench(chosen(["impress"]), data, load, 0.0) as bench:
+    with Bench(chosen(["impress", "as"]), data, load, 0.0) as bench:
         bench.warm()
-        assert bench.flat
-        assert bench.n_warmed == 2 * 8
+        assert sorted(bench.warmed.values()) == [(2 * 5, True), (2 * 8, True)]
         assert len(bench.measure()["impress"]) == 1
 
 

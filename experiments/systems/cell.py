@@ -1,6 +1,6 @@
 """One cell: systems on one set of prefixes, one cache ratio, one popularity; request by request.
 
-    requests drawn ─> choices made (no clock) ─> caches warmed until hit rates are flat ─> measured
+    requests drawn ─> choices made (no clock) ─> each warmed until its hit rates are flat ─> timed
 
 In every round each system serves the same request (or `in_a_row` of them, as a server that is kept
 busy does), in an order drawn for that round, and nothing is left running between two systems.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,13 @@ class Load:
     most_windows: int = 8
     seed: int = 1
     in_a_row: int = 1  # requests of one system before what goes on behind them is waited for
+
+
+class Warmed(NamedTuple):
+    """How many requests filled a system's caches, and whether its hit rates were flat by then."""
+
+    n_warmed: int
+    flat: bool
 
 
 def popularity(load: Load, n_prefixes: int) -> npt.NDArray[np.float64]:
@@ -137,8 +144,7 @@ class Bench:
         if dilation is None and data.kinds:
             self._yardstick = Yardstick(data.segments())
             self._exits.callback(self._yardstick.close)
-        self.n_warmed = 0
-        self.flat = False  # hit rates, when warming ended: it ends at most_windows too
+        self.warmed: dict[str, Warmed] = {}  # by system
 
     @property
     def _measured(self) -> list[tuple[int, int]]:
@@ -168,21 +174,24 @@ class Bench:
             self.clock.dilation = dilation_of(self._yardstick.gb_s())
 
     def warm(self) -> None:
-        """Serve windows of requests until hit rates are flat; compute passes at once."""
+        """Serve each system windows of requests until its hit rates are flat; compute passes at
+        once."""
         dilation = self.clock.dilation
-        rates: dict[str, list[float]] = {server.system.name: [] for server in self.servers}
+        for server in self.servers:
+            self.warmed[server.system.name] = self._warm(server, dilation)
+        self.clock.dilation = dilation
+
+    def _warm(self, server: Server, dilation: float) -> Warmed:
+        rates: list[float] = []
         for window in range(self.load.most_windows):
             first = window * self.load.n_warm
             part = self._asked[first : first + self.load.n_warm]
             if window >= LEAST_WINDOWS:
                 self._prepare(part)
-            for server in self.servers:
-                rates[server.system.name].append(hit_rate(self._warmed(server, part, dilation)))
-            self.n_warmed += len(part)
-            self.flat = window + 1 >= LEAST_WINDOWS and all(map(are_flat, rates.values()))
-            if self.flat:
-                break
-        self.clock.dilation = dilation
+            rates.append(hit_rate(self._warmed(server, part, dilation)))
+            if len(rates) >= LEAST_WINDOWS and are_flat(rates):
+                return Warmed(len(rates) * self.load.n_warm, flat=True)
+        return Warmed(len(rates) * self.load.n_warm, flat=False)
 
     def _warmed(
         self, server: Server, part: Sequence[tuple[int, int]], dilation: float

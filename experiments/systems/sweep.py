@@ -101,9 +101,11 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
     with Bench(systems, data, load, stretch(plan.options)) as bench:
         torch.set_num_threads(1)
         bench.warm()
-        more |= {"n_warmed": bench.n_warmed, "flat": bench.flat}
         found = bench.measure()
-    return [{"system": name, **summary(s, load.in_a_row), **more} for name, s in found.items()]
+    return [
+        {"system": name, **summary(s, load.in_a_row), **more, **bench.warmed[name]._asdict()}
+        for name, s in found.items()
+    ]
 
 
 def by_cell(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
