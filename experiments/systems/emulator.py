@@ -243,8 +243,8 @@ def check(folder: Path, rounds: int) -> list[Row]:
     """Predicted and real milliseconds of each kind of request, and how far they are apart.
 
     Every round fits once more, then serves each kind really, then emulated: what else the machine
-    does falls on all of it. Real requests follow each other, as those that are fitted do: behind a
-    wait a processor has gone idle, and the next request takes a tenth longer. Medians are compared.
+    does falls on all of it. Real requests follow each other, as those that are fitted do: behind
+    emulated ones the next took a tenth longer. Medians are compared.
     """
     torch.set_num_threads(1)
     real = Real.of(folder)
