@@ -8,7 +8,7 @@ from time import monotonic, thread_time
 from typing import Any
 
 from impress.errors import StoreFailed
-from tiers.iopool import MORE_THREADS, NO_THREAD
+from tiers.iopool import MORE_THREADS, no_more_threads
 
 #: Upper bounds of the latency buckets, milliseconds.
 BUCKETS_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
@@ -113,7 +113,7 @@ def serve_metrics(
     except OSError as err:
         raise StoreFailed(f"metrics: port {port}: {err.strerror}") from None
     except RuntimeError as err:
-        if NO_THREAD not in str(err):
+        if not no_more_threads(err):
             raise
     if started is None:  # out here, where that error no longer holds the port
         raise StoreFailed(MORE_THREADS)

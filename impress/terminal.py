@@ -14,7 +14,7 @@ from rich.tree import Tree
 
 from impress.errors import ImpressError
 from tiers.errors import MediumError
-from tiers.iopool import MORE_THREADS, NO_THREAD
+from tiers.iopool import MORE_THREADS, no_more_threads
 
 
 class _Out(Console):
@@ -51,7 +51,7 @@ def line_of(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, lmdb.Error):
         return f"index: {error}"
-    if isinstance(error, RuntimeError) and NO_THREAD in str(error):  # of a bar's, an engine's
+    if no_more_threads(error):  # of a bar's, an engine's
         return MORE_THREADS
     if isinstance(error, OSError):
         what = error.strerror or str(error)

@@ -15,9 +15,7 @@ from tiers.errors import Cancelled, MediumError
 
 log = logging.getLogger("impress.io")
 
-#: What Python says where the system starts no more of them.
-NO_THREAD: Final = "can't start new thread"
-#: What to do about it.
+#: What to do where the system starts no more of them.
 MORE_THREADS: Final = (
     "no more threads can be started: raise `ulimit -u`, `ulimit -v` or the container's limit of "
     "processes, or lower Config.io_threads"
@@ -172,12 +170,17 @@ def _call(callbacks: Sequence[Callback]) -> None:
             raise
 
 
+def no_more_threads(err: Exception) -> bool:
+    """Whether it says that the system starts no more threads: Python has no class for that."""
+    return isinstance(err, RuntimeError) and "can't start new thread" in str(err)
+
+
 def start(thread: threading.Thread) -> None:
     """Raises MediumError where the system starts no more threads."""
     try:
         thread.start()
     except RuntimeError as err:
-        if NO_THREAD not in str(err):
+        if not no_more_threads(err):
             raise
         raise MediumError(MORE_THREADS) from None
 

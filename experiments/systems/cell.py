@@ -183,15 +183,14 @@ class Bench:
 
     def _warm(self, server: Server, dilation: float) -> Warmed:
         rates: list[float] = []
-        for window in range(self.load.most_windows):
-            first = window * self.load.n_warm
-            part = self._asked[first : first + self.load.n_warm]
-            if window >= LEAST_WINDOWS:
+        flat, n = False, self.load.n_warm
+        while not flat and len(rates) < self.load.most_windows:
+            part = self._asked[len(rates) * n :][:n]
+            if len(rates) >= LEAST_WINDOWS:
                 self._prepare(part)
             rates.append(hit_rate(self._warmed(server, part, dilation)))
-            if len(rates) >= LEAST_WINDOWS and are_flat(rates):
-                return Warmed(len(rates) * self.load.n_warm, flat=True)
-        return Warmed(len(rates) * self.load.n_warm, flat=False)
+            flat = len(rates) >= LEAST_WINDOWS and are_flat(rates)
+        return Warmed(len(rates) * n, flat)
 
     def _warmed(
         self, server: Server, part: Sequence[tuple[int, int]], dilation: float
