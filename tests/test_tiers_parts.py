@@ -181,6 +181,24 @@ def test_lent_memory_comes_back_when_nobody_looks_at_it() -> None:
     assert pool.acquire(9_500).array.ctypes.data == address
 
 
+def test_the_system_may_take_what_was_lent_last_before_anybody_asks_again(monkeypatch) -> None:
+    """It was marked so by the next request: of stores that are idle it stayed the process's own,
+    half a gigabyte each, and a machine with sixteen of them ran out of memory."""
+    marked: list[int] = []
+    monkeypatch.setattr("tiers.slots._may_be_taken", lambda m: marked.append(m.ctypes.data))
+    pool = BufferPool(None, keep_bytes=4 * PAGE)
+    arrays = [pool.acquire(3 * PAGE).lent() for _ in range(2)]
+    first, second = (array.ctypes.data for array in arrays)
+    del arrays[0]
+    assert marked == [first]  # more than is kept for itself
+    del arrays[0]
+    assert marked == [first, second]
+    assert pool.acquire(3 * PAGE).array.ctypes.data == second
+    few = BufferPool(None, keep_bytes=4 * PAGE).acquire(3 * PAGE).lent()
+    del few
+    assert marked == [first, second]
+
+
 def test_sizes_are_few_and_waste_little() -> None:
     sizes = {size_class(n) for n in range(1, 8 << 20, 999)}
     assert len(sizes) < 90

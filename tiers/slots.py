@@ -134,8 +134,7 @@ class _Lent:
         self.__array_interface__ = memory[:n_bytes].__array_interface__
 
     def __del__(self) -> None:
-        # The collector may come by anywhere, and with the pool's lock held: see `_collect`.
-        self._pool.dropped.append(self._memory)
+        self._pool.drop(self._memory)
 
 
 class Allowance:
@@ -178,7 +177,7 @@ class BufferPool:
     def __init__(self, budget_bytes: int | None, keep_bytes: int = 256 << 20) -> None:
         self.lock = threading.RLock()  # entered bare, as in IoPool
         self._freed = threading.Condition(self.lock)
-        self.dropped: deque[Bytes] = deque()  # lent, and looked at no more
+        self._dropped: deque[Bytes] = deque()  # lent, and looked at no more
         self.lost: deque[int] = deque()  # bytes of buffers that nobody released, and nobody can
         self.budget_bytes = budget_bytes
         self.used_bytes = 0  # rented
@@ -243,6 +242,8 @@ class BufferPool:
         """Called by Buffer under `lock` when its last reference goes."""
         self.used_bytes -= len(memory)
         self._keep(memory)
+        if self.kept_bytes > self._keep_bytes:
+            _may_be_taken(memory)
         self._freed.notify_all()
 
     def lend(self, memory: Bytes) -> None:
@@ -250,9 +251,20 @@ class BufferPool:
         self.used_bytes -= len(memory)
         self._freed.notify_all()
 
+    def drop(self, memory: Bytes) -> None:
+        """Called when nobody looks at lent memory any more: anywhere, since the collector may come
+        by, and with the lock held; so `_collect` keeps it later.
+
+        That may be never, where this was the last request for long: so what the system may take of
+        it is marked here, and not then.
+        """
+        if self._out_bytes + self.kept_bytes > self._keep_bytes:
+            _may_be_taken(memory)
+        self._dropped.append(memory)
+
     def _collect(self) -> None:
-        while self.dropped:
-            self._keep(self.dropped.popleft())
+        while self._dropped:
+            self._keep(self._dropped.popleft())
         while self.lost:
             n_bytes = self.lost.popleft()
             self.used_bytes -= n_bytes
@@ -270,8 +282,6 @@ class BufferPool:
         bisect.insort(self._kept, (len(memory), self._n_back, memory))
         self.kept_bytes += len(memory)
         self._trim()
-        if self.kept_bytes > self._keep_bytes:
-            _may_be_taken(memory)
 
     def _forget(self) -> None:
         """Forget the most that was out at once, when that is long ago. By time, not by requests:
