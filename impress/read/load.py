@@ -132,14 +132,13 @@ class Load:
 
     def _divided(self) -> Direct | None:
         """Rows that lie scattered by who has them, where a row is a piece; None: all go one way."""
-        pinned = any((ids >= 0).any() for of_cache in self.entries for ids in of_cache)
-        if self._ahead is not None or not pinned:
-            return None
-        if any(part.ordinals is None for part in self.parts):
+        if self._ahead is not None or any(part.ordinals is None for part in self.parts):
             return None
         if any(shape.piece_rows > 1 or not shape.dense for shape in self.shapes):
             return None
         if self.outs is not None and any(memory is None for memory in self.outs.memory):
+            return None
+        if not any((ids >= 0).any() for of_cache in self.entries for ids in of_cache):
             return None
         direct = divided(self.parts, self.entries)
         return direct if direct.mine else None
