@@ -3,10 +3,12 @@
 A store learns which rows requests choose, then repacks in the background while the same kind of
 requests goes on, one behind the other:
 
-    learning ─> windows of requests, by turns with the repacker held and running ─> after the pass
+    learning ─> the same requests, by turns with the repacker held and running ─> after the pass
 
-By turns, so that a disk that gets slower or faster on the way weighs on both alike. Compute is a
-wait of the stated roofline (emulated); reads and writes are real.
+By turns, so that a disk that gets slower or faster on the way weighs on both alike; the same, since
+what makes the tail is which prefixes are asked for and which layers fall back; whichever is first
+in one pair is second in the next, since who is second finds its rows cached. Compute is a wait of
+the stated roofline (emulated); reads and writes are real.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, islice
 from typing import Any, Final
 
 import numpy as np
@@ -39,17 +42,21 @@ from impress.store import PrefixStore
 
 POLICY: Final = Paper(0.25)
 #: Requests with the repacker held, and at most as many with it running, by `quick`.
-N: Final = {False: 1500, True: 100}
+N: Final = {False: 4500, True: 100}
 #: Requests in a turn.
 TURN: Final = 25
+#: Seconds of the requests of two turns, with the repacker held and running.
+Pair = tuple[list[float], list[float]]
+_WAYS: Final = ("held", "during")
 N_PREFIXES: Final = {False: 8, True: 4}
 
 
 def cells(options: Options) -> list[Cell]:
-    seconds = 30 + 3 * N[options.quick] * 0.12
-    # `behind`: what was measured before turns behind a move counted so is measured again; `pass`:
-    # what was measured before its part under load stood apart.
-    params = {"part": "repack", "n": N[options.quick], "behind": "during", "pass": "apart"}
+    seconds = 60 + 2.25 * N[options.quick] * 0.12
+    # What was measured before turns behind a move counted so, before the pass's part under load
+    # stood apart, and before both ways had the same requests, is measured again.
+    params = {"part": "repack", "n": N[options.quick], "behind": "during", "pass": "apart",
+              "requests": "the same"}  # fmt: skip
     return [Cell(params, partial(measure, options), seconds)]
 
 
@@ -60,7 +67,8 @@ def measure(options: Options) -> list[Row]:
         SHAPES["opt-6.7b"], LAYERS[options.quick], N_PREFIXES[options.quick],
         options.folder / "data", knobs, options.seed,
     )  # fmt: skip
-    asked = order_of(Load(zipf=0.9, seed=options.seed), len(data.prefixes), 4 * n)
+    load = Load(zipf=0.9, n_measured=3 * n, most_windows=0, seed=options.seed)
+    asked = order_of(load, len(data.prefixes))
     # Choices are asked for again and again: a queue of as many as fit the time.
     pool = sorted({(prefix, request % 12) for prefix, request in asked})
     choices = data.prepare(["plain"], [POLICY], pool, knobs)
@@ -86,45 +94,50 @@ def _phases(
     paper's disk (divided by the dilation). A turn behind a move counts as beside it. Those after
     are not to be set against the others: there what goes on behind a request is waited for."""
 
-    def one(*, settled: bool = True) -> Served:
-        prefix, request = next(queue)
+    def one(asked: tuple[int, int], *, settled: bool = True) -> Served:
+        prefix, request = asked
         served = server.serve(Asking(prefix, data.prefixes[prefix].tokens, request % 12))
         if settled:
             server.settle()
         return served
 
-    for _ in range(max(12, n // 8)):
-        one()  # learning, and warm caches
-    times: dict[str, list[float]] = {"held": [], "during": [], "after": []}
+    for asked in islice(queue, max(12, n // 8)):
+        one(asked)  # learning, and warm caches
     reports: list[Any] = []
-    n_behind = 0  # turns of requests behind a move, with the repacker held
+    pairs: list[Pair] = []
+    n_behind = n_moved = 0  # turns of requests behind a move, with the repacker held; moves
     running_s = 0.0  # of turns with the repacker running
     with _gate() as running:
         thread = threading.Thread(target=lambda: reports.append(store.repack()), daemon=True)
-        n_moved = 0
         thread.start()
-        while thread.is_alive() and len(times["during"]) < n:
-            for way in ("held", "during"):
+        while len(pairs) * TURN < n:
+            same = list(islice(queue, TURN))
+            turns: dict[str, list[float]] = {}
+            behind = False
+            for way in _WAYS if len(pairs) % 2 else reversed(_WAYS):
                 running.set() if way == "during" else running.clear()
                 # Nothing is waited for between two: that would keep them out of the way of
                 # what the repacker has under way.
                 begin = time.perf_counter()
-                turn = [one(settled=False).ttft_s for _ in range(TURN)]
+                turns[way] = [one(asked, settled=False).ttft_s for asked in same]
                 if way == "during":
                     running_s += time.perf_counter() - begin
-                    # Else some of it had no repacker beside it.
-                    times["during"] += turn if thread.is_alive() else []
-                    continue
-                # Behind a move a span is erased, and the next request finds no cache of it.
-                before, n_moved = n_moved, store.counters["repacks/yes"]
-                times["during" if n_moved > before else "held"] += turn
-                n_behind += n_moved > before
+                else:  # behind a move a span is erased, and the next finds no cache of it
+                    before, n_moved = n_moved, store.counters["repacks/yes"]
+                    behind = n_moved > before
+            if not thread.is_alive():
+                break  # some of these had no repacker beside them
+            n_behind += behind
+            held, during = turns["held"], turns["during"]
+            pairs.append(([], held + during) if behind else (held, during))
         n_loaded, begin = store.counters["repacks/yes"], time.perf_counter()
         running.set()
         thread.join(600)  # the rest of the pass, without requests
         alone_s = time.perf_counter() - begin
+    times = {way: list(chain.from_iterable(pair[i] for pair in pairs))
+             for i, way in enumerate(_WAYS)}  # fmt: skip
     _check_compared(times, reports)
-    served = [one() for _ in range(n // 4)]
+    served = [one(asked) for asked in islice(queue, max(25, n // 12))]
     times["after"] = [s.ttft_s for s in served]
     ttft_s = sum(times["after"])
     (report,) = reports
@@ -141,7 +154,7 @@ def _phases(
             took_ms = float(np.percentile(seconds, q)) / stretch * 1e3 if seconds else None
             row[f"p{q}_ms_{name}"] = took_ms
     for q in (50, 99):
-        row[f"p{q}_slowdown"], row[f"p{q}_low"], row[f"p{q}_high"] = _slowdown(times, q)
+        row[f"p{q}_slowdown"], row[f"p{q}_low"], row[f"p{q}_high"] = _slowdown(pairs, q)
     return row
 
 
@@ -171,25 +184,21 @@ def _gate() -> Iterator[threading.Event]:
         Copier._slice = go_on  # type: ignore[method-assign]
 
 
-def _slowdown(times: dict[str, list[float]], q: int) -> tuple[float, float, float]:
+def _slowdown(pairs: Sequence[Pair], q: int) -> tuple[float, float, float]:
     """How much longer a percentile is with the repacker running, and its interval of 95 %: whole
-    turns are drawn, since requests behind each other are alike."""
+    pairs of turns are drawn, since requests behind each other are alike, and those of a pair the
+    same."""
     rng = np.random.default_rng(0)
-    turns = [
-        [times[way][at : at + TURN] for at in range(0, len(times[way]), TURN)]
-        for way in ("held", "during")
-    ]
 
-    def of(held: Sequence[list[float]], during: Sequence[list[float]]) -> float:
-        both = (np.percentile(np.concatenate(some), q) for some in (during, held))
-        return float(np.divide(*both)) - 1
+    def of(some: Sequence[Pair]) -> float:
+        held, during = (np.percentile(np.concatenate(way), q) for way in zip(*some, strict=True))
+        return float(during / held) - 1
 
-    drawn = [
-        of(*([some[i] for i in rng.integers(len(some), size=len(some))] for some in turns))
-        for _ in range(1000)
-    ]
+    turns = rng.integers(len(pairs), size=(1000, len(pairs))).tolist()
+    draws = ([pairs[i] for i in some] for some in turns)
+    drawn = [of(some) for some in draws if any(held for held, _ in some)]
     low, high = np.percentile(drawn, (2.5, 97.5))
-    return of(*turns), float(low), float(high)
+    return of(pairs), float(low), float(high)
 
 
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,16 +16,53 @@ from experiments.common import Unable
 from impress.repacking.span_copy import Copier
 
 
-def test_a_slowdown_is_told_with_whole_turns_drawn() -> None:
+def test_a_slowdown_is_told_with_pairs_of_turns_drawn() -> None:
     rng = np.random.default_rng(1)
-    alike = rng.lognormal(0, 0.3, 40 * repack.TURN).tolist()
-    found, low, high = repack._slowdown({"held": alike, "during": alike[::-1]}, 99)
+    turns = [rng.lognormal(0, 0.3, repack.TURN).tolist() for _ in range(40)]
+    assert repack._slowdown([(turn, turn) for turn in turns], 99) == (0.0, 0.0, 0.0)
+    found, low, high = repack._slowdown(list(zip(turns, turns[::-1], strict=True)), 99)
     assert found == 0.0
     assert low < 0 < high
-    slower = [2 * seconds for seconds in alike]
-    found, low, high = repack._slowdown({"held": alike, "during": slower}, 50)
-    assert found == pytest.approx(1.0)
-    assert 0.8 < low < 1 < high < 1.2
+    slower = [(turn, [2 * seconds for seconds in turn]) for turn in turns]
+    assert repack._slowdown(slower, 50) == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_a_draw_without_a_turn_of_the_held_repacker_is_none() -> None:
+    """Of two pairs one is behind a move: both its turns are the running repacker's."""
+    found = repack._slowdown([([1.0] * 4, [2.0] * 4), ([], [2.0] * 8)], 99)
+    assert found == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_both_ways_have_the_same_requests_and_take_turns_at_being_first() -> None:
+    """Each way had requests of its own, and in the tail these decided more than the repacker."""
+    asked: list[tuple[int, int]] = []
+    held: list[bool] = []
+    done = threading.Event()
+
+    def serve(asking: repack.Asking) -> SimpleNamespace:
+        asked.append((asking.prefix, asking.request))
+        held.append(not gate.is_set())
+        if len(asked) == 12 + 4 * repack.TURN:
+            done.set()
+        return SimpleNamespace(ttft_s=0.5, map_s=0.05, map_cpu_s=0.01)
+
+    gate = threading.Event()
+    server = SimpleNamespace(serve=serve, settle=lambda: None)
+    data = SimpleNamespace(prefixes=[SimpleNamespace(tokens=())] * 99, n_bytes=1)
+    report = SimpleNamespace(spans=(), moved=1, moved_bytes=1)
+    store = SimpleNamespace(
+        repack=lambda: done.wait(60) and report, counters={"repacks/yes": 0}
+    )  # fmt: skip
+    queue = ((i % 99, i % 12) for i in itertools.count())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repack, "_gate", lambda: nullcontext(gate))
+        repack._phases(server, data, store, queue, 2 * repack.TURN, 1.0)
+    one, two, three, four = (
+        slice(12 + at * repack.TURN, 12 + (at + 1) * repack.TURN) for at in range(4)
+    )
+    assert asked[one] == asked[two] != asked[three] == asked[four]
+    ways = [set(held[turn]) for turn in (one, two, three, four)]
+    assert ways == [{False}, {True}, {True}, {False}]
 
 
 def test_a_turn_behind_a_move_is_the_repackers() -> None:
