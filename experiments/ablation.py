@@ -37,9 +37,11 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     for label, systems in by_cell(rows).items():
         print_rows(f"{label}: compute emulated", [line(row) for row in systems.values()])
         whole = systems.get("impress")
+        if whole is None:
+            continue
         lost = {
             name: systems[without]["p50_ms"] - whole["p50_ms"]
-            for name, without in WITHOUT.items() if whole and without in systems
+            for name, without in WITHOUT.items() if without in systems
         }  # fmt: skip
         total = sum(max(ms, 0.0) for ms in lost.values())
         for name, ms in lost.items():

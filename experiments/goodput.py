@@ -19,6 +19,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -42,7 +43,7 @@ WAYS: Final = (
 _WAYS: Final = [way.name for way in WAYS]
 #: Requests let in at once, and arrivals a second.
 LEVELS: Final = {False: (8, 32, 64), True: (8,)}
-RATES: Final = {False: (8, 16, 24, 32, 48), True: (8, 32)}
+RATES: Final[dict[bool, tuple[int, ...]]] = {False: (8, 16, 24, 32, 48), True: (8, 32)}
 REQUESTS: Final = {False: 128, True: 16}
 #: Of a row, the same in all.
 _ALIKE: Final = ("experiment", "seed", "quick", "ttft_ms")
@@ -65,7 +66,7 @@ def cells(options: Options) -> list[Cell]:
     return [
         Cell(
             {"at once": level, "arrive/s": rate, "ttft_ms": options.more.ttft_ms},
-            lambda at=(level, rate): field.measure(*at),
+            partial(field.measure, level, rate),
             10 + n / rate,
         )
         for level in LEVELS[options.quick] for rate in RATES[options.quick]
@@ -80,7 +81,7 @@ class Field:
         self._n = REQUESTS[options.quick]
         self._servers: list[Server] = []
 
-    def measure(self, level: int, rate: float) -> list[Row]:
+    def measure(self, level: int, rate: int) -> list[Row]:
         if not self._servers:
             self._start()
         draw = np.random.default_rng([self._options.seed, level, rate])
@@ -92,7 +93,7 @@ class Field:
         for at in draw.permutation(len(self._servers)).tolist():
             server = self._servers[at]
             server.forget()
-            took = _ask(server, asked, times, level)
+            took = _ask(server, asked, times.tolist(), level)
             rows.append({"way": server.way.name, **_row(took, limit_s)})
         return rows
 

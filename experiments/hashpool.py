@@ -59,10 +59,13 @@ def cells(options: Options) -> list[Cell]:
 def prompts(p: float, n: int, seed: int) -> list[np.ndarray]:
     """n prompts of PROMPT_TOKENS words, a share p of them of N_FREQUENT that come again. Pure."""
     rng = np.random.default_rng(seed)
-    words = partial(rng.integers, START_ID + 1, N_TOKENS, dtype=np.int32)
-    frequent = words(size=(N_FREQUENT, PROMPT_TOKENS))
+
+    def words(n_prompts: int) -> np.ndarray:
+        return rng.integers(START_ID + 1, N_TOKENS, (n_prompts, PROMPT_TOKENS), dtype=np.int32)
+
+    frequent = words(N_FREQUENT)
     again, which = rng.random(n) < p, rng.integers(0, N_FREQUENT, n)
-    fresh = words(size=(n, PROMPT_TOKENS))
+    fresh = words(n)
     return [frequent[which[i]] if again[i] else fresh[i] for i in range(n)]
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import numpy as np
 
@@ -61,18 +62,15 @@ WAYS: Final[dict[str, Verify]] = {"verified": verify, "believed": _believed, "lo
 @contextmanager
 def looked_at(verify: Verify) -> Iterator[list[float]]:
     """What the SSD tier does with what it read; the CPU seconds of each time, where it happens."""
-    before, taken = tiers.ssd.verify, list[float]()
+    taken: list[float] = []
 
     def timed(read: Read, where: Where) -> None:
         begin_s = time.thread_time()
         verify(read, where)
         taken.append(time.thread_time() - begin_s)
 
-    tiers.ssd.verify = timed
-    try:
+    with patch.object(tiers.ssd, "verify", timed):
         yield taken
-    finally:
-        tiers.ssd.verify = before
 
 
 class Rows:

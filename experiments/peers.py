@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -170,7 +171,7 @@ def cells(options: Options) -> list[Cell]:
                 "medium": medium, "round": number, "only": list(more.only), "there": there,
             }  # fmt: skip
             last = number == n_rounds - 1
-            made.append(Cell(params, lambda f=field, n=number, end=last: _round(f, n, end), 25))
+            made.append(Cell(params, partial(_round, field, number, last), 25))
     return made
 
 

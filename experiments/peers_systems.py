@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -157,7 +158,7 @@ class LMCache(System):
         )  # fmt: skip
         self._manager = StorageManager(config, metadata, EventManager())
         self._disk = self._manager.storage_backends["LocalDiskBackend"]
-        self._key = lambda n: CacheEngineKey("peers", 1, 0, n, kind)
+        self._key: Callable[[int], Any] = lambda n: CacheEngineKey("peers", 1, 0, n, kind)
         self._kind = kind
         self._size = torch.Size([2, s.n_layers, s.chunk_tokens, s.n_kv_heads * s.head_dim])
         self._filled: list[Any] = []

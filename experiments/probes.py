@@ -291,16 +291,14 @@ def widened(spectrum: Floats, seed: int, n_draws: int) -> list[Row]:
 
 def best_of(rows: list[Row]) -> tuple[str, float, float]:
     """Of the codecs with enough recall, the one with most of it a byte: name, recall, bytes."""
-    means = {
-        name: tuple(
-            float(np.mean([row[what] for row in rows if row["codec"] == name]))
-            for what in ("recall", "probe share")
-        )
-        for name in CODECS
-    }
+
+    def mean(name: str, what: str) -> float:
+        return float(np.mean([row[what] for row in rows if row["codec"] == name]))
+
+    means = {name: (mean(name, "recall"), mean(name, "probe share")) for name in CODECS}
     enough = {name: m for name, m in means.items() if m[0] >= ENOUGH} or means
     name = max(enough, key=lambda name: enough[name][0] / enough[name][1])
-    return name, *means[name]
+    return (name, *means[name])
 
 
 _TABLES: Final = {

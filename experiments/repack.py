@@ -30,10 +30,10 @@ from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.catalogue import System
 from experiments.systems.cell import Load, order_of
 from experiments.systems.clock import A100, Clock, Compute
-from experiments.systems.data import NAMESPACE, WINDOW, Data
+from experiments.systems.data import NAMESPACE, Data
 from experiments.systems.generate import Knobs
 from experiments.systems.serve import Asking, Served, Server
-from experiments.systems.shapes import SHAPES
+from experiments.systems.shapes import SHAPES, WINDOW
 from experiments.systems.sizes import LAYERS, dilation, meta
 from impress.config import Config
 from impress.policy import Paper

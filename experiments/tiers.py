@@ -32,7 +32,7 @@ from experiments.common import Options, Row, print_rows, run, spread
 from experiments.tiers_cells import PROBES, SHOWN, Cells, Samples, opened, rotated, warm
 from experiments.tiers_sessions import session_rows
 from impress.demo.lookup.tasks import document, questions
-from impress.engines import hf
+from impress.engines import hf, hf_models
 from impress.policy import Exact, Paper, Policy, Quality
 
 MIB: Final = 1 << 20
@@ -133,7 +133,7 @@ def engine_rows(options: Options, checkpoint: str = "agreeing") -> list[Row]:
     answers = Answers(checkpoint, 2 if options.quick else 6)
     folder = options.folder / "engine"
     n_bytes = answers.store(folder)
-    geometry = hf.hf_models.geometry_of(answers.model.config, answers.model.dtype)
+    geometry = hf_models.geometry_of(answers.model.config, answers.model.dtype)
     with opened(folder, geometry, impress.namespace_of(answers.model), n_bytes) as stores:
         engines = {
             tier: hf.attach(answers.model, store, store_new=False) for tier, store in stores.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,7 +50,7 @@ class Bare:
             self.queries.append((query.half(), suffix_lse_of(query.half(), new, 128**-0.5)))
         self.samples: dict[str, Samples] = {}
         self._seen: dict[str, list[Any]] = {}
-        self._outs = [tuple(self._out() for _ in range(2)) for _ in range(n_layers)]
+        self._outs = [(self._out(), self._out()) for _ in range(n_layers)]
 
     def _out(self) -> torch.Tensor:
         """[32, n, 128] as an engine holds it: token-major, page-aligned."""
@@ -139,6 +140,10 @@ def memcpy_cell(n_bytes: int, samples: Samples, n_threads: int) -> Callable[[], 
     return cell
 
 
+def _rows_of(bare: Bare, store: impress.PrefixStore) -> dict[str, int]:
+    return bare.session(store, Exact())[0]
+
+
 def session_rows(options: Options) -> list[Row]:
     bare = Bare(2048, 2, options.seed) if options.quick else Bare(8192, 4, options.seed)
     folder = options.folder / "sessions"
@@ -147,7 +152,7 @@ def session_rows(options: Options) -> list[Row]:
         if not stores["ssd"].stats()["direct_io"]:
             console.print("note: O_DIRECT is refused here; reads from ssd may come from memory")
         for tier, store in stores.items():
-            warm(tier, lambda store=store: bare.session(store, Exact())[0])
+            warm(tier, partial(_rows_of, bare, store))
         cells = bare.cells(stores)
         floors = {"floor.memcpy": Samples()}
         cells["memcpy"] = memcpy_cell(bare.n_bytes, floors["floor.memcpy"], 8)

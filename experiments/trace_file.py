@@ -162,7 +162,7 @@ def synthetic(n: int, seed: int) -> Iterator[str]:
 def _numbered(names: Iterable[int], numbers: dict[tuple[int, ...], int]) -> list[int]:
     """Blocks by number in order of first use, one for each prefix."""
     path: tuple[int, ...] = ()
-    ids = []
+    ids: list[int] = []
     for name in names:
         path = (ids[-1] if ids else -1, name)  # the number before stands for all before
         ids.append(numbers.setdefault(path, len(numbers)))

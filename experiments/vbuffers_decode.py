@@ -165,7 +165,8 @@ def _row(
 
 def _bursts(times: np.ndarray) -> np.ndarray:
     """Median step of each burst: bursts of one turn are set against each other."""
-    return np.median(times.reshape(-1, BURST), axis=1)
+    medians: np.ndarray = np.median(times.reshape(-1, BURST), axis=1)
+    return medians
 
 
 def _caches(

@@ -26,7 +26,7 @@ from experiments.common import Row, Unable, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.cell import interval
 from impress.demo.lookup.tasks import document
-from impress.engines import hf, hf_mode, hf_weights
+from impress.engines import hf, hf_mode, hf_models, hf_weights
 from impress.policy import Exact, Policy, Quality
 
 CHECKPOINT: Final = "specialised"
@@ -186,7 +186,7 @@ def _timed() -> Iterator[list[tuple[float, float]]]:
         return timing
 
     parts = (
-        (hf, "find_prefix"), (hf.hf_models, "check_request"), (hf_weights.Weights, "check"),
+        (hf, "find_prefix"), (hf_models, "check_request"), (hf_weights.Weights, "check"),
         (hf_mode.Modes, "way"),
     )  # fmt: skip
     before = [getattr(where, name) for where, name in parts]

@@ -64,7 +64,8 @@ def acknowledged(process: subprocess.Popen[str], n: int) -> int | None:
 def kills(folder: Path, n: int, seed: int) -> list[Row]:
     """kill -9 at a random moment of storing, n times."""
     rng, total = np.random.default_rng(seed), _total("kill -9", n)
-    first, flushed, where = 0, [], folder / "k"
+    first, where = 0, folder / "k"
+    flushed: list[int] = []
     for cut in range(n):
         if cut % _CUTS_A_STORE == 0:
             first, flushed, where = 0, [], folder / f"k{cut}"
@@ -78,7 +79,8 @@ def kills(folder: Path, n: int, seed: int) -> list[Row]:
 def power_cuts(folder: Path, n: int, seed: int) -> list[Row]:
     """The file system under the store is shut down without flushing its log, n times."""
     rng, total = np.random.default_rng(seed), _total("power cut (loop ext4, FS_IOC_SHUTDOWN)", n)
-    first, flushed, image, mount = 0, [], folder / "image", folder / "mount"
+    first, image, mount = 0, folder / "image", folder / "mount"
+    flushed: list[int] = []
     mount.mkdir()
     try:
         for cut in range(n):

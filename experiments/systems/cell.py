@@ -21,10 +21,11 @@ import numpy.typing as npt
 from experiments.common import Row
 from experiments.systems.catalogue import System
 from experiments.systems.clock import A100, PAPER_DISK_GB_S, Clock, Compute, Roofline, dilation_of
-from experiments.systems.data import WINDOW, Data
+from experiments.systems.data import Data
 from experiments.systems.generate import Knobs
 from experiments.systems.planned import Choices
 from experiments.systems.serve import Asking, Served, Server
+from experiments.systems.shapes import WINDOW
 from experiments.systems.yardstick import Yardstick
 from impress.config import Config
 
@@ -85,7 +86,7 @@ def drawn(load: Load, n_prefixes: int) -> list[int]:
     n = load.n_measured
     if load.zipf is None:
         rounds = [rng.permutation(n_prefixes) for _ in range(-(-n // n_prefixes))]
-        order: list[int] = np.concatenate(rounds or [[]])[:n].tolist()
+        order: list[int] = np.array(rounds, dtype=np.int64).ravel()[:n].tolist()
     else:
         order = rng.choice(n_prefixes, n, p=popularity(load, n_prefixes)).tolist()
     return order

@@ -103,7 +103,10 @@ class Data:
         for number, request in asked:
             requests.setdefault(number, set()).add(request)
         with ExitStack() as exits:
-            stores = {kind: exits.enter_context(self._writable(kind)) for kind in todo}
+            stores: dict[str, PrefixStore | QuantisedStore] = {}
+            for kind in todo:
+                stores[kind] = self._writable(kind)
+                exits.callback(stores[kind].close)
             for number, prefix in enumerate(self.prefixes):
                 for kind, store in stores.items():
                     self._put(kind, store, number, prefix)

@@ -290,7 +290,7 @@ def _asking(n: int) -> Asking:
 
 
 def worst(rows: Sequence[Row]) -> float:
-    return max(row["error"] for row in rows)
+    return max(float(row["error"]) for row in rows)
 
 
 def verdict(error: float) -> str:

@@ -17,7 +17,7 @@ from experiments.systems.generate import Knobs, Prefix
 from impress.policy import Policy
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, reads_keys, select, shares_rows
-from impress.selection.probes import codec_of
+from impress.selection.probes import ProbeCodec, codec_of
 from impress.selection.scores import column_sums, key_scores
 from impress.types import Geometry
 
@@ -72,11 +72,15 @@ def choose(
     n_tokens = prefix.n_tokens // window * window
     wanted, all_policies = list(requests), list(policies)
     found: Choices = {(p, number, request): [] for p in all_policies for request in wanted}
-    codecs = {p.probe: codec_of(p.probe) for p in all_policies if p.probe}
+    codecs: dict[str | None, ProbeCodec] = {
+        p.probe: codec_of(p.probe) for p in all_policies if p.probe
+    }
     for layer in range(geometry.n_layers):
         keys = prefix.keys(layer)[:, :n_tokens]
         given = cache(partial(_given, prefix, layer, keys, knobs))  # no request changes it
-        records = {name: codec.encode(keys, geometry) for name, codec in codecs.items()}
+        records: dict[str | None, Any] = {
+            name: codec.encode(keys, geometry) for name, codec in codecs.items()
+        }
         for request in wanted:
             query = prefix.query(request, layer, knobs)
             lse = prefix.suffix_lse(request, layer, query)
@@ -85,11 +89,15 @@ def choose(
                 codec = codecs.get(policy.probe)
                 asked = Asked(
                     layer, n_tokens, geometry, window, query, geometry.head_dim**-0.5, lse, codec,
-                    records.get(policy.probe), None, lambda keys=keys: keys, given,
+                    records.get(policy.probe), None, partial(_this, keys), given,
                     dict(enumerate(mine)),
                 )  # fmt: skip
                 mine.append(select(policy, asked))
     return found
+
+
+def _this(keys: Any) -> Any:
+    return keys
 
 
 def _given(prefix: Prefix, layer: int, keys: Any, knobs: Knobs) -> Any:

@@ -98,7 +98,8 @@ class Rows:
     def of(cls, folder: Path, row_bytes: int, earlier: Any, seed: int, window: int = 64) -> Rows:
         """`row_bytes`: of a row of keys, and as many of values. Raises Unable without room."""
         check_room(folder.parent, 2 * (N_LAYERS * N_TOKENS * 2 * row_bytes + _SEGMENT))
-        geometry = Geometry(N_LAYERS, *[row_bytes // (2 * HEAD_DIM)] * 2, HEAD_DIM)
+        heads = row_bytes // (2 * HEAD_DIM)
+        geometry = Geometry(N_LAYERS, heads, heads, HEAD_DIM)
         rng = np.random.default_rng([seed, 12])
         tokens = rng.integers(0, 50_000, N_TOKENS, dtype=np.int32)
         config = Config(
