@@ -80,6 +80,17 @@ def test_every_metric_is_on_the_page_with_its_kind(
     assert sorted((row[0].strip("`"), row[1]) for row in rows("Metrics")) == sorted(served)
 
 
+def test_every_number_of_stats_is_on_the_page(
+    open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry
+) -> None:
+    """The page said "the same numbers and more", and named none of the more."""
+    keys = set(open_store(geometry).stats())
+    metrics = {row[0].strip("`").removeprefix("impress_") for row in rows("Metrics")}
+    served = {name.removesuffix("_total") for name in metrics}
+    alone = {key for row in rows("More in stats") for key in re.findall(r"`(\w+)`", row[0])}
+    assert keys - served <= alone <= keys
+
+
 def test_every_call_of_a_store_is_on_the_page() -> None:
     public = {name: what for name, what in vars(impress.PrefixStore).items() if name[0] != "_"}
     calls = [n for n, what in public.items() if callable(what) or isinstance(what, classmethod)]
