@@ -31,7 +31,7 @@ class Config(BaseModel):
     window: int = 64
     """Tokens of a window, a power of two in 16..256; fixed when a directory is first written."""
     dram_bytes: int = Field(default=1024 * MIB, ge=0, le=MOST_BYTES)
-    """Budget of the DRAM tier: cached chunks and sums tables. 0 keeps nothing in DRAM."""
+    """Budget of the DRAM tier: cached chunks, probe records, tables and history. 0: no copies."""
     hbm_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Budget of the HBM tier, above DRAM. 0: none."""
     hbm_device: Literal["cuda", "cpu"] = "cuda"
@@ -43,8 +43,8 @@ class Config(BaseModel):
     longest ago, and of one request's the longest prefix (vLLM's order). Of copies in HBM and DRAM
     none goes for a newcomer that is worth less, except under lru."""
     disk_bytes: int | None = Field(default=None, gt=0, le=MOST_BYTES)
-    """Most bytes of segments on disk, of this process's shard, one at least; None: as much as the
-    file system gives."""
+    """Most bytes of segments on disk, of this process's shard, at least `segment_bytes`; None: as
+    much as the file system gives."""
     disk_high: float = Field(default=0.95, gt=0, le=1)
     """Share of disk_bytes above which spans are evicted in the background."""
     disk_low: float = Field(default=0.90, gt=0, le=1)

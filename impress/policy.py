@@ -208,9 +208,9 @@ class Contiguous:
     """ContiguousKV-like (arXiv 2601.13631): the top `keep` of units of `unit` tokens in a row.
 
     `period` layers in a row share what the first of them chose, which reads all its keys: units go
-    by their column sums, mean over heads. Simplified, from its abstract and from notes: no prefetch
-    within or across periods, and I/O and caching go by this store's pieces and chunks. Layers must
-    be retrieved in order. Raises BadInput.
+    by their column sums, mean over heads. Simplified, from its abstract and from notes: rows
+    are read ahead only under `Config.prefetch_bytes` (0 by default), and I/O and caching go by this
+    store's pieces and chunks. Layers must be retrieved in order. Raises BadInput.
     """
 
     keep: float = 0.25

@@ -88,7 +88,7 @@ class PrefixStore:
         cls, path: str | os.PathLike[str], geometry: Geometry, namespace: str | bytes,
         config: Config | None = None, mode: str = "rw",
     ) -> PrefixStore:  # fmt: skip
-        """Open a directory, made a store if it is empty. mode "r": no writes.
+        """Open a directory, made a store if it is empty. mode "r": stores nothing.
 
         Any number of processes may: each writes a shard of its own (`Config.shard`) and reads all.
         Raises StoreMismatch (another geometry, dtype or window), StoreLocked (a second writer of a
