@@ -11,6 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [p for room in ("impress", "tiers", "experiments") for p in (ROOT / room).rglob("*.py")]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "experiments/gpu_recipe.md")),
+    *(ROOT / "docs").rglob("*.md"),
+]
 
 
 def test_media_never_hear_of_meaning() -> None:
@@ -48,3 +52,25 @@ def test_what_the_documents_name_is_there_for_a_type_checker_too() -> None:
         imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
         given_on = [alias.asname for node in imports for alias in node.names]
         assert name in [*defined, *given_on], f"{module} does not export {name}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of a page may end in: lower case, hyphens, no punctuation."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_what_a_document_points_to_is_there(page: Path) -> None:
+    text = page.read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+    for name in re.findall(r"`([\w.]+/[\w./]*\.(?:py|md))`", text):
+        rooms = (ROOT, ROOT / "impress", page.parent)
+        assert any((room / name).is_file() for room in rooms), name
+    for module in re.findall(r"python3? -m ((?:experiments|tests)[\w.]*\w)", text):
+        place = ROOT / module.replace(".", "/")
+        assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
