@@ -141,7 +141,7 @@ class Engine:
 
     @property
     def n_skipped(self) -> int:
-        """Requests whose new part was not stored because too many were waiting."""
+        """Requests not stored: too many were waiting, or there was no thread to store them."""
         return self._storing.n_skipped
 
     def generate(
