@@ -1,0 +1,73 @@
+"""The documents' examples run as they stand, beside a small trained model and one of its texts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import impress
+from impress.demo.checkpoints import install, unseen
+from impress.demo.lookup.tokenizer import decode
+from impress.engines.hf import attach
+
+ROOT = Path(__file__).parent.parent
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def run(page, number, named):
+    """One of a page's examples, among what it names and does not make."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    exec(compile(blocks[number], page, "exec", dont_inherit=True), named)
+    return named
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The working directory, where what the examples name lies."""
+    monkeypatch.chdir(tmp_path)
+    install("specialised", tmp_path, n_documents=1)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "model").rename("path/to/model")
+    Path("contract.txt").write_text(decode(unseen(1)[0].tokens))
+    return tmp_path
+
+
+def test_the_readmes_engine_reuses_the_document(here, capsys):
+    run("README.md", 0, {})
+    first, second = re.findall(r"^(\d+) [\d.]+$", capsys.readouterr().out, re.MULTILINE)
+    assert (int(first), int(second)) == (0, 1024)
+
+
+def test_the_readmes_store_gives_back_what_was_stored(here):
+    given, keys = [], [torch.randn(8, 200, 128).bfloat16() for _ in range(32)]
+
+    def attend(layer, k, v):
+        given.append((layer, torch.equal(k, keys[layer][:, :192]), torch.equal(v, k + k)))
+
+    values = [k + k for k in keys]
+    named = {"token_ids": range(200), "keys": keys, "values": values, "attend": attend}
+    run("README.md", 1, named)
+    assert given == [(layer, True, True) for layer in range(32)]
+
+
+def test_the_policy_of_the_page_on_selection_is_served(here):
+    """Its layers load what the page says of them."""
+    policy = run("docs/SELECTION.md", 0, {"__name__": "example"})["Pyramid"]((0.5, 0.25, 0.1, 0.1))
+    model = AutoModelForCausalLM.from_pretrained("path/to/model")
+    ids = torch.tensor([unseen(1)[0].tokens])
+    with attach(model, "path/to/store", policy, config=impress.Config(guard="off")) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        engine.generate(torch.cat([ids, ids[:, :8]], 1), max_new_tokens=1)
+        said = engine.last_request
+    assert [line["chosen"] for line in said.per_layer] == [512, 256, 103, 103], said.why
