@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import impress
 from impress.errors import FormatError
-from impress.policy import AllHeads, Exact, Policy
+from impress.policy import AllHeads, Exact, Paper, Policy, Random, Recency
 from impress.usage.history import NEWEST, SAVE_EVERY, History, Note
 from impress.usage.remembered import HALF_LIFE, Remembered, decode, encode, head_of
 
@@ -365,6 +365,24 @@ def test_a_store_remembers_what_its_requests_chose(open_store: Open) -> None:
     assert reader.history.tick == 4
     assert np.array_equal(reader.history.average(span), average)
     ask(reader, tokens, policy)  # learns, and keeps it to itself
+
+
+@pytest.mark.parametrize(
+    "policy", [Recency(0.25), Random(0.25), Paper(alpha=0.0)], ids=lambda policy: policy.name
+)
+def test_rows_that_no_query_chose_teach_no_averages(open_store: Open, policy: Policy) -> None:
+    """Chosen without a look at the query, or all of them where heads disagreed: taken for what
+    requests need, the newest rows would be packed and kept first."""
+    tokens = prompt(256)
+    store = open_store(impress.Geometry(2, 4, 4, 32, "float32"), dram_bytes=0)
+    put_prompt(store, tokens).wait(60)
+    (span,) = (record.span_id for record in store.catalog.records())
+    ask(store, tokens, policy)
+    assert store._pool.idle(60)
+    assert store.history.tick == 1 and store.history.average(span) is None
+    ask(store, tokens, AllHeads(0.25))
+    assert store._pool.idle(60)
+    assert store.history.average(span) is not None
 
 
 def test_history_goes_with_its_span(open_store: Open, geometry: impress.Geometry) -> None:
