@@ -286,6 +286,17 @@ def test_a_save_is_due_before_what_is_unsaved_fills_the_budget() -> None:
     assert set(saved | h.dump()) == set(range(50))
 
 
+def test_a_save_is_due_once_in_so_many_requests() -> None:
+    """Of those since the last one, in a store that has served any number before."""
+    h = history(tick=10 * SAVE_EVERY)
+    for _ in range(2):
+        for _ in range(SAVE_EVERY):
+            assert not h.due
+            h.request([])
+        assert h.due
+        h.dump()
+
+
 def test_a_repack_carries_what_is_saved_but_not_in_memory() -> None:
     """A rewrite never asks for history; fetched after the swap, the old value was gone."""
     old = history()
