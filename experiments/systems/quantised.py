@@ -26,12 +26,11 @@ from impress.selection.quant import (
     pack_codes,
     packed_bytes,
     quantise,
-    words_of,
 )
 from impress.spans.format import SpanRecord
 from impress.spans.layout import K, PlaneLayout, SpanLayout, V
 from impress.spans.params import Params
-from impress.spans.rows import pack
+from impress.spans.rows import host_words, pack
 from impress.stats import Counters
 from impress.tree.catalog import Held
 from impress.types import Geometry
@@ -62,7 +61,7 @@ def row_geometry(geometry: Geometry, bits: int) -> Geometry:
 
 def quantised_rows(rows: Any, geometry: Geometry, bits: int) -> Any:
     """uint16 [1, n, words] of rows [n_kv_heads, n, head_dim]: scales of all heads, then codes."""
-    words = words_of(rows, geometry)
+    words = host_words(rows, geometry)
     heads, n, dim = words.shape
     made = np.zeros((n, 2 * row_geometry(geometry, bits).head_dim), dtype=np.uint8)
     of_scales, of_codes = n_scales(dim, GROUP), packed_bytes(dim, bits)

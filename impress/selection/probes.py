@@ -24,11 +24,10 @@ from impress.selection.quant import (
     packed_bytes,
     quantise,
     records_tensor,
-    words_of,
 )
 from impress.selection.scores import Scored, key_scores
 from impress.selection.scratch import scratch
-from impress.spans.rows import torch_module
+from impress.spans.rows import host_words, torch_module
 from impress.types import DTYPES, Geometry
 from tiers.base import Bytes
 
@@ -107,7 +106,7 @@ class Heads3:
         return self.n_kv_heads(geometry) * geometry.head_dim * DTYPES[geometry.dtype]
 
     def encode(self, keys: Any, geometry: Geometry, params: bytes | None = None) -> Bytes:
-        words = words_of(keys, geometry)[: self.n_kv_heads(geometry)]
+        words = host_words(keys, geometry)[: self.n_kv_heads(geometry)]
         rows = np.ascontiguousarray(words.transpose(1, 0, 2))
         return rows.reshape(words.shape[1], -1).view(np.uint8)
 
@@ -144,7 +143,7 @@ class LowBit:
         return size + size % 2
 
     def encode(self, keys: Any, geometry: Geometry, params: bytes | None = None) -> Bytes:
-        words = words_of(keys, geometry)
+        words = host_words(keys, geometry)
         n_heads, m, dim = words.shape
         records = np.zeros((m, self.probe_bytes(geometry)), dtype=np.uint8)
         scales = records[:, : 2 * n_heads].view(np.float16)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from impress.selection.quant import Floats, floats_of, records_tensor, words_of
+from impress.selection.quant import Floats, floats_of, records_tensor
 from impress.selection.scores import Scored
-from impress.spans.rows import torch_module
+from impress.spans.rows import host_words, torch_module
 from impress.types import Geometry
 from tiers.base import Bytes
 
@@ -42,7 +42,7 @@ class MinMax:
         return 2 * geometry.n_kv_heads * geometry.head_dim * 2
 
     def encode(self, keys: Any, geometry: Geometry, params: bytes | None = None) -> Bytes:
-        words = words_of(keys, geometry)
+        words = host_words(keys, geometry)
         n_heads, m, dim = words.shape
         pages = words.reshape(n_heads, m // self.group, self.group, dim)
         records = np.empty((m // self.group, 2, n_heads, dim), dtype=np.float16)

@@ -31,11 +31,10 @@ from impress.selection.quant import (
     quantise,
     records_tensor,
     unpack_codes,
-    words_of,
 )
 from impress.selection.scores import Product, Scored, sketch_dtype
 from impress.selection.scratch import scratch
-from impress.spans.rows import torch_module
+from impress.spans.rows import host_words, torch_module
 from impress.types import Geometry
 from tiers.base import Bytes
 
@@ -85,7 +84,7 @@ class Pca:
 
     def encode(self, keys: Any, geometry: Geometry, params: bytes | None = None) -> Bytes:
         basis = self._basis(params, geometry)
-        words = words_of(keys, geometry)
+        words = host_words(keys, geometry)
         m = words.shape[1]
         records = np.zeros((m, self.probe_bytes(geometry)), dtype=np.uint8)
         for at in range(0, m, _BLOCK_TOKENS):
@@ -142,7 +141,7 @@ class Pca:
         Deterministic. Wants some hundreds of tokens: axes beyond the m-th are arbitrary. Takes
         about 0.1 s per 512 dimensions.
         """
-        words = words_of(keys, geometry)
+        words = host_words(keys, geometry)
         if not words.shape[1]:
             raise BadInput(f"{self.name}: no keys to fit to")
         step = -(-words.shape[1] // FIT_TOKENS)

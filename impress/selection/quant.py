@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from impress.spans.rows import Words, host_words, torch_module
-from impress.types import Geometry
+from impress.spans.rows import Words, torch_module
 from tiers.base import Bytes
 
 if TYPE_CHECKING:
@@ -32,13 +31,6 @@ ERROR_OF_BITS: Final = {1: 1.8 / 12, 2: 1.48 / 12, 3: 1.2 / 12, 4: 1.06 / 12}
 _FLIP: Final = 0x80
 _MOST_SCALE: Final = 65504.0  # of float16
 _LEAST_SCALE: Final = 2.0**-24
-
-
-def words_of(keys: Any, geometry: Geometry) -> Words:
-    """keys [n_kv_heads, m, head_dim], a tensor or array of the store's dtype or its raw words."""
-    if isinstance(keys, np.ndarray) and keys.dtype.kind == "u":
-        return keys
-    return host_words(keys, geometry)
 
 
 def floats_of(words: Words, dtype: str) -> Floats:
