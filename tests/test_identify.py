@@ -291,6 +291,18 @@ def test_paper_by_records_is_paper_by_keys(shape: tuple[int, int, int], dtype: s
         assert set(by_keys.positions.tolist()) == plain_paper(columns, 0.25, 0.6, False)
 
 
+def test_paper_says_what_the_heads_it_saw_miss() -> None:
+    """The mean over query rows: of the probe heads, and of all heads where those disagreed."""
+    geometry = Geometry(1, 4, 4, 16, "float32")
+    layer = a_layer(geometry, q=5)
+    agreed = select(Paper(0.25, gate=False), asked(geometry, layer, "heads3-v1"))
+    union = select(Paper(0.1, 0.0, fallback="heads"), asked(geometry, layer, "heads3-v1"))
+    for got, n_heads in ((agreed, 3), (union, 4)):
+        left_out = missing(layer, got.positions)[:n_heads]
+        assert got.estimated_missing_mass == pytest.approx(left_out.mean(), rel=1e-4)
+        assert got.missing_mass_worst_head == pytest.approx(left_out.max(), rel=1e-4)
+
+
 def test_heads_that_disagree_load_the_layer_or_each_heads_own() -> None:
     geometry = Geometry(1, 6, 3, 16, "float32")
     layer = a_layer(geometry, sharp=3.0)
@@ -414,7 +426,8 @@ def test_blind_references_choose_what_they_say() -> None:
     assert static.positions is not None and static.positions.tolist() == [0, 5, 90]
     with pytest.raises(ImpressError, match="without importance"):
         select(StaticH2O(), plain)
-    assert select(KeepAll(), plain).positions is None
+    every = select(KeepAll(), plain)
+    assert every.positions is None and not every.fell_back
 
 
 # ---- quality -----------------------------------------------------------------------------------
