@@ -315,6 +315,7 @@ NO_ROWS = {
     "two dimensions": rows_at([1, 2]),
     "a mask": rows_at(*[False, True] * (N_TOKENS // 2), dtype=bool),
     "a mask of ints": rows_at(*[0, 1] * (N_TOKENS // 2)),
+    "a list": Selection([1, 2, 5], 0.0, 0.0, False, "given"),  # type: ignore[arg-type]
     "no selection": np.arange(3),
     "nothing": None,
 }
