@@ -613,6 +613,35 @@ def test_a_worst_head_needs_more_rows_than_the_mean() -> None:
     assert len(head.positions) == 1 + 18
 
 
+@pytest.mark.parametrize(
+    ("n_needed", "probe_rows", "chosen"),
+    [(94, 0, 100), (90, 0, 90), (85, 6, 100), (85, 5, 85)],
+)
+def test_a_choice_that_would_save_hardly_anything_loads_the_layer_whole(
+    n_needed: int, probe_rows: int, chosen: int
+) -> None:
+    """Less than a tenth of the layer, beside the records that are read to choose."""
+    columns = np.zeros((2, 100), dtype=np.float32)
+    columns[:, :n_needed] = 0.01
+    got = quality_choice(columns, 1, Quality(0.0), 1000, 1000 * probe_rows, 1)
+    assert got.n_rows(100) == chosen
+    assert got.reason == ("bound" if chosen < 100 else "diffuse") and not got.fell_back
+
+
+def test_fewer_rows_bound_the_worst_head_than_in_the_order_of_all_heads_together() -> None:
+    rng, bound = np.random.default_rng(0), 0.05
+    n_rows, n_plain = 0, 0
+    for _ in range(8):
+        columns = np.exp(rng.normal(size=(8, 400)) * rng.uniform(1, 3, size=(8, 1)))
+        columns *= rng.uniform(0.1, 1, size=(8, 1)) / columns.sum(axis=1, keepdims=True)
+        got = quality_choice(columns.astype(np.float32), 1, Quality(bound, per="head"), 1, 0, 1)
+        assert got.reason == "bound" and got.missing_mass_worst_head <= bound
+        n_rows += got.n_rows(400)
+        left = columns[:, np.argsort(columns.sum(axis=0))].cumsum(axis=1).max(axis=0)
+        n_plain += 400 - int((left <= bound).sum())
+    assert n_rows < 0.96 * n_plain
+
+
 # ---- bad input ---------------------------------------------------------------------------------
 
 

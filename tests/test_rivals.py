@@ -139,7 +139,8 @@ def test_a_word_is_kept_with_its_neighbours() -> None:
 
 
 def test_units_that_are_all_kept_are_the_whole_layer() -> None:
-    assert unit_choice(np.ones(4, dtype=np.float32), 64, 0.99).positions is None
+    got = unit_choice(np.ones(4, dtype=np.float32), 64, 0.99)
+    assert got.positions is None and not got.fell_back
 
 
 @pytest.mark.parametrize(
