@@ -143,6 +143,12 @@ def test_units_that_are_all_kept_are_the_whole_layer() -> None:
     assert got.positions is None and not got.fell_back
 
 
+def test_one_unit_of_a_score_without_order_loads_the_layer_whole() -> None:
+    for score in (np.nan, np.inf):
+        got = unit_choice(np.array([1, score, 0, 0], dtype=np.float32), 64, 0.25)
+        assert got.positions is None and got.fell_back and got.reason == "not finite"
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
