@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tier_contract import MIB, CacheContract, fetch, noise
 
-from tiers.base import PAGE, Pieces, Read, Slot, Tier, sums_of
+from tiers.base import PAGE, Extent, Pieces, Read, Slot, Tier, sums_of
 from tiers.coalesce import RUN_BYTES, coalesce, locate, slices
 from tiers.dram import DramTier
 from tiers.errors import ReadFailed
@@ -56,6 +56,29 @@ def test_neighbours_merge_and_runs_stay_bounded() -> None:
     ]
     whole = coalesce([Read(slot, 0, dest, None, PAGE)])
     assert [run.n_bytes for run in whole] == [RUN_BYTES] * 4
+
+
+def test_a_long_read_is_cut_where_its_slot_is_and_reads_merge_in_each_segment() -> None:
+    half, off = RUN_BYTES // 2, 8 * PAGE
+    slot = Slot((Extent(0, 0, 3 * half), Extent(1, off, 3 * half)))
+    dest = aligned(6 * half)
+    read = Read(slot, 0, dest, None, PAGE)
+    runs = coalesce([read])
+    assert [(run.segment, run.off, run.n_bytes) for run in runs] == [
+        (0, 0, RUN_BYTES), (0, RUN_BYTES, half),
+        (1, off, RUN_BYTES), (1, off + RUN_BYTES, half),
+    ]  # fmt: skip
+    views = [view for run in runs for view in run.views]
+    assert sum(len(view) for view in views) == len(dest)
+    at = 0
+    for view in views:
+        assert view.ctypes.data == dest[at:].ctypes.data
+        at += len(view)
+    assert [run.ends for run in runs] == [[], [], [], [read]]
+    begins = (0, 3 * half, PAGE, 3 * half + PAGE)  # of both segments in turn
+    some = [Read(slot, at, dest[at : at + PAGE], None, PAGE) for at in begins]
+    runs = coalesce(some)
+    assert [(run.segment, run.off, len(run.ends)) for run in runs] == [(0, 0, 2), (1, off, 2)]
 
 
 def test_pieces_are_cut_by_bytes_and_stay_in_order() -> None:

@@ -81,6 +81,7 @@ def test_only_what_is_wholly_free_may_be_claimed(extent: Extent) -> None:
         Extent(0, 0, 2 * PAGE),
         Extent(0, 6 * PAGE, 2 * PAGE),
     ]
+    assert space.free_parts([Extent(0, 2 * PAGE, 4 * PAGE)]) == []
 
 
 _PLACES = st.sets(st.tuples(st.integers(0, 1), st.integers(0, 11)), max_size=16)
