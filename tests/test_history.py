@@ -344,7 +344,10 @@ def test_a_damaged_newer_or_foreign_value_is_forgotten() -> None:
 # ---- in a store ------------------------------------------------------------------------------
 
 
-def ask(store: impress.PrefixStore, tokens: np.ndarray, policy: Policy, n: int = 1) -> None:
+def ask(
+    store: impress.PrefixStore, tokens: np.ndarray, policy: Policy, n: int = 1
+) -> list[np.ndarray]:
+    """The positions that the last of n requests chose in each layer."""
     import torch
 
     g = store.geometry
@@ -353,8 +356,10 @@ def ask(store: impress.PrefixStore, tokens: np.ndarray, policy: Policy, n: int =
         query = torch.randn(g.n_heads, 4, g.head_dim)
         lse = torch.zeros(g.n_heads, 4)
         with store.lease(tokens) as lease, lease.session(policy) as session:
-            for layer in range(g.n_layers):
-                session.retrieve(layer, query, suffix_lse=lse)
+            layers = range(g.n_layers)
+            found = [session.retrieve(layer, query, suffix_lse=lse)[2] for layer in layers]
+            positions = [pos.numpy().copy() for pos in found]
+    return positions
 
 
 def test_a_store_remembers_what_its_requests_chose(open_store: Open) -> None:
@@ -376,6 +381,20 @@ def test_a_store_remembers_what_its_requests_chose(open_store: Open) -> None:
     assert reader.history.tick == 4
     assert np.array_equal(reader.history.average(span), average)
     ask(reader, tokens, policy)  # learns, and keeps it to itself
+
+
+def test_each_span_of_a_prompt_learns_which_of_its_own_rows_were_chosen(open_store: Open) -> None:
+    store = open_store(impress.Geometry(2, 4, 4, 32, "float32"), dram_bytes=0)
+    tokens = prompt(256)
+    for n in (64, 192, 256):
+        put_prompt(store, tokens[:n]).wait(60)
+    with store.lease(tokens) as lease:
+        spans = [(source.span, source.at * 64) for source in lease.sources]
+    chosen = ask(store, tokens, AllHeads(0.25))
+    assert store._pool.idle(60) and [at for _, at in spans] == [0, 64, 192]
+    for layer, positions in enumerate(chosen):
+        learnt = [np.flatnonzero(store.history.average(span)[layer]) + at for span, at in spans]
+        assert np.array_equal(np.concatenate(learnt), positions)
 
 
 @pytest.mark.parametrize(

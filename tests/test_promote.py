@@ -114,6 +114,20 @@ def test_what_a_sparse_request_used_climbs_whole_and_nothing_else_does(
     assert store.stats()["rows_from"] == {"dram": 2 * 77, "ssd": 2 * 77}
 
 
+def test_a_chunk_that_was_read_in_part_climbs_from_the_tier_below_and_leaves_it(
+    open_store: Open,
+) -> None:
+    store = open_store(GEOMETRY, read_gap_bytes=0, hbm_bytes=2 * MIB, hbm_device="cpu")
+    tokens = prompt(N)
+    put_prompt(store, tokens).wait(60)
+    ask(store, tokens, Recency(keep=0.2))
+    assert (in_tier(store), in_tier(store, "hbm")) == (4, 0)
+    ask(store, tokens, Recency(keep=0.2))
+    assert (in_tier(store), in_tier(store, "hbm")) == (0, 4)
+    moved = store.stats()["promotion_read_bytes"]  # of each layer one chunk, in each climb
+    assert moved == {"ssd": 2 * CHUNK, "dram": 2 * CHUNK}
+
+
 @pytest.mark.parametrize("policy", [Exact(), Recency(keep=0.2)], ids=lambda policy: policy.name)
 def test_a_copy_that_fails_takes_no_place(open_store: Open, policy: Policy) -> None:
     """Of a chunk that was being copied when memory gave out nothing was found, and its place was
