@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import xxhash
 from conftest import prompt, put_prompt
 from hypothesis import given
 from hypothesis import strategies as st
@@ -337,6 +338,11 @@ def test_a_damaged_newer_or_foreign_value_is_forgotten() -> None:
             decode(bytes(bad))
         assert head_of(bytes(bad)) is None
         assert history(saved={7: bytes(bad)}).average(7) is None
+    newer = (2).to_bytes(2, "little") + raw[2:-8]  # and whole
+    newer += xxhash.xxh3_64_intdigest(newer).to_bytes(8, "little")
+    with pytest.raises(FormatError, match="version 2 is newer"):
+        decode(newer)
+    assert head_of(newer) is None and history(saved={7: newer}).average(7) is None
     assert history(saved={7: b""}).summary(7) is None
     assert History(LAYERS + 1, W, 1 << 20, {7: raw}.get).average(7) is None
 

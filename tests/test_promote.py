@@ -17,6 +17,7 @@ import impress
 from impress.cache.chunks import MARGIN, ChunkCache, only_fastest
 from impress.policy import AllHeads, Contiguous, Exact, Pages, Paper, Policy, Quality, Recency
 from impress.read.parts import Source
+from impress.read.promote import Looked, by_layer
 from impress.read.reading import Reading
 from impress.read.worth import judge, ranks_if_used
 from impress.selection.choices import Selection
@@ -317,6 +318,20 @@ def test_a_layer_retrieved_twice_is_one_use_of_all_its_rows(open_store: Open) ->
     assert worth is not None and average is not None
     assert np.flatnonzero(average[0] == 1).tolist() == [64, 192, 256]
     assert np.exp2(worth.ranks - 1 / HALF_LIFE)[[1, 3, 4]] == pytest.approx(1 / 64)
+
+
+def test_a_layer_retrieved_twice_is_decided_about_only_where_both_times_were() -> None:
+    """All its rows are used where one time took all."""
+
+    def looked(rows: list[int] | None, decided: bool) -> Looked:
+        positions = None if rows is None else np.array(rows, dtype=np.int64)
+        return Looked(positions, decided, SimpleNamespace(layer=1))  # type: ignore[arg-type]
+
+    few, every, blind = looked([1, 5], True), looked(None, False), looked([2], False)
+    for pair in ([few, every], [every, few], [few, blind], [blind, few]):
+        (both,) = by_layer(pair)
+        assert not both.decided
+        assert (both.positions is None) == any(one is every for one in pair)
 
 
 def test_what_is_used_more_drives_out_what_is_used_less(open_store: Open) -> None:
