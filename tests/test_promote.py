@@ -373,6 +373,22 @@ def test_chunks_whose_rows_matter_more_drive_out_those_whose_rows_matter_less(
     assert placed.score > 0
 
 
+def test_of_chunks_read_in_part_those_that_are_worth_most_are_fetched(open_store: Open) -> None:
+    """As many as there is room for, of all layers together."""
+    store = open_store(GEOMETRY, dram_bytes=budget(6), io_threads=1, read_gap_bytes=0)
+    tokens = prompt(N)
+    put_prompt(store, tokens).wait(60)
+    (span,) = (record.span_id for record in store.catalog.records())
+    rows = np.arange(N, dtype=np.int64)
+    often = rows[(rows >= 192) | (rows % 64 == 0)]  # chunks 3 to 5; a row of each other one
+    store.history.request(Note(span, N, layer, 0, N, often) for layer in (0, 1))
+    ask(store, tokens, Named((0, 1, 2, 3, 4, 5)))
+    (cache,) = store._copies.chunks
+    for layer in (0, 1):
+        assert np.flatnonzero(cache.has(span, layer, np.arange(6))).tolist() == [3, 4, 5]
+    assert store.stats()["promotion_read_bytes"] == {"ssd": 6 * CHUNK}
+
+
 def test_placement_tells_of_a_span_that_nothing_is_known_of(open_store: Open) -> None:
     store = open_store(GEOMETRY)
     put_prompt(store, prompt(128)).wait(60)
