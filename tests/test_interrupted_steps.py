@@ -23,6 +23,7 @@ from test_repack import look
 import impress
 from impress.cache.chunks import ChunkCache, Ids
 from impress.tree.radix import RadixTree
+from impress.tree.views import Views
 from impress.write.home import Home
 from tiers.base import Slot
 from tiers.ssd import SsdTier
@@ -187,3 +188,67 @@ def test_an_interrupted_removal_leaves_the_tree_whole(n_children: int) -> None:
         assert not tree.roots
 
     at_each_step(make, lambda tree: tree.remove(int(tree.leaves()[-1])), check)
+
+
+@pytest.mark.parametrize("cut", [True, False], ids=["a cut", "no cut"])
+@pytest.mark.parametrize("n_children", [0, 2, 4, 5])
+def test_an_interrupted_insertion_leaves_the_tree_whole(n_children: int, cut: bool) -> None:
+    """Half inserted, a node hung from nothing: taking it out again, which the committer does where
+    an error (no memory) came, searched for it without end, with the lock that every request takes.
+    """
+
+    def make() -> RadixTree:
+        tree = RadixTree(1)
+        root = tree.root(b"root")
+        tree.graft(root, b"stem", 99, 0)
+        for child in range(n_children):
+            tree.graft(root, b"stem" + bytes([child]), child, 0)
+        if not cut:  # a row that is free is taken again
+            tree.graft(root, b"gone", 98, 0)
+            tree.remove(tree.of_span(98)[0])
+        return tree
+
+    def insert(tree: RadixTree) -> None:
+        tree.graft(tree.root(b"root"), b"step" if cut else b"stem\xff", 100, 3)
+
+    def check(tree: RadixTree) -> None:
+        tree.check()
+        while len(leaves := tree.leaves().tolist()):
+            for leaf in leaves:
+                tree.remove(leaf)
+        tree.check()
+
+    at_each_step(make, insert, check)
+
+
+@pytest.mark.parametrize("how", ["remove", "graft", "end_at", "give"])
+def test_an_interrupted_change_of_a_node_is_accounted_for(how: str) -> None:
+    """Ctrl-C in an eviction, between a node and its account: what was no longer in the tree counted
+    as in it until a restart, and was never deleted."""
+
+    def make() -> tuple[RadixTree, Views]:
+        tree, views = RadixTree(1), Views(lambda span: 4)
+        for span in (1, 2):
+            views.add(span)
+        views.graft(tree, tree.root(b"root"), b"stem", 1, 0, 4)
+        return tree, views
+
+    def act(state: tuple[RadixTree, Views]) -> None:
+        tree, views = state
+        node = tree.of_span(1)[0]
+        if how == "remove":
+            views.remove(tree, node)
+        elif how == "graft":
+            views.graft(tree, tree.root(b"root"), b"step", 2, 0, 4)
+        elif how == "end_at":
+            views.end_at(tree, node, 1)
+        else:
+            views.give(tree, node, 2, 0, 4)
+
+    def check(state: tuple[RadixTree, Views]) -> None:
+        tree, views = state
+        tree.check()
+        views.check(tree.view(node) for node in tree.nodes().tolist())
+        assert {*views, *views.retired} == {1, 2}
+
+    at_each_step(make, act, check)

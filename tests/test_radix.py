@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impress.tree.radix import NONE, RadixTree
+from impress.tree.nodes import NONE
+from impress.tree.radix import RadixTree
 
 SIZE = 8  # bytes of a window's label
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress.tree.radix import NONE, View
+from impress.tree.nodes import NONE
+from impress.tree.radix import View
 from impress.tree.views import Views
 
 LENGTH = 5  # windows of a span
@@ -74,22 +75,22 @@ def step(views: Views, model: Model, kind: str, span: int, i: int, j: int) -> No
 
 @given(st.lists(st.tuples(kinds, spans, numbers, numbers), min_size=40, max_size=80))
 def test_agrees_with_a_walk_over_all_views(steps: list[tuple[str, int, int, int]]) -> None:
-    views, model = Views(), Model()
+    views, model = Views(lambda span: LENGTH), Model()
     for todo in steps:
         step(views, model, *todo)
         assert set(views) == model.live() and len(views) == len(model.live())
         assert all((span in views) == (span in model.live()) for span in range(4))
         assert views.retired == model.kept - model.live()
         assert views.dead == model.dead()
-        views.check(model.views, lambda span: LENGTH)
+        views.check(model.views)
 
 
 def test_a_check_finds_what_it_was_not_told_of() -> None:
-    views = Views()
+    views = Views(lambda span: LENGTH)
     views.add(1)
     views.view(1, 3, LENGTH)
     views.split(NONE)
-    views.check([View(1, 0, 3)], lambda span: LENGTH)
+    views.check([View(1, 0, 3)])
     for wrong in ([], [View(1, 0, 2)], [View(1, 0, 1), View(1, 1, 2)], [View(1, 3, 3)]):
         with pytest.raises(AssertionError):
-            views.check(wrong, lambda span: LENGTH)
+            views.check(wrong)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from impress.spans.format import SpanRecord, decode_index, encode_index, place_of, split_index
 from impress.tree.eviction import ALL, Dead, Score, least
 from impress.tree.places import Places, Short, split_all
-from impress.tree.radix import Graft, Match, RadixTree, View
+from impress.tree.radix import Match, RadixTree, View
 from impress.tree.trace import Trace, path_of, trace, walk
 from impress.tree.views import Views
 from impress.types import Prefix
@@ -37,7 +37,7 @@ class Catalog:
         self.window = window
         self._tree = RadixTree(4 * window)
         self._kept: dict[int, bytes] = {}  # span -> index value without labels
-        self._views = Views()
+        self._views = Views(lambda span: self._record(span).n_windows)
         self._pins: dict[int, int] = {}
         self._heirs: dict[int, int] = {}  # replaced while pinned -> what its holders keep instead
         self._gone: set[int] = set()  # retired, its index value deleted: reclaim when unpinned
@@ -246,12 +246,11 @@ class Catalog:
         if not first:
             above = self._tree.root(root)
         elif before in places.of:
-            above, split = self._tree.end_at(*places.of[before])
-            self._views.split(split)
+            above = self._views.end_at(self._tree, *places.of[before])
         else:
             return False
         n_windows = len(labels) // (4 * self.window)
-        graft = self._graft(above, labels, span, 0, n_windows)
+        graft = self._views.graft(self._tree, above, labels, span, 0, n_windows)
         if graft.added < n_windows:
             places.short.append((above, span, labels))
         if not graft.added:
@@ -332,7 +331,7 @@ class Catalog:
         with self.lock:
             self._tree.check()
             views = map(self._tree.view, self._tree.nodes().tolist())
-            self._views.check(views, lambda span: self._record(span).n_windows)
+            self._views.check(views)
             retired = self._views.retired
             assert set(self._kept) == {*self._views, *retired}, "a span is nobody's"
             assert self._gone <= retired, "reclaimable but not retired"
@@ -360,18 +359,11 @@ class Catalog:
     def _show(self, record: SpanRecord, prefix: bytes) -> int:
         """Hang what is not stored yet of a span into the tree; the windows that this added."""
         above = self._tree.root(record.root)
-        graft = self._graft(above, prefix, record.span_id, record.first_window, record.n_windows)
+        first, n_windows = record.first_window, record.n_windows
+        graft = self._views.graft(self._tree, above, prefix, record.span_id, first, n_windows)
         if graft.added:
             self._tree.used[graft.node] = self._tick  # new is not the same as never wanted
         return graft.added
-
-    def _graft(self, above: int, labels: bytes, span: int, start: int, n_windows: int) -> Graft:
-        """As `RadixTree.graft`, of a span of so many windows, and counted."""
-        graft = self._tree.graft(above, labels, span, start)
-        if graft.added:
-            self._views.view(span, graft.added, n_windows)
-        self._views.split(graft.split)
-        return graft
 
     def _claim(self, record: SpanRecord, match: Match) -> list[int]:
         """On the way to a span's end, nodes that view it now instead of what they did."""
@@ -380,16 +372,11 @@ class Catalog:
     def _give(self, node: int, record: SpanRecord, skip: int) -> bool:
         """A node views this span, which lacks the first `skip` windows of the one before, instead;
         True when that retired the one before."""
-        span, _, n_windows = self._tree.view(node)
-        self._tree.replace(node, record.span_id, skip)
-        self._views.view(record.span_id, n_windows, record.n_windows)
-        return self._views.unview(span, n_windows)
+        return self._views.give(self._tree, node, record.span_id, skip, record.n_windows)
 
     def _remove(self, node: int) -> bool:
         """Take a leaf out; True when that retired its span."""
-        span, _, n_windows = self._tree.view(node)
-        self._tree.remove(node)
-        return self._views.unview(span, n_windows)
+        return self._views.remove(self._tree, node)
 
     def _forget(self, span: int) -> SpanRecord:
         record = self._record(span)

@@ -111,10 +111,8 @@ class MergedCatalog(Catalog):
             if low >= high or not takes_from(span):
                 continue
             if low > start:  # `node` is the lower part from here on
-                _, split = tree.end_at(node, first + low - start - 1)
-                self._views.split(split)
-            upper, split = tree.end_at(node, first + high - start - 1)
-            self._views.split(split)
+                self._views.end_at(tree, node, first + low - start - 1)
+            upper = self._views.end_at(tree, node, first + high - start - 1)
             self._give_all(upper, record)
             given.append(upper)
         return given

@@ -1,9 +1,6 @@
 """The radix tree of prefixes: which windows are stored, and in which span each lies.
 
-Nodes are rows of parallel arrays, not objects: a million of them cost some 400 MB less and leave
-the garbage collector nothing to walk (measured: a full pass over a million slotted objects stops
-every thread for 1.28 s, over a list of a million labels for .03 s, over an array of them not at
-all). Knows spans by number only; knows nothing of media.
+Knows spans by number only; knows nothing of media.
 
 The children of a node are a list through `_next`: few, and the first is nearly always the one.
 More than _FEW hang in `_many` under a hash of parent and first window, alike hashes as a list.
@@ -15,20 +12,19 @@ Not thread-safe: the store calls it under its metadata lock.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from impress.tree.nodes import NONE, Nodes
+
 Ids = npt.NDArray[np.int64]
 
-NONE: Final = -1
 MANY: Final = -2
 #: Children a node may have before they are found by hash: a lookup tries them one by one.
 _FEW: Final = 4
-_FIRST_ROWS: Final = 64
 
 
 class View(NamedTuple):
@@ -55,24 +51,13 @@ class Graft(NamedTuple):
     split: int
 
 
-class RadixTree:
+class RadixTree(Nodes):
     """Labels are `size` bytes a window; a node's label is those of its windows, end to end."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        super().__init__(size)
         self.roots: dict[bytes, int] = {}
-        self._labels = np.empty(_FIRST_ROWS, dtype=object)  # bytes; no list: see above
-        self._parent = array("q")
-        self._child = array("q")  # NONE, the first child, or MANY (then in _many)
-        self._next = array("q")  # NONE, or the next child of the same list
-        self._span = array("q")  # NONE for a root, -2 for a free row
-        self._first = array("q")
-        self.end = array("q")  # windows from the root to the node's end
-        self._n_children = array("q")
-        self.used = array("q")  # lease counter of the last lease through the node, or at its birth
-        self.hits = array("q")  # leases through the node
         self._many: dict[int, int] = {}  # _hash -> first child with it
-        self._free: list[int] = []
         self.n_nodes = 0  # roots not counted
         self.n_windows = 0
 
@@ -204,7 +189,8 @@ class RadixTree:
         """Hang what is not stored yet of a span somewhere below node `above`.
 
         `labels` continues from the end of `above`; its first `start` windows come before the
-        span. Adds nothing where everything is stored, or where those are not.
+        span. Adds nothing where everything is stored, or where those are not, nor where an
+        exception (no memory, Ctrl-C) cuts it off.
         """
         match = self.match_below(above, labels)
         if match.n_windows < start or match.n_windows * self._size == len(labels):
@@ -215,13 +201,18 @@ class RadixTree:
             if match.last_count * self._size < len(self._labels[above]):
                 split = self._span[above]
                 above = self._split(above, match.last_count)
-        label = labels[match.n_windows * self._size :]
-        node = self._new(label, above, span, match.n_windows - start)
-        self._link(above, node)
+        label, node = labels[match.n_windows * self._size :], NONE
+        try:
+            node = self._new(label, above, span, match.n_windows - start)
+            graft = Graft(node, len(label) // self._size, split)
+            self._link(above, node)
+        except BaseException:
+            self._unmake(node)
+            raise
+        # No signal comes between here and the end: that is looked for behind calls.
         self.n_nodes += 1
-        added = len(label) // self._size
-        self.n_windows += added
-        return Graft(node, added, split)
+        self.n_windows += graft.added
+        return graft
 
     def end_at(self, node: int, window: int) -> tuple[int, int]:
         """A node that ends just behind a window of its span, from one at or below that window.
@@ -275,32 +266,6 @@ class RadixTree:
 
     # ---- inside --------------------------------------------------------------------------
 
-    def _new(self, label: bytes, parent: int, span: int, first: int) -> int:
-        if self._free:
-            node = self._free.pop()
-            self._parent[node], self._child[node], self._next[node] = parent, NONE, NONE
-            self._span[node], self._first[node], self._n_children[node] = span, first, 0
-            self.used[node] = self.hits[node] = 0
-        else:
-            node = len(self._parent)
-            if node == len(self._labels):
-                labels = np.empty(node + node // 2, dtype=object)
-                labels[:node] = self._labels
-                self._labels = labels
-            # One by one: a loop over the columns takes four times as long, at every insertion.
-            self._parent.append(parent)
-            self._child.append(NONE)
-            self._next.append(NONE)
-            self._span.append(span)
-            self._first.append(first)
-            self.end.append(0)
-            self._n_children.append(0)
-            self.used.append(0)
-            self.hits.append(0)
-        self._labels[node] = label
-        self.end[node] = 0 if parent == NONE else self.end[parent] + len(label) // self._size
-        return node
-
     def _hash(self, node: int) -> int:
         return hash((self._parent[node], self._labels[node][: self._size]))
 
@@ -311,26 +276,42 @@ class RadixTree:
             node = self._next[node]
 
     def _link(self, parent: int, node: int) -> None:
-        """Hang a new node behind its parent's other children."""
-        self._n_children[parent] += 1
-        if self._n_children[parent] == _FEW + 1 and self._child[parent] != MANY:
-            few = list(self._list(self._child[parent]))
-            self._child[parent] = MANY
-            for child in few:
-                self._next[child] = NONE
-                self._hang(parent, child)
-        self._hang(parent, node)
-
-    def _hang(self, parent: int, node: int) -> None:
+        """Hang a new node behind its parent's other children. What is cut off did nothing."""
+        if self._n_children[parent] == _FEW and self._child[parent] != MANY:
+            self._scatter(parent)
         if self._child[parent] == MANY:
-            head = self._many.setdefault(self._hash(node), node)
+            key = self._hash(node)
+            head = self._many.get(key, NONE)
+            if head == NONE:
+                self._many[key] = node
         else:
             head = self._child[parent]
             if head == NONE:
-                head = self._child[parent] = node
-        if head != node:
+                self._child[parent] = node
+        if head != NONE:
             *_, last = self._list(head)
             self._next[last] = node
+        self._n_children[parent] += 1  # no signal came since it hangs there
+
+    def _scatter(self, parent: int) -> None:
+        """Find a node's children by hash from now on. All is looked up before anything changes."""
+        few, heads, links = list(self._list(self._child[parent])), dict[int, int](), []
+        lasts: dict[int, int] = {}
+        for child in few:
+            key = self._hash(child)
+            head = self._many.get(key, NONE)
+            if key in lasts or head != NONE:
+                *_, last = self._list(head) if key not in lasts else [lasts[key]]
+                links.append((last, child))
+            else:
+                heads[key] = child
+            lasts[key] = child
+        self._many |= heads
+        for child in few:
+            self._next[child] = NONE
+        for last, child in links:
+            self._next[last] = child
+        self._child[parent] = MANY
 
     def _relink(self, node: int, heir: int) -> None:
         """What points at `node` from its list of children points at `heir` (or NONE) instead."""
@@ -352,13 +333,19 @@ class RadixTree:
     def _split(self, node: int, count: int) -> int:
         """Cut a node after `count` windows: a new upper node takes its place. No span changes."""
         cut = count * self._size
-        label, parent = self._labels[node], self._parent[node]
-        upper = self._new(label[:cut], parent, self._span[node], self._first[node])
-        self.used[upper], self.hits[upper] = self.used[node], self.hits[node]
-        self._next[upper] = self._next[node]
-        self._relink(node, upper)
+        label, parent, upper = self._labels[node], self._parent[node], NONE
+        lower = label[cut:]
+        try:
+            upper = self._new(label[:cut], parent, self._span[node], self._first[node])
+            self.used[upper], self.hits[upper] = self.used[node], self.hits[node]
+            self._next[upper] = self._next[node]
+            self._relink(node, upper)
+        except BaseException:
+            self._unmake(upper)
+            raise
+        # No signal comes between here and the end.
         self._next[node] = NONE
-        self._labels[node] = label[cut:]
+        self._labels[node] = lower
         self._first[node] += count
         self._parent[node] = upper
         self._child[upper] = node

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from impress.tree.radix import NONE, RadixTree, View
+from impress.tree.nodes import NONE
+from impress.tree.radix import RadixTree, View
 from impress.types import Prefix
 
 

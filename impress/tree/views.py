@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from impress.tree.radix import NONE, View
+from impress.tree.nodes import NONE
+from impress.tree.radix import Graft, RadixTree, View
 
 
 class Views:
     """As a collection: the spans in the tree. Not thread-safe: the catalog's lock guards it.
 
-    Told of all that is done to nodes, it knows what a walk over every one of them would find.
+    Told of all that is done to nodes, it knows what a walk over every one of them would find. Where
+    an exception (Ctrl-C, no memory) comes between a node and its account, it takes that walk.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, length: Callable[[int], int]) -> None:
+        """`length`: a span's windows."""
+        self._length = length
         self._nodes: dict[int, int] = {}  # span in the tree -> nodes that view it
         self.retired: set[int] = set()  # no node views it; the index may still hold it
         self.dead: dict[int, int] = {}  # span in the tree -> its windows that no node views
@@ -36,6 +40,61 @@ class Views:
         """A span is kept from now on: retired until a node views it. Nothing new if one does."""
         if span not in self._nodes:
             self.retired.add(span)
+
+    # ---- nodes and their account, together -------------------------------------------------
+
+    def graft(
+        self, tree: RadixTree, above: int, labels: bytes, span: int, start: int, of: int
+    ) -> Graft:
+        """As `RadixTree.graft`, of a span `of` so many windows."""
+        try:
+            graft = tree.graft(above, labels, span, start)
+            if graft.added:
+                self.view(span, graft.added, of)
+            self.split(graft.split)
+            return graft
+        except BaseException:
+            self._recount(tree, span)
+            raise
+
+    def end_at(self, tree: RadixTree, node: int, window: int) -> int:
+        """As `RadixTree.end_at`."""
+        try:
+            end, split = tree.end_at(node, window)
+            self.split(split)
+            return end
+        except BaseException:
+            self._recount(tree)
+            raise
+
+    def give(self, tree: RadixTree, node: int, by: int, skip: int, of: int) -> bool:
+        """As `RadixTree.replace`, by a span `of` so many; True when that retired the one before."""
+        span, _, n_windows = tree.view(node)
+        try:
+            tree.replace(node, by, skip)
+            self.view(by, n_windows, of)
+            return self.unview(span, n_windows)
+        except BaseException:
+            self._recount(tree, span, by)
+            raise
+
+    def remove(self, tree: RadixTree, node: int) -> bool:
+        """As `RadixTree.remove`; True when that retired its span."""
+        span, _, n_windows = tree.view(node)
+        try:
+            tree.remove(node)
+            return self.unview(span, n_windows)
+        except BaseException:
+            self._recount(tree, span)
+            raise
+
+    def _recount(self, tree: RadixTree, *touched: int) -> None:
+        known = {*self._nodes, *self.retired, *touched}
+        self._nodes, self.retired, self.dead = {}, known, {}
+        for span, _, n_windows in map(tree.view, tree.nodes().tolist()):
+            self.view(span, n_windows, self._length(span))
+
+    # ---- the account alone -----------------------------------------------------------------
 
     def view(self, span: int, n_windows: int, of: int) -> None:
         """One more node views so many windows, none's until now, of a span `of` so many."""
@@ -71,14 +130,14 @@ class Views:
         if n_windows:
             self.dead[span] = self.dead.get(span, 0) + n_windows
 
-    def check(self, views: Iterable[View], length: Callable[[int], int]) -> None:
-        """Assert that nodes with these views account for everything. `length`: a span's windows."""
+    def check(self, views: Iterable[View]) -> None:
+        """Assert that nodes with these views account for everything."""
         nodes, viewed = Counter[int](), Counter[int]()
         for span, first, n_windows in views:
-            assert first >= 0 and first + n_windows <= length(span), "a view beyond its span"
+            assert first >= 0 and first + n_windows <= self._length(span), "a view beyond its span"
             nodes[span] += 1
             viewed[span] += n_windows
-        dead = {span: length(span) - n for span, n in viewed.items()}
+        dead = {span: self._length(span) - n for span, n in viewed.items()}
         assert {span: n for span, n in dead.items() if n} == self.dead, "dead windows miscounted"
         assert dict(nodes) == self._nodes, "views miscounted"
         assert self.retired.isdisjoint(nodes), "retired, and in the tree"
