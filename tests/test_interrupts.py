@@ -32,6 +32,7 @@ from impress.write.directory import Shard
 from impress.write.draft import Draft
 from impress.write.home import Home
 from impress.write.index import Index
+from impress.write.leaving import Leaving
 from impress.write.writer import Writer
 from tiers import files
 from tiers.base import PAGE
@@ -345,6 +346,28 @@ class InterruptedList(list[Any]):
     def append(self, one: Any) -> None:
         super().append(one)
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [(Committer, "delete_now"), (Committer, "queue"), (Catalog, "retired_records"),
+     (Leaving, "_delete_soon")],
+    ids=lambda of: getattr(of, "__name__", str(of)),
+)  # fmt: skip
+def test_what_an_interrupted_eviction_took_out_goes_with_the_next(
+    store: impress.PrefixStore, where: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in no tree, and nobody told the committer: it kept its space until a restart."""
+    (record,) = store.catalog.records()
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(where, what, once(getattr(where, what)))
+        if what == "_delete_soon":
+            store._home.leaving.quarantine(record.span_id)
+        store.evict(1 << 30)
+    assert store.lookup(TOKENS) == 0
+    assert store.evict(1) == record.owned_bytes
+    assert store.ssd.usage().used == 0 and not [*store.index.spans()]
+    store.check()
 
 
 def test_an_open_that_is_interrupted_lets_go_of_its_shard(

@@ -291,8 +291,7 @@ class MergedCatalog(Catalog):
                 for span in self._cut(node, ()):
                     if span in self.own:
                         retired.append(span)
-                        record = self._record(span)
-                        n_bytes -= record.owned_bytes
+                        n_bytes -= self._record(span).owned_bytes
         return retired
 
     def _crowned(self, spare: Collection[int], score: Score) -> Iterator[int]:
@@ -351,8 +350,13 @@ class MergedCatalog(Catalog):
         with self.lock:
             retired = self._views.retired - self._unplaced
             these = retired if spans is None else retired.intersection(spans)
-            records = [self._record(span) for span in these if span in self.own]
-        return sum(r.owned_bytes for r in records)
+            return sum(self._record(span).owned_bytes for span in these if span in self.own)
+
+    def untold(self) -> list[int]:
+        """Of one's own that are in no node and that nobody holds: those not yet deleted."""
+        with self.lock:
+            left = self._views.retired - self._unplaced - self._gone
+            return [span for span in left if span in self.own and span not in self._pins]
 
     def own_records(self) -> list[SpanRecord]:
         """Of one's own in the tree."""
@@ -380,8 +384,7 @@ class MergedCatalog(Catalog):
     def views_of(self, spans: range) -> dict[int, int]:
         """Of these spans, those in the tree: how many of their windows are."""
         with self.lock:
-            nodes = self._tree.nodes().tolist()
-            views = [self._tree.view(node) for node in nodes]
+            views = [*map(self._tree.view, self._tree.nodes().tolist())]
         found: dict[int, int] = {}
         for view in views:
             if view.span in spans:

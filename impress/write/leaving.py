@@ -86,12 +86,15 @@ class Leaving:
     def _take_out(self, n_bytes: int, spare: Iterable[int] = ()) -> tuple[list[int], int]:
         """Spans of about n_bytes leave the tree: (they, for the committer to delete; bytes)."""
         self.before_evict()
+        # After Ctrl-C, or an error, in an earlier eviction the committer was told of none of these;
+        # others are on their way to it, so that they are no reason to evict less.
+        untold = self._catalog.untold()
         spans = self._catalog.evict_unplaced(n_bytes)
         self.spoil(spans)  # what they hung from may have been purged
         n_bytes -= self._catalog.retired_bytes(spans)
         spans += self._catalog.evict(n_bytes, self._score(), spare)
         self._counters.add("evicted_spans", len(spans))
-        return spans, self._catalog.retired_bytes(spans)
+        return untold + spans, self._catalog.retired_bytes(untold + spans)
 
     def _score(self) -> Score:
         by_worth = self._config.eviction == "importance"
