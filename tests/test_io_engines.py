@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -165,6 +165,39 @@ def test_a_queue_left_early_has_nothing_under_way(engine: str, tmp_path: Path) -
     queue.close()
 
 
+@pytest.mark.parametrize("engine", ["aio", "io_uring"])
+def test_a_queue_without_memory_for_what_has_ended_does_not_wait_for_it_again(
+    engine: str, tmp_path: Path
+) -> None:
+    """The kernel had told, and tells once: with aio the I/O thread waited for it for ever."""
+    if why_not(engine):
+        pytest.skip(f"{engine}: {why_not(engine)}")
+    path, out, failed = tmp_path / "file", aligned(64 * PAGE), list[object]()
+    path.write_bytes(noise(64 * PAGE).tobytes())
+    queue, fd = new_queue(engine), os.open(path, os.O_RDONLY)
+    runs = [Run(0, i * PAGE, [out[i * PAGE : (i + 1) * PAGE]], PAGE, []) for i in range(64)]
+
+    def no_memory(_frame: FrameType, event: str, of: object) -> None:
+        if event == "c_call" and getattr(of, "__name__", "") == "tolist":
+            sys.setprofile(None)
+            raise MemoryError
+
+    def read() -> None:
+        sys.setprofile(no_memory)
+        try:
+            completed(queue, [runs[:40], runs[40:]], SegmentFile(fd, path))
+        except MemoryError as err:
+            failed.append(err)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert failed and not thread.is_alive()
+    assert completed(queue, [runs[:5]], SegmentFile(fd, path)) == [True] * 5
+    os.close(fd)
+    queue.close()
+
+
 class _Kernel(KernelQueue):
     """Takes at most so many requests at a time, and ends them all when it is waited for."""
 
@@ -185,13 +218,14 @@ class _Kernel(KernelQueue):
         taken = self.written[: min(n, self.takes)]
         self.under_way |= {i: self.sizes[i] for i, *_ in taken}
         self.n_sent += len(taken)
+        self._under_way += len(taken)
         self.most_runs = max(self.most_runs, len(self.under_way))
         self.most_bytes = max(self.most_bytes, sum(self.under_way.values()))
         return len(taken)
 
     def _wait(self, least: int, most: int) -> list[tuple[int, int]]:
         assert 0 < least <= len(self.under_way) == most, "waits for what is not under way"
-        ended, self.under_way = [*self.under_way.items()], {}
+        ended, self.under_way, self._under_way = [*self.under_way.items()], {}, 0
         return ended
 
     def close(self) -> None: ...

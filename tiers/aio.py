@@ -50,9 +50,11 @@ class AioQueue(KernelQueue):
     def _submit(self, n: int) -> int:
         at = _pointer(self._pointers.ctypes.data)
         try:
-            return self._call(self._submit_call, self._id, _long(n), at)
+            n_taken = self._call(self._submit_call, self._id, _long(n), at)
         except OSError:
             return 0
+        self._under_way += n_taken
+        return n_taken
 
     def _wait(self, least: int, most: int) -> list[tuple[int, int]]:
         while True:
@@ -63,6 +65,7 @@ class AioQueue(KernelQueue):
                 )  # fmt: skip
             except InterruptedError:
                 continue
+            self._under_way -= n
             return [(event[0], event[2]) for event in self._events[:n].tolist()]
 
     def _call(self, number: int, *arguments: object) -> int:

@@ -111,6 +111,7 @@ class KernelQueue(ReadQueue):
     def __init__(self) -> None:
         self._vectors = np.zeros((MOST_VIEWS, 2), dtype=np.int64)  # struct iovec
         self._vectors_at = self._vectors.ctypes.data
+        self._under_way = 0  # submitted, and not ended as far as `_wait` knows
 
     @abstractmethod
     def _write(self, rows: list[tuple[int, int, int, int, int]]) -> None:
@@ -118,11 +119,13 @@ class KernelQueue(ReadQueue):
 
     @abstractmethod
     def _submit(self, n: int) -> int:
-        """Send the first n requests written; how many the kernel took."""
+        """Send the first n requests written; how many the kernel took. Counts them at once as
+        `_under_way`: behind that there may be no memory, and all of these are to be waited for."""
 
     @abstractmethod
     def _wait(self, least: int, most: int) -> list[tuple[int, int]]:
-        """(index, bytes or -errno) of requests that have ended: from `least` to `most` of them."""
+        """(index, bytes or -errno) of requests that have ended: from `least` to `most` of them. Not
+        counted as `_under_way` from when the kernel has told, whatever is raised behind that."""
 
     def read(self, batches: Iterable[list[Run]], file_of: FileOf) -> Completions:
         """A batch is written down before anything is waited for, and sent before what has come is
@@ -130,15 +133,14 @@ class KernelQueue(ReadQueue):
         todo = iter(batches)
         sent: deque[Run] = deque()  # and not given back yet
         ended: dict[int, int] = {}  # index -> bytes or -errno
-        n_given = n_under_way = bytes_under_way = 0
+        n_given = bytes_under_way = 0
         batch, n_written, n_bytes = self._next(todo, file_of, 0)
         try:
             while batch or sent:
-                fits = n_under_way + len(batch) <= DEPTH
+                fits = self._under_way + len(batch) <= DEPTH
                 fits &= bytes_under_way + n_bytes <= MOST_UNDER_WAY
-                if batch and (fits or not n_under_way):
+                if batch and (fits or not self._under_way):
                     first, n_taken = n_given + len(sent), self._submit(n_written)
-                    n_under_way += n_taken
                     bytes_under_way += sum(run.n_bytes for run in batch[:n_taken])
                     ended.update((first + i, -1) for i in range(n_taken, len(batch)))
                     sent += batch
@@ -148,13 +150,15 @@ class KernelQueue(ReadQueue):
                     n_given += 1
                     yield run, ended.pop(n_given - 1) == run.n_bytes
                 else:
-                    for i, result in self._wait(1, n_under_way):
-                        n_under_way -= 1
+                    for i, result in self._wait(1, self._under_way):
                         bytes_under_way -= sent[i - n_given].n_bytes
                         ended[i] = result
         finally:
-            while n_under_way:
-                n_under_way -= len(self._wait(n_under_way, n_under_way))
+            while self._under_way:
+                try:
+                    self._wait(self._under_way, self._under_way)
+                except MemoryError:  # for the list of what has ended, which nobody wants
+                    continue
 
     def _next(
         self, todo: Iterator[list[Run]], file_of: FileOf, first: int

@@ -101,6 +101,7 @@ class UringQueue(KernelQueue):
             if not more:
                 break
             sent += more
+            self._under_way += more
         # What it did not take must not go with the next batch.
         self._sq_tail[0] = (tail + sent) & 0xFFFFFFFF
         return sent
@@ -129,6 +130,7 @@ class UringQueue(KernelQueue):
             index, result = self._cq_index[places].tolist(), self._cq_result[places].tolist()
         with self._barrier:
             self._cq_front[0] = (front + n) & 0xFFFFFFFF
+        self._under_way -= n
         return list(zip(index, result, strict=True))
 
     def _enter(self, n_submit: int, n_wait: int) -> int:
