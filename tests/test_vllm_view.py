@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from conftest import SMALL, prompt, put_prompt, soon
 import impress
 from impress.engines.vllm import shared
 from impress.engines.vllm.shared import View, acquire, release
-from impress.errors import StoreMismatch
+from impress.errors import StoreFailed, StoreMismatch
 from impress.write.readers import present
 
 Open = Callable[..., impress.PrefixStore]
@@ -76,6 +77,46 @@ def test_a_directory_without_a_store_has_no_hits_until_it_is_one(
         assert soon(lambda: view.current)
         assert view.lookup(prompt(128, 1), {}, "") == 128
     view.close()
+
+
+def test_a_look_that_fails_is_not_the_last(
+    writer: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread ended with any error that this package does not raise itself: the scheduler saw
+    nothing any more of what was stored."""
+    view = view_of(writer, WHEN_ASKED)
+    put_prompt(writer, prompt(128, 2)).wait(60)
+    follow, left = impress.PrefixStore.follow, [1]
+
+    def fails_once(store: impress.PrefixStore) -> bool:
+        if left:
+            left.pop()
+            raise MemoryError
+        return follow(store)
+
+    monkeypatch.setattr(impress.PrefixStore, "follow", fails_once)
+    for _ in range(2):
+        view.refresh()
+        assert soon(lambda: view.current)
+    assert view.lookup(prompt(128, 2), {}, "") == 128
+    view.close()
+
+
+def test_a_view_without_its_thread_is_one_line_and_no_reader(
+    writer: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a RuntimeError, and the store it had opened stayed open: a reader for its writer."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "impress-view":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(StoreFailed, match="no more threads can be started: raise `ulimit -u`"):
+        view_of(writer, WHEN_ASKED)
+    assert present(writer.path / "shards" / "main" / "readers") == []
 
 
 def test_the_writer_waits_for_no_view_that_is_closed(writer: impress.PrefixStore) -> None:

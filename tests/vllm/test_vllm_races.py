@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from impress.config import Config
 from impress.engines.vllm import saving
 from impress.engines.vllm.blocks import BlockLayout, slots_of
 from impress.engines.vllm.step import Prompt, SaveSpec
+from impress.errors import StoreFailed
 from impress.store import PrefixStore
 from impress.types import Geometry
 from tests.vllm.served import MIB, SMALL, Served, params, words
@@ -273,6 +275,47 @@ class _Zeros:
 
     def read(self, kv_cache: torch.Tensor, blocks: list[int]) -> Any:
         return (torch.zeros(2, 32 * len(blocks), 32),) * 2
+
+
+def test_a_store_that_cannot_be_given_up_does_not_end_the_thread_that_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended, or, where it did not, the prompts that begin alike waited for one that was gone:
+    nothing was stored any more, and no finished request gave its blocks back."""
+    geometry, layout = Geometry(2, 2, 2, 32, "float32"), _Zeros()
+    close, left = saving.Writer.close, [1]
+
+    def fails_once(writer: saving.Writer, *, keep: bool = True) -> None:
+        close(writer, keep=keep)
+        if left and not keep:
+            left.pop()
+            raise MemoryError
+
+    monkeypatch.setattr(saving.Writer, "close", fails_once)
+    monkeypatch.setattr(saving, "_FLUSH_S", 30)
+    prompt = Prompt(np.arange(128, dtype=np.int32), {}, "")
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
+        saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
+        saver.offer(SaveSpec("half", "half#0", prompt, 64, [1, 2]))
+        saver.flush()
+        saver.end("half")
+        saver.offer(SaveSpec("whole", "whole#0", prompt, 128, [1, 2, 3, 4]))
+        saver.flush()
+        assert not left and store.lookup(prompt.tokens) == 128
+        saver.close()
+
+
+def test_a_saver_without_its_thread_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a bare RuntimeError."""
+    geometry, layout = Geometry(2, 2, 2, 32, "float32"), _Zeros()
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
+        with monkeypatch.context() as patch:
+            refused = RuntimeError("can't start new thread")
+            patch.setattr(threading.Thread, "start", Mock(side_effect=refused))
+            with pytest.raises(StoreFailed, match="no more threads can be started"):
+                saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
 
 
 def test_behind_a_write_that_hangs_one_request_waits_and_no_other(

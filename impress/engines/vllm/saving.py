@@ -25,6 +25,8 @@ from impress.errors import ImpressError, StoreFailed
 from impress.store import PrefixStore
 from impress.write.draft import Stored
 from impress.write.writer import NO_SLOT, Writer
+from tiers.errors import MediumError
+from tiers.iopool import start
 
 log = logging.getLogger("impress")
 
@@ -63,7 +65,8 @@ class Saver:
     def __init__(
         self, store: PrefixStore, caches: Sequence[torch.Tensor], layouts: Sequence[Layout]
     ) -> None:
-        """caches: vLLM's KV cache of each layer, with its layout."""
+        """caches: vLLM's KV cache of each layer, with its layout. Raises StoreFailed where no
+        thread can be started."""
         self._store = store
         self._caches = caches
         self._layouts = layouts
@@ -80,7 +83,10 @@ class Saver:
         self._closed = False
         self.n_skipped = 0
         self._thread = threading.Thread(target=self._run, name="impress-save", daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread)
+        except MediumError as err:
+            raise StoreFailed(str(err)) from None
         atexit.register(self.close)  # before its store is closed: shared._close_all
 
     # ---- vLLM's thread: nothing here waits for a disk ---------------------------------------
@@ -205,7 +211,10 @@ class Saver:
         """Forget lives that are over, and free their roots; with the lock held."""
         for key, life in list(self._lives.items()):
             if (life.ended or life.dropped) and not life.n_waiting:
-                self._give_up(self._lives.pop(key))
+                try:
+                    self._give_up(self._lives.pop(key))
+                except Exception as err:  # as in `_run`: others are to be stored
+                    log.warning("request %s: %s", life.request_id, str(err) or repr(err))
         return False
 
     def _save(self, spec: SaveSpec) -> None:
@@ -330,9 +339,11 @@ class Saver:
 
     def _give_up(self, life: _Life) -> None:
         writer, life.writer = life.writer, None
-        if writer is not None:
-            writer.close(keep=False)
-        self._free(life)
+        try:
+            if writer is not None:
+                writer.close(keep=False)
+        finally:
+            self._free(life)
 
     def _free(self, life: _Life) -> None:
         owner = self._writing.get(life.root)

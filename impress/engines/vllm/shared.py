@@ -19,9 +19,11 @@ from typing import Any
 
 from impress.blockhash import namespace_digest
 from impress.config import Config
-from impress.errors import FormatError, ImpressError, StoreMismatch
+from impress.errors import FormatError, ImpressError, StoreFailed, StoreMismatch
 from impress.store import PrefixStore
 from impress.types import Geometry
+from tiers.errors import MediumError
+from tiers.iopool import start
 
 log = logging.getLogger("impress")
 
@@ -104,8 +106,13 @@ class View:
         self._thread: threading.Thread | None = None
         if self._shared is None:
             self._renew()
-            self._thread = threading.Thread(target=self._work, name="impress-view", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="impress-view", daemon=True)
+            try:
+                start(thread)
+            except MediumError as err:
+                self.close()
+                raise StoreFailed(str(err)) from None
+            self._thread = thread  # at last: `close` joins it
 
     @property
     def shared(self) -> bool:
@@ -161,6 +168,8 @@ class View:
             return  # nothing has been stored here yet
         except ImpressError as err:
             log.warning("%s: the scheduler's view is not renewed: %s", self._path, err)
+        except Exception:  # no memory, a bug: the next refresh tries again
+            log.exception("%s: the scheduler's view is not renewed", self._path)
 
     def _opened(self) -> PrefixStore:
         geometry, namespace, config = self._open
