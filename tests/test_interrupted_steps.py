@@ -56,10 +56,11 @@ class Interrupted:
 
 
 def at_each_step(
-    make: Callable[[], State], act: Callable[[State], object], check: Callable[[State], object]
-) -> None:
+    make: Callable[[], State], act: Callable[[State], object], check: Callable[[State], object],
+    first: int = 0,
+) -> None:  # fmt: skip
     """Interrupt `act` at its first step, then, of a new state, at its second, … up to its end."""
-    for n in count():
+    for n in count(first):
         state = make()
         with Interrupted(n) as interrupted:
             act(state)
@@ -123,6 +124,35 @@ def test_an_interrupted_pin_or_unpin_leaves_no_pin(how: str) -> None:
         assert how.endswith("drop") or cache.tier.usage().used == 0
 
     at_each_step(make, act, check)
+
+
+@pytest.mark.parametrize("how", ["admit", "publish"])
+def test_an_interrupted_copy_takes_no_place(how: str) -> None:
+    """Nobody knew of its place in memory, or it could never be driven out, until a restart."""
+
+    def make() -> tuple[ChunkCache, list[Ids]]:
+        cache = ChunkCache(8 * 8192, {0: 4096, 1: 4096}, 1)
+        if how == "admit":
+            return cache, []
+        return cache, [cache.admit(1, 6, 0, np.arange(4))[1]]
+
+    def act(state: tuple[ChunkCache, list[Ids]]) -> None:
+        cache, granted = state
+        if how == "admit":
+            granted += [cache.admit(1, 6, 0, np.arange(4))[1]]
+        else:
+            cache.publish(granted[0])
+
+    def check(state: tuple[ChunkCache, list[Ids]]) -> None:
+        cache, granted = state
+        cache.check()
+        if how == "admit" and granted:
+            cache.abandon(granted[0])
+        cache.clear()
+        assert not cache.occupancy()
+        assert cache.tier.usage().used == 0
+
+    at_each_step(make, act, check, first=how == "publish")  # at its first it has not begun
 
 
 def here(real: Callable[..., Any]) -> Callable[..., Any]:

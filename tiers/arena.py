@@ -20,9 +20,15 @@ class Arena:
             self._space.add(0, self.n_bytes)
 
     def reserve(self, n_bytes: int) -> Slot | None:
-        with self._lock:
-            parts = self._space.take(round_up(n_bytes))
-        return None if parts is None else Slot(parts)
+        parts = None
+        try:
+            with self._lock:
+                parts = self._space.take(round_up(n_bytes))
+            return None if parts is None else Slot(parts)
+        except BaseException:  # Ctrl-C: nobody else knows of it
+            if parts is not None:
+                self.free(Slot(parts))
+            raise
 
     def free(self, slot: Slot) -> None:
         with self._lock:

@@ -162,25 +162,13 @@ class ChunkCache:
         """
         if ranks is None:
             ranks = np.zeros(len(windows))
-        with self._lock:
-            table = self._maps.get(span)
-            if table is not None:
-                absent = table[layer, windows] == _ABSENT
-                windows, ranks = windows[absent], ranks[absent]
-            entries, kept = self._take(ranks)
-            windows = windows[kept]
-            if len(entries):
-                table = self._maps.get(span)
-                if table is None:
-                    table = np.full((self._n_layers, n_windows), _ABSENT, dtype=np.int64)
-                    self._maps[span] = table
-                table[layer, windows] = entries
-                self._owner[entries, 0] = span
-                self._owner[entries, 1] = layer
-                self._owner[entries, 2] = windows
-                self._rank[entries] = ranks[kept]
-                self._share[entries] = np.nan
-            return windows, entries
+        taken = list[int]()
+        try:
+            with self._lock:
+                return self._admit(span, n_windows, layer, windows, ranks, taken)
+        except BaseException:  # no memory, Ctrl-C: nobody else knows of these
+            self.abandon(np.array(taken, dtype=np.int64))
+            raise
 
     def judge(self, span: int, layer: int, ranks: Ranks, shares: Shares | None) -> None:
         """What the chunks of a layer are worth now, by window of the span.
@@ -207,14 +195,23 @@ class ChunkCache:
             return float(shares.mean()) if len(shares) else None
 
     def publish(self, entries: Ids) -> None:
-        """Filled: from now on they are found. Those dropped with their span meanwhile are freed."""
-        with self._lock:
-            self._tick += 1
-            kept = entries[self._owner[entries, 0] >= 0]
-            self._used[kept] = self._tick
-            self._ready[kept] = True
-            self._file(kept)
-            self._free(entries[self._owner[entries, 0] < 0])
+        """Filled: from now on they are found. Those dropped with their span meanwhile are freed.
+        Where an exception comes in between, all are abandoned."""
+        done = False
+        try:
+            with self._lock:
+                self._tick += 1
+                owned = self._owner[entries, 0] >= 0
+                kept, gone = entries[owned], entries[~owned]
+                self._used[kept] = self._tick
+                self._file(kept)
+                self._ready[kept] = True
+                done = True  # no signal came between
+                self._free(gone)
+        except BaseException:  # no memory, Ctrl-C
+            if not done:
+                self.abandon(entries)
+            raise
 
     def abandon(self, entries: Ids) -> None:
         """Never filled: take them out again."""
@@ -270,8 +267,29 @@ class ChunkCache:
 
     # ---- inside, under the lock ------------------------------------------------------------
 
-    def _take(self, ranks: Ranks) -> tuple[Ids, Ids]:
-        """Entries for newcomers, and which of them (ascending) get one."""
+    def _admit(
+        self, span: int, n_windows: int, layer: int, windows: Ids, ranks: Ranks, taken: list[int]
+    ) -> tuple[Ids, Ids]:
+        table = self._maps.get(span)
+        if table is not None:
+            absent = table[layer, windows] == _ABSENT
+            windows, ranks = windows[absent], ranks[absent]
+        entries, kept = self._take(ranks, taken)
+        windows, ranks = windows[kept], ranks[kept]
+        table = self._maps.get(span)  # by now: the last copy of it may have been driven out
+        if table is None:
+            table = np.full((self._n_layers, n_windows), _ABSENT, dtype=np.int64)
+        owners = np.empty((len(windows), 3), dtype=np.int64)
+        owners[:, 0], owners[:, 1], owners[:, 2] = span, layer, windows
+        if len(entries):  # no signal comes between here and the end
+            self._rank[entries], self._share[entries] = ranks, np.nan
+            self._owner[entries] = owners
+            table[layer, windows] = entries
+            self._maps[span] = table
+        return windows, entries
+
+    def _take(self, ranks: Ranks, taken: list[int]) -> tuple[Ids, Ids]:
+        """Entries for newcomers, noted in `taken` too, and which of them (ascending) get one."""
         n = min(len(ranks), self.capacity)
         free = min(n, self.tier.usage().free // self.chunk_bytes)
         kept = np.argsort(-ranks, kind="stable")[:n]
@@ -283,13 +301,12 @@ class ChunkCache:
             victims, kept = victims[beaten], kept[: free + int(beaten.sum())]
         self.evictions += len(victims)
         self._drop(victims)
-        entries = []
         for _ in range(len(kept)):
             slot = self.tier.reserve(self.chunk_bytes)
             if slot is None:
                 break
-            entries.append(slot.parts[0].off // self.chunk_bytes)
-        return np.array(entries, dtype=np.int64), np.sort(kept[: len(entries)])
+            taken += [slot.parts[0].off // self.chunk_bytes]
+        return np.array(taken, dtype=np.int64), np.sort(kept[: len(taken)])
 
     def _file(self, entries: Ids) -> None:
         """These may go; with what they are worth now."""

@@ -49,14 +49,18 @@ class MinHeap:
 
     def put(self, items: Ids, scores: Scores | float, ties: Ids) -> None:
         """Take items in, or give those that are in new keys. Each at most once."""
-        self._n += len(items) - int(self._in[items].sum())
-        self._in[items] = True
         self._score[items] = scores
         self._tie[items] = ties
         score, filed = self._score[items], self._filed_score[items]
         lower = (score < filed) | ((score == filed) & (self._tie[items] < self._filed_tie[items]))
         for item in items[lower | (self._filed[items] == _NONE)].tolist():
-            heapq.heappush(self._entries, self._file(item))
+            # First: there may be no memory for it. Until it is filed it is stale.
+            key = float(self._score[item]), int(self._tie[item])
+            heapq.heappush(self._entries, (*key, item, self._serial + 1))
+            self._file(item)
+        n_new = len(items) - int(self._in[items].sum())
+        self._in[items] = True  # no signal comes between
+        self._n += n_new
         if len(self._entries) > 2 * self._n + _SLACK:
             self._sweep()
 
