@@ -508,6 +508,24 @@ def test_a_closed_stdout_is_no_matter(path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_no_file_of_a_store_takes_the_place_of_a_closed_output(path):
+    """The index got the number of the closed stderr: what any library writes there, by this number,
+    would have gone into it. And what goes wrong was said on stdout, beside or as the JSON."""
+    done = ended(["sh", "-c", f"{SCRIPT} inspect --json --store {path}/none 2>&-"])
+    assert (done.returncode, done.stdout) == (2, "")
+    (segment,) = Shard(path).segments.glob("*.seg")
+    segment.unlink()
+    os.mkfifo(segment)  # holds the reads up
+    command = ["sh", "-c", f"exec {SCRIPT} verify --store {path} <&- >&- 2>&-"]
+    with subprocess.Popen(command) as process:
+        behind = os.open(segment, os.O_WRONLY)  # until it is opened to be read
+        fds = Path(f"/proc/{process.pid}/fd")
+        held = [str((fds / number).readlink()) for number in "012"]
+        process.kill()
+    os.close(behind)
+    assert held == ["/dev/null"] * 3
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 @pytest.mark.parametrize("args", [["inspect", "--tree"], ["inspect", "--help"]])
 def test_a_stdout_that_cannot_spell_a_dash_gets_the_rest(path, encoding, args):

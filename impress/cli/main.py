@@ -80,8 +80,7 @@ for command in _COMMANDS:
 
 def run() -> None:
     """Entry point of the console script. Ends the process."""
-    if sys.stdout is None:  # closed by whoever started us; this stays open to the end
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+    _fill_closed()
     if isinstance(sys.stdout, TextIOWrapper):  # Latin-1 has no dash; stderr escapes by itself
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -98,6 +97,20 @@ def run() -> None:
     if status == 130:  # interrupted before a command began
         fail("interrupted")
     raise SystemExit(status)
+
+
+def _fill_closed() -> None:
+    """Nothing in the place of what whoever started us has closed: else files of a store take these
+    numbers, and what any library or child prints goes into them."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.set_inheritable(opened, True)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # print() would take stdout for a lack of stderr
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
 
 
 @contextmanager
