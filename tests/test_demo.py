@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from conftest import prompt, put_prompt
+
+import impress
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -19,6 +25,7 @@ from impress.demo.checkpoints import make_tokenizer, unseen
 from impress.demo.documents import documents
 from impress.demo.figures import figures_of
 from impress.demo.lookup.tokenizer import decode
+from impress.demo.reuse import stored
 from impress.demo.stage import prepared
 from impress.report import write_report
 
@@ -234,6 +241,20 @@ def test_a_second_demo_in_the_same_folder_leaves_the_first_ones_stores(tmp_path)
         assert "another impress demo" in done.stderr and (tmp_path / "store").exists()
     with prepared(tmp_path):
         assert not (tmp_path / "store").exists()
+
+
+def test_a_document_that_a_full_disk_refuses_is_told_by_the_disk(open_store, geometry, monkeypatch):
+    """It was "refused (read-only)": what was full stood in the log alone, and not what to do."""
+
+    def full(fd, off, n_bytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    store = open_store(geometry)
+    put_prompt(store, prompt(128))
+    engine = SimpleNamespace(flush=store.flush, store=store)
+    with pytest.raises(impress.StoreFailed, match=r"No space left on device.*--dir"):
+        stored(engine)
 
 
 def test_the_documents_are_long_and_the_same_every_time():

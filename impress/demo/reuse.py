@@ -58,8 +58,11 @@ def stored(engine: hf.Engine) -> dict[str, Any]:
     engine.flush()
     stats = engine.store.stats()
     if stats["refused"]:
-        why = ", ".join(stats["refused"]).replace("_", " ")
-        raise StoreFailed(f"demo: the store refused a document ({why})")
+        why = stats["ssd_read_only"] or ", ".join(stats["refused"]).replace("_", " ")
+        raise StoreFailed(
+            f"demo: the store refused a document ({why}); free some of the disk, or name another "
+            "--dir"
+        )
     return stats
 
 
