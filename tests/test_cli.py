@@ -493,6 +493,13 @@ def test_help_into_a_full_disk_is_one_line_and_2():
         assert_refused(run("inspect", "--help", stdout=full), "No space left")
 
 
+@pytest.mark.parametrize("args", [["verify", "--store", "none"], ["verify", "--none"]])
+def test_a_full_disk_behind_stderr_makes_it_no_finding(args):
+    """Status 1 of a line that could not be written: verify had found something wrong, then."""
+    done = ended(["sh", "-c", f"{SCRIPT} {' '.join(args)} 2>/dev/full"])
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 @pytest.mark.parametrize("args", [["inspect"], ["--help"], ["verify", "--help"], ["--version"], []])
 def test_a_reader_that_has_seen_enough_is_no_finding(path, args):
     """1 would say that something is wrong with the store."""

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
@@ -93,17 +94,19 @@ def store_dir(given: Path | None) -> Path:
 
 
 def fail(line: str) -> NoReturn:
-    """One line on stderr, exit status 2."""
-    print(f"impress: {' '.join(line.split())}", file=sys.stderr, flush=True)
+    """One line on stderr, exit status 2, also where stderr does not take it."""
+    with suppress(OSError):  # a full disk, a terminal that is gone
+        print(f"impress: {' '.join(line.split())}", file=sys.stderr, flush=True)
     _leave(2)
 
 
 def _leave(status: int) -> NoReturn:
-    """End the process; what stdout refused to take is not tried again at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """End the process; what an output refused to take is not tried again at exit."""
+    for output in (sys.stdout, sys.stderr):
+        try:
+            output.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
     raise SystemExit(status)
 
 
