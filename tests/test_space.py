@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ import impress.write.leaving
 from impress.read.session import Lease
 from impress.spans.tables import read_header
 from impress.upkeep.verify import verify_store
+from impress.write.index import Index
 from impress.write.writer import Writer
 from tiers.base import PAGE, Bytes, Slot
 from tiers.iopool import IoPool, Lane
@@ -207,6 +210,21 @@ def test_a_shard_that_could_not_be_opened_is_not_locked_after_it(
         with pytest.raises(impress.StoreFailed, match="No space left on device"):
             open_store(geometry, **QUIET, shard=1)
     open_store(geometry, **QUIET, shard=1)
+
+
+def test_a_commit_that_is_cut_short_is_told_to_be_of_a_full_disk_perhaps(tmp_path: Path) -> None:
+    """XFS takes the beginning of what does not fit, and LMDB calls that an I/O error: a purge on a
+    full disk seemed to be on a failing one. A limit on files cuts off a write in the same way."""
+    index = Index(tmp_path / "index", create=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    most = (tmp_path / "index" / "data.mdb").stat().st_size + 6 * PAGE + 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        with pytest.raises(impress.StoreFailed, match="which may be a full disk"):
+            index.commit({1: bytes(64 * PAGE)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        index.close()
 
 
 def test_a_hanging_read_does_not_keep_the_shard_locked(

@@ -5,6 +5,8 @@ An index, not a chunk store: values are small, data never passes through it.
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -374,7 +376,10 @@ class Index:
             with self._env.begin(write=True) as txn:
                 yield txn
         except (lmdb.Error, OSError) as err:
-            raise StoreFailed(f"index: commit to {self._folder}: {err}") from err
+            said = f"index: commit to {self._folder}: {err}"
+            if os.strerror(errno.EIO) in said:  # what LMDB makes of a write that was cut short
+                said += ", which may be a full disk"
+            raise StoreFailed(said) from err
 
 
 def _id(span: int) -> bytes:
