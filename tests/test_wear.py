@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -982,6 +983,29 @@ def test_an_index_without_its_table_of_readers_on_a_full_file_system_is_refused_
     assert said.endswith("No space left on device")
     (small_disk / "filler").unlink()
     assert look() == 128
+
+
+def test_where_files_are_copied_as_they_are_written_the_table_of_readers_is_not(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a btrfs that was full the table had no room for its next copy: the next lookup, of a
+    server that ran, was SIGBUS. Such a file keeps its place if it was told so while empty."""
+    attributes: dict[int, int] = {}
+
+    def ioctl(fd: int, request: int, raw: bytes) -> bytes:
+        at = os.fstat(fd)
+        if request == 0x80086601:
+            return (attributes.get(at.st_ino, 0x40)).to_bytes(8, "little")
+        assert request == 0x40086602 and not at.st_size
+        attributes[at.st_ino] = int.from_bytes(raw, "little")
+        return raw
+
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    store = open_store(geometry)
+    table = (store.path / "shards/main/index/lock.mdb").stat()
+    assert attributes == {table.st_ino: 0x40 | 0x00800000}
+    store.close()
+    open_store(geometry).close()  # one that is there is left alone
 
 
 def test_a_store_that_fills_its_file_system_leaves_its_index_room(small_disk: Path) -> None:

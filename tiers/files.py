@@ -11,6 +11,7 @@ import os
 import resource
 import secrets
 import stat
+import struct
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,10 @@ from tiers.base import PAGE
 
 #: See `spare_of`.
 MOST_SPARE: Final = 64 << 20
+#: Of a file's attributes (FS_IOC_GETFLAGS, FS_IOC_SETFLAGS): what is written over is not copied.
+_GET_FLAGS: Final = 0x80086601
+_SET_FLAGS: Final = 0x40086602
+_NO_COPY: Final = 0x00800000
 
 _locked: set[int] = set()  # files this process holds locks on
 
@@ -79,6 +84,14 @@ def give_blocks(fd: int, n_bytes: int) -> None:
     err = _fallocate(fd, 0, 0, n_bytes)  # not posix_fallocate, which may write bytes instead
     if err in (errno.ENOSPC, errno.EDQUOT):
         raise OSError(err, os.strerror(err))
+
+
+def keep_in_place(fd: int) -> None:
+    """Of an empty file: what is written over it takes no new blocks, also where the file system
+    copies what is written (btrfs). Nothing where it has no such files."""
+    with suppress(OSError):
+        (flags,) = struct.unpack("i4x", fcntl.ioctl(fd, _GET_FLAGS, bytes(8)))
+        fcntl.ioctl(fd, _SET_FLAGS, struct.pack("i4x", flags | _NO_COPY))
 
 
 def _fallocate(fd: int, mode: int, off: int, n_bytes: int) -> int:

@@ -18,7 +18,7 @@ import lmdb
 
 from impress.errors import FormatError, ImpressError, StoreFailed
 from impress.write.directory import GONE, OLD
-from tiers.files import give_blocks, give_to_owner, make_folder, sync_path
+from tiers.files import give_blocks, give_to_owner, keep_in_place, make_folder, sync_path
 
 #: Address space, not disk: the file grows as it fills. Fixed, because growing a map under a live
 #: reader is not refused by LMDB and corrupts it.
@@ -88,9 +88,12 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
 
 def _make_table(path: Path) -> None:
     """LMDB maps its table of readers as a file of holes, and to touch one on a disk that is full is
-    SIGBUS. Raises OSError. (None of this process has it open: closing it drops LMDB's lock.)"""
+    SIGBUS; where the file system copies what is written, to touch it again is, too. Raises OSError.
+    (None of this process has it open: closing it drops LMDB's lock.)"""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        if not os.fstat(fd).st_size:
+            keep_in_place(fd)
         give_blocks(fd, LOCK_BYTES)
     except OSError:
         if not os.fstat(fd).st_blocks:  # else it has the slots of the first readers
