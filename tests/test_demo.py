@@ -26,7 +26,7 @@ from impress.demo.documents import documents
 from impress.demo.figures import figures_of
 from impress.demo.lookup.tokenizer import decode
 from impress.demo.reuse import stored
-from impress.demo.stage import prepared
+from impress.demo.stage import MARKER, prepared
 from impress.report import write_report
 
 SCRIPT = Path(sys.executable).parent / "impress"
@@ -241,6 +241,16 @@ def test_a_second_demo_in_the_same_folder_leaves_the_first_ones_stores(tmp_path)
         assert "another impress demo" in done.stderr and (tmp_path / "store").exists()
     with prepared(tmp_path):
         assert not (tmp_path / "store").exists()
+
+
+def test_a_store_that_a_killed_demos_process_has_open_yet_is_left_and_told(open_store, geometry):
+    """It said to name another shard, or to open it with mode="r": of a demo neither can be done."""
+    folder = open_store(geometry).path.parent
+    (folder / MARKER).touch()
+    with pytest.raises(impress.StoreLocked, match="stop that process, then repeat"):
+        with prepared(folder):
+            raise AssertionError("it may not begin")
+    assert (folder / "store").exists()
 
 
 def test_a_document_that_a_full_disk_refuses_is_told_by_the_disk(open_store, geometry, monkeypatch):

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from impress.demo import CHECKPOINTS
 from impress.errors import BadInput, ImpressError, Unsupported
 from impress.terminal import err
-from impress.write.directory import Shard, shards_of
+from impress.write.directory import Shard, shards_of, writing
 from tiers.files import lock_file, unlock_file
 
 MARKER: Final = "impress-demo.json"  # stands in a folder the demo made
@@ -72,7 +72,8 @@ def _remove(store: Path) -> None:
     shards = shards_of(store) or [Shard(store)]
     try:
         for shard in shards:
-            shard.lock()  # refused while somebody writes to it
+            with writing(shard):  # refused while somebody writes to it
+                shard.lock()
         shutil.rmtree(store)
     finally:
         for shard in shards:
