@@ -32,6 +32,7 @@ from impress.usage.history import Note
 from impress.usage.remembered import HALF_LIFE
 from impress.write.directory import make_identity
 from impress.write.index import Index
+from impress.write.readers import Presence, present
 from tiers.base import Slot
 from tiers.files import lock_file, make_folder, unlock_file
 from tiers.ssd import SsdTier
@@ -335,6 +336,22 @@ def test_a_reader_of_an_index_that_is_just_being_made_is_told_of_no_damage(
     assert made.version() == 1, "all by one transaction"
     made.close()
     assert open_store(geometry, mode="r").lookup(prompt(64)) == 0
+
+
+def read_only(*_args: object, **_named: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_reader_that_cannot_take_its_file_away_is_gone_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system that had become read-only a store's close raised the system's own error."""
+    reader = Presence(tmp_path / "readers")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", read_only)
+        reader.close()
+    assert [path.is_file() for path in (tmp_path / "readers").iterdir()] == [True]
+    assert present(tmp_path / "readers") == []
 
 
 @pytest.mark.parametrize("left", ["folder", "index"])

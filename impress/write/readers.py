@@ -16,6 +16,7 @@ import os
 import secrets
 import struct
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -71,7 +72,8 @@ class Presence:
     def close(self) -> None:
         """Idempotent. Nothing of the shard may be read any more."""
         if self._fd is not None:
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):  # of a file system that takes no writes; the writer does it
+                self._path.unlink(missing_ok=True)
             unlock_file(self._fd)
             self._fd = None
 
