@@ -342,6 +342,28 @@ def read_only(*_args: object, **_named: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
+def test_a_file_system_that_went_read_only_by_itself_is_read_from(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ext4 does so at an error, and says of its files that they may be written: verify and inspect
+    could not be run just when the disk had begun to fail."""
+    store = open_store(geometry)
+    assert put_prompt(store, prompt(128)).wait(60)
+    store.close()
+    opened = os.open
+
+    def refused(path: Any, flags: int, *args: Any, **named: Any) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+            read_only()
+        return opened(path, flags, *args, **named)
+
+    monkeypatch.setattr(os, "open", refused)
+    assert verify_store(store.path).spans == 1
+    assert_serves(open_store(geometry, mode="r"), prompt(128), 128)
+    with pytest.raises(impress.StoreFailed, match="Read-only file system"):
+        open_store(geometry)
+
+
 def test_a_reader_that_cannot_take_its_file_away_is_gone_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

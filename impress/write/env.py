@@ -6,6 +6,7 @@ writer works.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import struct
@@ -67,7 +68,7 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
         if shared is None:
             writable = create or os.access(folder / "data.mdb", os.W_OK)
             if writable:
-                _make_table(folder / "lock.mdb")
+                writable = _make_table(folder / "lock.mdb", needed=create)
             env = lmdb.open(
                 os.fsencode(folder), map_size=MAP_BYTES, max_dbs=8, mode=0o600, create=create,
                 readonly=not writable, lock=writable, readahead=False,
@@ -86,11 +87,19 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
         return shared, key
 
 
-def _make_table(path: Path) -> None:
+def _make_table(path: Path, *, needed: bool) -> bool:
     """LMDB maps its table of readers as a file of holes, and to touch one on a disk that is full is
     SIGBUS; where the file system copies what is written, to touch it again is, too. Raises OSError.
-    (None of this process has it open: closing it drops LMDB's lock.)"""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    (None of this process has it open: closing it drops LMDB's lock.)
+
+    False, unless it is `needed`: nobody writes there, as the file system went read-only by itself.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as err:
+        if needed or err.errno != errno.EROFS:
+            raise
+        return False
     try:
         if not os.fstat(fd).st_size:
             keep_in_place(fd)
@@ -100,6 +109,7 @@ def _make_table(path: Path) -> None:
             raise
     finally:
         os.close(fd)
+    return True
 
 
 def open_dbs(shared: Env, *, create: bool) -> None:
