@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shlex
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import prompt, put_prompt
+from rich.console import Console
 
 import impress
 
@@ -152,6 +154,20 @@ def test_shares_are_means_and_ratios_are_of_medians():
     assert "quality.estimated_missing_mass" not in figures, "unknown is not a number"
     rows[3]["agrees"] = False
     assert figures_of(rows)["exact.agreement"] == pytest.approx(2 / 3)
+
+
+def test_tables_are_whole_where_a_terminal_is_narrower(demo, monkeypatch):
+    """On one of 80 columns figures ended in "…", and headings were cut off."""
+    _, _, report = demo
+    narrow, asked = Console(width=80, file=io.StringIO()), of_act(report, "choice")
+    for where in ("impress.terminal.out", "impress.demo.story.out"):
+        monkeypatch.setattr(where, narrow)
+    done = {"stored_bytes": 1, "seconds": 1.0, "rows": asked}
+    monkeypatch.setattr(story, "run_step", lambda *_: done)
+    assert story._choice(Path(), "quick") is asked
+    shown = narrow.file.getvalue()
+    assert "…" not in shown
+    assert "diffuse" in shown and "wanted" in shown
 
 
 def test_the_words_of_a_document_are_its_tokens():

@@ -18,7 +18,7 @@ from impress.demo.lookup.tasks import questions
 from impress.demo.stage import THREADS, check_installed, lookup_place, prepared, run_step
 from impress.demo.tables import choice_table, reuse_table
 from impress.report import write_report
-from impress.terminal import out, size
+from impress.terminal import out, show, size
 
 MODES: Final = ("recompute", "exact", "paper", "quality")
 
@@ -62,7 +62,7 @@ def _reuse(folder: Path, which: str) -> tuple[list[Row], dict[str, Any]]:
     )
     answered = run_step("answer", folder, which)
     rows: list[Row] = answered["rows"]
-    out.print(reuse_table(rows, figures_of(rows)))
+    show(reuse_table(rows, figures_of(rows)))
     changed = sum(row["changes_without_prefix"] for row in rows if row["mode"] == "ssd")
     _say(
         "The weights are random, so the answers mean nothing; but without the rows read from the "
@@ -97,7 +97,7 @@ def _choice(folder: Path, which: str) -> list[Row]:
     )
     rows: list[Row] = run_step("ask", folder, which)["rows"]
     figures = figures_of(rows)
-    out.print(choice_table(figures, MODES))
+    show(choice_table(figures, MODES))
     _explain(figures)
     return rows
 
@@ -115,7 +115,7 @@ def _repacked(folder: Path, which: str, before: dict[str, float]) -> list[Row]:
     found = run_step("ask_again", folder, which)
     moved, rows = found["moved"], found["rows"]
     figures = figures_of(rows)
-    out.print(choice_table(figures, MODES, "repacked."))
+    show(choice_table(figures, MODES, "repacked."))
     moves = ", ".join(
         f"{mode} {100 * before[f'{mode}.transferred_share']:.1f} before and "
         f"{100 * figures[f'repacked.{mode}.transferred_share']:.1f} after"
