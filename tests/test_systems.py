@@ -332,6 +332,23 @@ def test_whether_hit_rates_were_flat_is_noted(windows: int, flat: bool, data: Da
         assert bench.warmed["recompute"] == (5 if flat else 4, flat)
 
 
+def test_systems_that_take_turns_read_into_the_same_memory(data: Data) -> None:
+    """Each had memory of its own: sixteen took more than the machine had, and read into pages that
+    were taken from one another."""
+    seen: dict[str, int] = {}
+    load = Load(n_measured=1, n_warm=1, most_windows=1)
+    with Bench(chosen(["as", "impress", "as_int4", "exact"]), data, load, 0.0) as bench:
+        for server in bench.servers:
+            server.watch = lambda layer, k, *_, name=server.system.name: seen.setdefault(
+                name, k.untyped_storage().data_ptr()
+            )
+            server.serve(bench.asking(*order_of(load, 2)[0]))
+            server.settle()
+        assert seen["as"] == seen["as_int4"] == seen["exact"] != seen["impress"]
+        stores = [server.store for server in bench.servers]
+        assert len({id(s.buffers) for s in stores if isinstance(s, PrefixStore)}) == 1
+
+
 def test_each_system_is_warmed_until_its_hit_rates_are_flat(
     data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:

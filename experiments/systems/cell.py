@@ -24,7 +24,7 @@ from experiments.systems.clock import A100, PAPER_DISK_GB_S, Clock, Compute, Roo
 from experiments.systems.data import Data
 from experiments.systems.generate import Knobs
 from experiments.systems.planned import Choices
-from experiments.systems.serve import Asking, Served, Server
+from experiments.systems.serve import Asking, Memory, Served, Server
 from experiments.systems.shapes import WINDOW
 from experiments.systems.yardstick import Yardstick
 from impress.config import Config
@@ -140,6 +140,7 @@ class Bench:
         self.choices: Choices = {}
         least = load.n_warm * min(LEAST_WINDOWS, load.most_windows)
         self._prepare([*self._asked[:least], *self._measured])
+        self._memory = Memory()
         self.servers = [self._server(system) for system in self.systems]
         self._yardstick: Yardstick | None = None
         if dilation is None and data.kinds:
@@ -166,7 +167,9 @@ class Bench:
         store = None
         if system.data:
             store = self.data.open(system.data, config_of(system, self.data, self.load.ratio))
-        server = Server(system, self.compute, self.data.geometry, self.clock, store, self.choices)
+        server = Server(
+            system, self.compute, self.data.geometry, self.clock, store, self.choices, self._memory
+        )  # fmt: skip
         self._exits.callback(server.close)
         return server
 

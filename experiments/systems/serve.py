@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,6 +20,7 @@ from experiments.systems.clock import Clock, Compute
 from experiments.systems.generate import N_NEW
 from experiments.systems.planned import Choices, Planned
 from experiments.systems.quantised import QuantisedStore
+from experiments.systems.shapes import WINDOW
 from impress.engines.choice import Rates, Stored
 from impress.policy import Exact, Policy
 from impress.read.access import AccessReport
@@ -29,7 +30,7 @@ from impress.selection.probes import codec_of
 from impress.spans.rows import as_tensor
 from impress.store import PrefixStore
 from impress.types import Geometry
-from tiers.slots import aligned, size_class
+from tiers.slots import BufferPool, aligned, size_class
 
 Outs = list[tuple[Any, Any]]
 #: layer, k, v, positions
@@ -70,28 +71,66 @@ class Asking:
     request: int
 
 
+class Memory:
+    """What systems that serve by turns read into: used again, as one alone finds its own.
+
+    With memory of its own for each, sixteen took more than a machine of 24 GB has: what one had
+    used was taken for the next, and its reads waited for fresh pages, small ones.
+    """
+
+    def __init__(self) -> None:
+        self._pool = BufferPool(None)
+        self._n_bytes = 0  # of each of `_layers`
+        self._layers: list[tuple[Any, Any]] = []
+
+    def lend(self, store: PrefixStore | QuantisedStore) -> None:
+        """From now on its sessions read into this. None may be open."""
+        store._reading = replace(store._reading, buffers=self._pool)
+        if isinstance(store, PrefixStore):
+            store.buffers = self._pool
+
+    def outs(self, g: Geometry, n_tokens: int) -> Outs:
+        """Page-aligned memory for every layer, as an engine has it: used before, in huge pages
+        where a pool's is."""
+        n_bytes = n_tokens * max(g.k_row_bytes, g.v_row_bytes)
+        if n_bytes > self._n_bytes or len(self._layers) < g.n_layers:
+            self._n_bytes = size = size_class(n_bytes)
+            self._layers = [(aligned(size), aligned(size)) for _ in range(g.n_layers)]
+            for buffer in chain(*self._layers):
+                buffer.fill(0)  # the first to touch a page waits for it
+        return [
+            (as_tensor(k[: n_tokens * g.k_row_bytes], g, n_tokens, g.head_dim),
+             as_tensor(v[: n_tokens * g.v_row_bytes], g, n_tokens, g.v_dim))
+            for k, v in self._layers[: g.n_layers]
+        ]  # fmt: skip
+
+
 class Server:
     """A system with its open store, ready to serve. One request at a time."""
 
     def __init__(
         self, system: System, compute: Compute, geometry: Geometry, clock: Clock,
-        store: PrefixStore | QuantisedStore | None, choices: Choices,
+        store: PrefixStore | QuantisedStore | None, choices: Choices, memory: Memory | None = None,
     ) -> None:  # fmt: skip
+        """`memory`: of those it takes turns with; None: its own."""
         self.system = system
         self.store = store
+        self._memory = Memory() if memory is None else memory
+        if store is not None:
+            self._memory.lend(store)
         self._compute = compute
         self._geometry = geometry
         self._clock = clock
         self._choices = choices
-        self._room = 0  # tokens that `_buffers` have room for
-        self._buffers: list[tuple[Any, Any]] = []
         self._rates: Rates | None = None  # None: it does not choose a mode yet
         self.watch: Watch | None = None  # sees what each layer brought; for tests
 
     def serve(self, asking: Asking) -> Served:
         """The request, to its first token."""
         may_read_all = self.system.auto or isinstance(self.system.policy, Exact)
-        outs = self._outs_of(len(asking.tokens)) if self.store and may_read_all else None
+        outs = None
+        if self.store is not None and may_read_all:
+            outs = self._memory.outs(self.store.geometry, len(asking.tokens) // WINDOW * WINDOW)
         begin = self._clock.start()
         self._clock.spend(self._compute.device.request_s)
         if self.store is None:
@@ -201,26 +240,6 @@ class Server:
     def _score(self, inner: Policy, n_tokens: int, layer: int) -> None:
         if not shares_rows(inner, layer):
             self._clock.spend(score_seconds(self._compute, self._geometry, inner, n_tokens))
-
-    def _outs_of(self, n_tokens: int) -> Outs:
-        """Page-aligned memory for every layer, as an engine has it: used before, of the longest,
-        in huge pages where a pool's is."""
-        store = self.store
-        assert store is not None
-        g, n = store.geometry, n_tokens // 64 * 64
-        if n > self._room:
-            self._room = n
-            self._buffers = [
-                (aligned(size_class(n * g.k_row_bytes)), aligned(size_class(n * g.v_row_bytes)))
-                for _ in range(self._geometry.n_layers)
-            ]
-            for buffer in chain(*self._buffers):
-                buffer.fill(0)  # the first to touch a page waits for it
-        return [
-            (as_tensor(k[: n * g.k_row_bytes], g, n, g.head_dim),
-             as_tensor(v[: n * g.v_row_bytes], g, n, g.v_dim))
-            for k, v in self._buffers
-        ]  # fmt: skip
 
 
 def score_seconds(compute: Compute, geometry: Geometry, policy: Policy, n_tokens: int) -> float:
