@@ -112,12 +112,12 @@ class Server:
         self, system: System, compute: Compute, geometry: Geometry, clock: Clock,
         store: PrefixStore | QuantisedStore | None, choices: Choices, memory: Memory | None = None,
     ) -> None:  # fmt: skip
-        """`memory`: of those it takes turns with; None: its own."""
+        """`memory`: of those it takes turns with; None: its own, and its store's."""
         self.system = system
         self.store = store
+        if store is not None and memory is not None:
+            memory.lend(store)
         self._memory = Memory() if memory is None else memory
-        if store is not None:
-            self._memory.lend(store)
         self._compute = compute
         self._geometry = geometry
         self._clock = clock
