@@ -121,9 +121,10 @@ class Ticket:
                 self._error = self._error or err
         with self._lock:
             self._left -= 1
-            callbacks = self._callbacks if self._left == 0 else []
+            callbacks: list[Callback] = []
             gates: list[threading.Lock] = []
-            if self._left == 0:
+            if self._left == 0:  # and it keeps nothing of theirs, which may well keep this ticket
+                callbacks, self._callbacks = self._callbacks, callbacks
                 gates, self._gates = self._gates, gates
         for gate in gates:
             gate.release()
