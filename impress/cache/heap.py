@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64]
+#: Score, tie, item, serial.
+Entry = tuple[float, int, int, int]
 
 #: Stale entries are swept out when there are more than twice as many entries as items, and this.
 _SLACK: Final = 64
@@ -32,7 +34,7 @@ class MinHeap:
         self._filed = np.full(capacity, _NONE, dtype=np.int64)  # serial of the valid entry
         self._filed_score = np.zeros(capacity)
         self._filed_tie = np.zeros(capacity, dtype=np.int64)
-        self._entries: list[tuple[float, int, int, int]] = []  # score, tie, item, serial
+        self._entries: list[Entry] = []
         self._serial = 0
         self._n = 0
 
@@ -54,10 +56,9 @@ class MinHeap:
         score, filed = self._score[items], self._filed_score[items]
         lower = (score < filed) | ((score == filed) & (self._tie[items] < self._filed_tie[items]))
         for item in items[lower | (self._filed[items] == _NONE)].tolist():
-            # First: there may be no memory for it. Until it is filed it is stale.
-            key = float(self._score[item]), int(self._tie[item])
-            heapq.heappush(self._entries, (*key, item, self._serial + 1))
-            self._file(item)
+            entry = self._entry(item)
+            heapq.heappush(self._entries, entry)  # first: there may be no memory for it
+            self._file(entry)
         n_new = len(items) - int(self._in[items].sum())
         self._in[items] = True  # no signal comes between
         self._n += n_new
@@ -100,20 +101,23 @@ class MinHeap:
                 heapq.heappop(entries)
                 self._filed[item] = _NONE
             elif (self._score[item], self._tie[item]) != (score, tie):
-                heapq.heapreplace(entries, self._file(item))
+                heapq.heapreplace(entries, self._file(self._entry(item)))
             else:
                 return True
         return False
 
-    def _file(self, item: int) -> tuple[float, int, int, int]:
-        """A valid entry for an item; the one before is stale."""
-        score, tie = float(self._score[item]), int(self._tie[item])
-        self._serial += 1
+    def _entry(self, item: int) -> Entry:
+        """For an item as it stands now; stale until it is filed."""
+        return float(self._score[item]), int(self._tie[item]), item, self._serial + 1
+
+    def _file(self, entry: Entry) -> Entry:
+        """It, valid from now on; the item's one before is stale."""
+        score, tie, item, self._serial = entry
         self._filed[item] = self._serial
         self._filed_score[item], self._filed_tie[item] = score, tie
-        return score, tie, item, self._serial
+        return entry
 
     def _sweep(self) -> None:
         self._filed[:] = _NONE
-        self._entries = [self._file(item) for item in self.items().tolist()]
+        self._entries = [self._file(self._entry(item)) for item in self.items().tolist()]
         heapq.heapify(self._entries)
