@@ -31,7 +31,7 @@ VARIED: Final[dict[str, tuple[Any, ...]]] = {
 #: since one that lasts drags those behind it along, and what is chosen hangs on what was seen.
 N_BASE: Final = {False: 1000, True: 40}
 N_IN_A_ROW: Final = {False: 200, True: 40}
-N_OTHER: Final = 40
+N_OTHER: Final = {False: 100, True: 40}
 
 
 def cells(options: Options) -> list[Cell]:
@@ -45,7 +45,7 @@ def cells(options: Options) -> list[Cell]:
         check_cell(verdict),
         cell(plan, "base", N_BASE[options.quick]),
         *(
-            cell(plan, f"{name} {value}", n_of.get(name, N_OTHER), **{name: value})
+            cell(plan, f"{name} {value}", n_of.get(name, N_OTHER[options.quick]), **{name: value})
             for name, values in varied.items()
             for value in values
         ),

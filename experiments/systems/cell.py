@@ -305,6 +305,7 @@ def summary(served: Sequence[Served], in_a_row: int = 1) -> Row:
         "dilation": float(np.median([s.dilation for s in served])),
         "disk_gb_s": float(disk[0]), "disk_gb_s_low": float(disk[1]),
         "disk_gb_s_high": float(disk[2]),
+        "each_ms": " ".join(f"{one:.2f}" for one in ms),  # the same requests for each system
     }  # fmt: skip
     if len(ms) >= 1000:
         row["p99_ms"] = float(np.percentile(ms, 99))
