@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from experiments.results_lines import LINES, Line, Ours
 from experiments.systems.clock import MOST_ERROR, PAPER_DISK_GB_S
+from experiments.systems.paired import Times, times, worst_of
 from experiments.systems.sizes import checks
 from experiments.systems.sweep import by_cell
-from experiments.ttft import worst_of
 
 _MARK: Final = re.compile(r"(<!-- table: ([\w.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _NOT_RUN: Final = "not yet run"
@@ -161,12 +161,13 @@ def across_table(report: Mapping[str, Any]) -> str:
         *_ACROSS,
         "AS+H2O+LFU ÷ impress",
         "auto ÷ best of three",
+        "by the mean",
     ]
     made = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for label, systems in by_cell(report["rows"]).items():
         p50 = {name: row["p50_ms"] for name, row in systems.items()}
-        gain = p50["as_h2o_lfu"] / p50["impress"] if {"as_h2o_lfu", "impress"} <= p50.keys() else ""
-        worst = worst_of(systems)
+        both = {"as_h2o_lfu", "impress"} <= p50.keys()
+        gain = times(systems["as_h2o_lfu"], systems["impress"]) if both else None
         fell = systems["impress"]["fell_back"] if "impress" in systems else ""
         commits = dict.fromkeys(row.get("commit", "") for row in systems.values())
         rates = [PAPER_DISK_GB_S / row["dilation"] for row in systems.values() if "dilation" in row]
@@ -175,11 +176,17 @@ def across_table(report: Mapping[str, Any]) -> str:
             rates[0] if rates else "",
             " ".join(commits),
             *(p50.get(name, "") for name in _ACROSS),
-            gain,
-            worst or "",
+            *map(_with_interval, (gain, worst_of(systems), worst_of(systems, "mean_ms"))),
         ]
         made.append(f"| {label} | {' | '.join(_cell(value) for value in values)} |")
     return "\n".join(made) + "\n"
+
+
+def _with_interval(found: Times | None) -> str:
+    if found is None:
+        return ""
+    low, high = found.low, found.high
+    return f"{found.ratio:.3g}" + ("" if low is None else f" [{low:.3g}, {high:.3g}]")
 
 
 def _cell(value: Any) -> str:

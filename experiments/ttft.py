@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
+from experiments.systems.paired import Times, times, worst_of
 from experiments.systems.sizes import Verdict, arguments, checked, meta
 from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio
 
@@ -65,7 +66,7 @@ def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
     base = cells_of.get("base", {})
     for name, (one, other, what) in _RATIOS.items():
         if one in base and other in base:
-            said[name] = ratio(base[other][what], base[one][what])
+            _say(said, name, times(base[other], base[one], what))
     stored = [base[name]["p50_ms"] for name in BASELINES if name in base]
     if stored and "impress" in base:
         said["p50_vs_best_baseline"] = ratio(min(stored), base["impress"]["p50_ms"])
@@ -77,13 +78,20 @@ def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
     for name, of in (("worst", "p50_ms"), ("worst_mean", "mean_ms")):
         worst = [found for systems in cells_of.values() if (found := worst_of(systems, of))]
         if worst:
-            said[f"{name}_vs_best_of_three"] = max(worst)
+            _say(said, f"{name}_vs_best_of_three", max(worst))
     for row in base.values():
         if "p99_ms" in row:
             said[f"p99_ms.{row['system']}"] = row["p99_ms"]
     if "impress" in base:
         said["fallback_share"] = base["impress"]["fell_back"]
     return said, rows
+
+
+def _say(said: Figures, name: str, found: Times) -> None:
+    """A figure, and the ends of its interval where it has one."""
+    said[name] = found.ratio
+    if found.low is not None and found.high is not None:
+        said[f"{name}_low"], said[f"{name}_high"] = found.low, found.high
 
 
 #: What the gate of the paper's selector falls back in the lookup models at 25 % kept, by model, all
@@ -99,16 +107,6 @@ _RATIOS: Final = {
     "io_time_vs_as_h2o_lfu": ("impress", "as_h2o_lfu", "io_ms"),
     "quality_p50_vs_paper": ("quality", "impress", "p50_ms"),
 }
-
-
-def worst_of(systems: dict[str, Row], of: str = "p50_ms") -> float | None:
-    """The chosen mode's time over the best of recomputing, exact and sparse. `of`: p50, or the
-    mean, which is what it goes by; reports of before it was noted have none."""
-    rivals = [systems[name][of] for name in ("recompute", "exact", "quality")
-              if of in systems.get(name, ())]  # fmt: skip
-    if of not in systems.get("auto", ()) or len(rivals) < 3:
-        return None
-    return float(systems["auto"][of] / min(rivals))
 
 
 # ---- plots -------------------------------------------------------------------------------------

@@ -1,0 +1,59 @@
+"""Systems set against each other on the same requests: how many times one takes of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+#: What times are compared by -> of drawn requests [draws, requests], one value a draw.
+_OF: Final[dict[str, Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]]] = {
+    "p50_ms": lambda drawn: np.median(drawn, axis=1),
+    "p90_ms": lambda drawn: np.percentile(drawn, 90, axis=1),
+    "p99_ms": lambda drawn: np.percentile(drawn, 99, axis=1),
+    "mean_ms": lambda drawn: np.mean(drawn, axis=1),
+}
+#: Systems between which the chosen mode chooses.
+THREE: Final = ("recompute", "exact", "quality")
+
+
+class Times(NamedTuple):
+    """A ratio of two times, and its interval of 95 % (None: rows lack the times of requests)."""
+
+    ratio: float
+    low: float | None = None
+    high: float | None = None
+
+
+def each_ms(row: Mapping[str, Any]) -> npt.NDArray[np.float64]:
+    """Of every request, in the order in which all systems of the cell served them."""
+    return np.array(row["each_ms"].split(), dtype=np.float64)
+
+
+def times(one: Mapping[str, Any], other: Mapping[str, Any], of: str = "p50_ms") -> Times:
+    """`one` ÷ `other`, two rows of a cell; of what requests are not kept (I/O), no interval.
+
+    Requests are drawn for both together, so that what is hard for both leaves the ratio alone;
+    those that followed each other in a row, whole.
+    """
+    ratio = float(one[of] / other[of]) if other[of] else float("inf")
+    if of not in _OF or not {"each_ms"} <= one.keys() & other.keys():
+        return Times(ratio)
+    both = np.stack((each_ms(one), each_ms(other)))
+    rows = both.reshape(2, -1, one.get("in_a_row", 1))
+    rng = np.random.default_rng(0)
+    drawn = rows[:, rng.integers(rows.shape[1], size=(1000, rows.shape[1]))]
+    above, below = (_OF[of](some.reshape(1000, -1)) for some in drawn)
+    low, high = np.percentile(above / below, (2.5, 97.5))
+    return Times(ratio, float(low), float(high))
+
+
+def worst_of(systems: Mapping[str, Mapping[str, Any]], of: str = "p50_ms") -> Times | None:
+    """The chosen mode's time ÷ the best of recomputing, exact and sparse, in a cell. `of`: p50, or
+    the mean, which is what it goes by; reports of before it was noted have none."""
+    rivals = [systems[name] for name in THREE if of in systems.get(name, ())]
+    if of not in systems.get("auto", ()) or len(rivals) < len(THREE):
+        return None
+    return times(systems["auto"], min(rivals, key=lambda row: float(row[of])), of)

@@ -1,0 +1,72 @@
+"""Systems set against each other on the same requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.systems.paired import each_ms, times, worst_of
+
+
+def _row(ms: Any, **more: Any) -> dict[str, Any]:
+    ms = np.asarray(ms, dtype=float)
+    return {
+        "p50_ms": float(np.median(ms)), "mean_ms": float(ms.mean()), "in_a_row": 1,
+        "each_ms": " ".join(f"{one:.2f}" for one in ms), **more,
+    }  # fmt: skip
+
+
+def test_what_is_hard_for_both_leaves_their_ratio_alone() -> None:
+    """Intervals of two systems overlapped where one took 5 % longer of each request: forty
+    requests that differ fourfold said nothing of a bar of 1.05."""
+    ms = np.random.default_rng(3).uniform(20, 80, 40)
+    one, other = _row(1.05 * ms), _row(ms)
+    for of in ("p50_ms", "mean_ms"):
+        found = times(one, other, of)
+        assert found.ratio == pytest.approx(1.05, abs=1e-3)
+        assert found.low is not None and found.high is not None
+        assert 1.045 < found.low <= found.ratio <= found.high < 1.055
+
+
+def test_requests_that_differ_by_chance_have_a_wide_interval() -> None:
+    rng = np.random.default_rng(4)
+    found = times(_row(rng.uniform(20, 80, 40)), _row(rng.uniform(20, 80, 40)), "mean_ms")
+    assert found.low is not None and found.high is not None
+    assert found.low < 1 < found.high
+    assert found.high - found.low > 0.1
+
+
+def test_requests_in_a_row_are_drawn_whole() -> None:
+    """Of a row all are slow or none is: five rows are five draws, not forty."""
+    ms = np.repeat([10.0, 20.0, 30.0, 40.0, 50.0], 8)
+    alone, whole = (
+        times(_row(ms, in_a_row=n), _row(np.full(40, 30.0), in_a_row=n), "mean_ms") for n in (1, 8)
+    )
+    assert None not in alone and None not in whole
+    assert whole.high - whole.low > 1.5 * (alone.high - alone.low)  # type: ignore[operator]
+
+
+def test_a_report_without_each_request_has_a_ratio_alone() -> None:
+    old = {"p50_ms": 10.0, "io_ms": 4.0}
+    assert times({**old, "p50_ms": 12.5}, old) == (1.25, None, None)
+    assert times(_row([1.0], io_ms=6.0), _row([1.0], io_ms=4.0), "io_ms") == (1.5, None, None)
+    assert times(old, {"p50_ms": 0.0}).ratio == float("inf")
+
+
+def test_the_chosen_mode_stands_beside_the_best_of_the_three() -> None:
+    systems = {
+        "recompute": _row([60.0, 60.0, 60.0]), "exact": _row([20.0, 50.0, 95.0]),
+        "quality": _row([40.0, 45.0, 50.0]), "auto": _row([40.0, 54.0, 56.0]),
+        "as_int4": _row([1.0, 1.0, 1.0]),
+    }  # fmt: skip
+    by_p50, by_mean = worst_of(systems), worst_of(systems, "mean_ms")
+    assert by_p50 is not None and by_p50.ratio == pytest.approx(54 / 45)
+    assert by_mean is not None and by_mean.ratio == pytest.approx(50 / 45)
+    del systems["exact"]
+    assert worst_of(systems) is None
+
+
+def test_requests_are_read_back_in_order() -> None:
+    assert each_ms(_row([3.25, 1.5])).tolist() == [3.25, 1.5]
