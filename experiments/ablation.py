@@ -25,9 +25,10 @@ NAMES: Final = ("as_h2o_lfu", "impress", *WITHOUT.values())
 
 def cells(options: Options) -> list[Cell]:
     verdict = Verdict(options)
-    plan = Plan(options, verdict, NAMES, 24 if options.quick else 48, 3 if options.quick else 4)
-    shapes = ["opt-6.7b"] if options.quick else ["opt-6.7b", "opt-13b", "opt-30b"]
-    return [check_cell(verdict), *(cell(plan, shape, 40, shape=shape) for shape in shapes)]
+    plan, n, shapes = Plan(options, verdict, NAMES), 100, ["opt-6.7b", "opt-13b", "opt-30b"]
+    if options.quick:
+        plan, n, shapes = Plan(options, verdict, NAMES, 24, 3), 40, ["opt-6.7b"]
+    return [check_cell(verdict), *(cell(plan, shape, n, shape=shape) for shape in shapes)]
 
 
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:

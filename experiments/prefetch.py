@@ -41,7 +41,9 @@ _POLICIES: Final = (Exact(), Paper(0.25), Quality())
 
 def cells(options: Options) -> list[Cell]:
     verdict = Verdict(options)
-    plan = Plan(options, verdict, NAMES, 16 if options.quick else 48, 2 if options.quick else 4)
+    plan = Plan(options, verdict, NAMES)
+    if options.quick:
+        plan = Plan(options, verdict, NAMES, 16, 2)
     ratios = (130,) if options.quick else (65, 130, 400)
     found = [cell(plan, f"10:32:{ratio}", 40, ratio=ratio) for ratio in ratios]
     rounds = 3 if options.quick else 15

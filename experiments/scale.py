@@ -25,8 +25,9 @@ RATIOS: Final = {False: (65, 260, 400), True: (400,)}
 def cells(options: Options) -> list[Cell]:
     verdict = Verdict(options)
     quick = options.quick
-    plan = Plan(options, verdict, NAMES, 16 if quick else 48, 2 if quick else 4)
-    n = 12 if quick else 40
+    plan, n = Plan(options, verdict, NAMES), 100
+    if quick:
+        plan, n = Plan(options, verdict, NAMES, 16, 2), 12
     planned = [check_cell(verdict)]
     planned += [cell(plan, shape, n, shape=shape) for shape in SHAPES[quick]]
     planned += [cell(plan, f"10:32:{data}", n, ratio=data) for data in RATIOS[quick]]
