@@ -56,3 +56,24 @@ def test_rises_and_comings_and_goings_file_nothing_and_falls_are_swept() -> None
         assert len(heap._entries) <= 3 * n + 64
         heap.check()
     assert heap.take(n).tolist() == ids.tolist() and len(heap) == 0
+
+
+def test_most_of_it_goes_and_comes_back_in_parts_without_being_filed_again() -> None:
+    """A request pins all layers of its prefix and gives them back one by one. Where that is most
+    of a cache, the first that came back swept the others' entries out, and each chunk of theirs
+    was filed anew: a Python loop over all of them, on the request's path, under the lock."""
+    n = 1000
+    heap, ids = MinHeap(n), np.arange(n)
+    heap.put(ids, np.zeros(n), ids)
+    filed = heap._serial
+    for use in range(1, 4):
+        heap.discard(ids)
+        for layer in np.split(ids, 10):
+            heap.put(layer, np.full(len(layer), float(use)), layer + n * use)
+            assert (heap._serial, len(heap._entries)) == (filed, n)
+        heap.check()
+    heap.discard(ids[:500])
+    assert heap.take(n).tolist() == ids[500:].tolist()
+    heap.put(ids[:500], 0.0, ids[:500])
+    assert heap.take(n).tolist() == ids[:500].tolist()
+    heap.check()

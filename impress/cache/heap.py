@@ -13,7 +13,7 @@ Scores = npt.NDArray[np.float64]
 #: Score, tie, item, serial.
 Entry = tuple[float, int, int, int]
 
-#: Stale entries are swept out when there are more than twice as many entries as items, and this.
+#: Stale entries are swept out when there are more than twice as many entries as valid ones, and this.
 _SLACK: Final = 64
 _NONE: Final = -1
 
@@ -24,7 +24,8 @@ class MinHeap:
     Lazy, so that whole arrays of items come, go and rise without a Python loop. An item has at
     most one valid entry in the heap, filed under a key that was its own once and is never above
     its key now: a fall files a new entry, a rise or a departure only changes the arrays, and the
-    entry is put right when it comes to the top. Not thread-safe.
+    entry is put right when it comes to the top. It stays valid while its item is out: most come
+    back. Not thread-safe.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -37,6 +38,7 @@ class MinHeap:
         self._entries: list[Entry] = []
         self._serial = 0
         self._n = 0
+        self._n_valid = 0  # entries; about, where an exception came between: it says when to sweep
 
     def __len__(self) -> int:
         return self._n
@@ -62,7 +64,7 @@ class MinHeap:
         n_new = len(items) - int(self._in[items].sum())
         self._in[items] = True  # no signal comes between
         self._n += n_new
-        if len(self._entries) > 2 * self._n + _SLACK:
+        if len(self._entries) > 2 * self._n_valid + _SLACK:
             self._sweep()
 
     def discard(self, items: Ids) -> None:
@@ -75,7 +77,7 @@ class MinHeap:
         taken: list[int] = []
         while len(taken) < n and self._settle():
             item = heapq.heappop(self._entries)[2]
-            self._filed[item] = _NONE
+            self._unfile(item)
             self._in[item] = False
             self._n -= 1
             taken.append(item)
@@ -99,7 +101,7 @@ class MinHeap:
                 heapq.heappop(entries)
             elif not self._in[item]:
                 heapq.heappop(entries)
-                self._filed[item] = _NONE
+                self._unfile(item)
             elif (self._score[item], self._tie[item]) != (score, tie):
                 heapq.heapreplace(entries, self._file(self._entry(item)))
             else:
@@ -113,11 +115,19 @@ class MinHeap:
     def _file(self, entry: Entry) -> Entry:
         """It, valid from now on; the item's one before is stale."""
         score, tie, item, self._serial = entry
+        self._n_valid += self._filed[item] == _NONE
         self._filed[item] = self._serial
         self._filed_score[item], self._filed_tie[item] = score, tie
         return entry
 
+    def _unfile(self, item: int) -> None:
+        """It has no valid entry any more."""
+        self._filed[item] = _NONE
+        self._n_valid -= 1
+
     def _sweep(self) -> None:
-        self._filed[:] = _NONE
-        self._entries = [self._file(self._entry(item)) for item in self.items().tolist()]
+        """Without the stale ones. Not those of items that are out: while a request has most of a
+        cache pinned, each of its layers that came back would be filed again, chunk by chunk."""
+        self._entries = [e for e in self._entries if e[3] == self._filed[e[2]]]
         heapq.heapify(self._entries)
+        self._n_valid = len(self._entries)
