@@ -19,7 +19,6 @@ class Ours:
     form: str = "{:.2f}×"
     label: str = ""
     within: bool = False  # its interval of 95 % behind it: figures FIGURE_low and _high
-    instead: Ours | None = None  # where its report lacks it: of one of all cells
     of: Derived | None = None  # what no figure says: taken from the report
 
 
@@ -37,40 +36,14 @@ class Line:
 
 _SLICE: Final = "a slice of the layers on a slower disk; compute waits, reads are real"
 _AT: Final = "where choices overlap the average order by .85 (measured); chunks.units.png has all"
-_EPYC: Final = "on the EPYC"
 _SMALL: Final = "two small trained models, not OPT"
-
-
-def _some(report: str, figure: str, label: str = "", instead: str = "") -> Ours:
-    """Of a report of some of `ttft`'s cells, else of `ttft`, under the label `instead`."""
-    return Ours(report, figure, label=label, instead=Ours("ttft", figure, label=instead))
 
 
 def _twice(cell: str, varied: str) -> tuple[Ours, ...]:
     """Of a cell of `scale`, and of the same factors in `ttft`, beside all systems."""
-    figure = f"{varied}.p50_vs_as_h2o_lfu"
     return (
         Ours("scale", f"{cell}.p50_vs_as_h2o_lfu", label="scale "),
-        Ours(
-            "ttft",
-            figure,
-            label="ttft ",
-            instead=Ours("ttft_epyc", figure, label=f"ttft, {_EPYC} "),
-        ),
-    )
-
-
-def _worst() -> tuple[Ours, ...]:
-    """The worst cell of `ttft`, and of those that have a report of their own, by p50 and by the
-    mean."""
-    figures = {"p50": "worst_vs_best_of_three", "mean": "worst_mean_vs_best_of_three"}
-    return (
-        *(Ours("ttft", figure, label=f"ttft {of} ") for of, figure in figures.items()),
-        *(
-            _some(report, figure, f"{label} {of} ", f"ttft {of} ")
-            for report, label in (("ttft_in_a_row", "in a row"), ("ttft_epyc", _EPYC))
-            for of, figure in figures.items()
-        ),
+        Ours("ttft", f"{varied}.p50_vs_as_h2o_lfu", label="ttft "),
     )
 
 
@@ -159,25 +132,25 @@ LINES: Final = (
          "measured", "nine questions tell little (docs/SELECTION.md has more); 25 % kept, by the "
          f"importance that rows were stored with; {_SMALL}"),
     Line("Fig 16", "p50 against AS+H2O+LFU", "1.2–2.8×",
-         (Ours("ttft", "p50_vs_as_h2o_lfu"),), "emulated", _SLICE),
+         (Ours("ttft", "p50_vs_as_h2o_lfu", within=True),), "emulated", _SLICE),
     Line("", "the same, eight requests in a row", "not given",
-         (_some("ttft_in_a_row", "in_a_row 8.p50_vs_as_h2o_lfu"),), "emulated",
+         (Ours("ttft", "in_a_row 8.p50_vs_as_h2o_lfu"),), "emulated",
          "copies into faster tiers go on beside the next request"),
     Line("Fig 16", "p50 against the best of AS, AS+H2O+LRU and AS+H2O+LFU", "1.2–2.8×",
          (Ours("ttft", "p50_vs_best_baseline"),), "emulated", _SLICE),
     Line("", "against recomputing", "above 1 at p99",
-         (Ours("ttft", "p50_vs_recompute", label="p50 "),
+         (Ours("ttft", "p50_vs_recompute", label="p50 ", within=True),
           Ours("ttft", "", label="p99 ", of=_p99_vs_recompute)), "emulated", _SLICE),
     Line("", "p50 of the paper's against int4 of everything (below 1: int4 wins)", "not compared",
-         (Ours("ttft", "p50_vs_as_int4"),), "emulated",
+         (Ours("ttft", "p50_vs_as_int4", within=True),), "emulated",
          "the paper has no quantised baseline"),
     Line("", "p50 of our selector against the paper's (above 1: ours is faster)", "",
-         (Ours("ttft", "quality_p50_vs_paper", "{:.2f}×"),), "emulated", "it reads a sketch of "
+         (Ours("ttft", "quality_p50_vs_paper", within=True),), "emulated", "it reads a sketch of "
          "all heads and keeps what a bound on the missing mass wants, not a fixed share"),
     Line("", "the chosen mode ÷ the best of recompute, exact and sparse, worst cell", "",
-         _worst(), "emulated",
-         "it has to try a mode to know it, and goes by the mean; 40 requests a cell, but for base "
-         "and in a row"),
+         (Ours("ttft", "worst_vs_best_of_three", label="p50 ", within=True),
+          Ours("ttft", "worst_mean_vs_best_of_three", label="mean ", within=True)), "emulated",
+         "it has to try a mode to know it, and goes by the mean"),
     Line("Fig 17", "I/O time against AS+H2O+LFU", "1.5–3.8× less",
          (Ours("ttft", "io_time_vs_as_h2o_lfu"),), "emulated",
          f"{_SLICE}; what is left of them beside waits that are stretched"),

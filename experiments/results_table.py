@@ -38,14 +38,6 @@ class Reports:
         found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
         return cls({name: report for name, report in found.items() if "figures" in report})
 
-    def found(self, ours: Ours) -> Ours:
-        """It, or what stands in its place where only that is there."""
-        other = ours.instead
-        return ours if other is None or self._has(ours) or not self._has(other) else other
-
-    def _has(self, ours: Ours) -> bool:
-        return ours.report in self.by_name and self._value(ours) is not None
-
     def _value(self, ours: Ours) -> float | None:
         report = self.by_name[ours.report]
         found: float | None = ours.of(report) if ours.of else report["figures"].get(ours.figure)
@@ -120,8 +112,7 @@ def paper_table(reports: Reports) -> str:
 
 
 def _ours(line: Line, reports: Reports) -> str:
-    ours = dict.fromkeys(reports.found(o) for o in line.ours)  # one may stand in for two
-    return "; ".join(f"{o.label}{reports.figure(o)}" for o in ours) or "not measured"
+    return "; ".join(f"{o.label}{reports.figure(o)}" for o in line.ours) or "not measured"
 
 
 #: What rows of older reports lack, and were.

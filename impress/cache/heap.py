@@ -13,7 +13,8 @@ Scores = npt.NDArray[np.float64]
 #: Score, tie, item, serial.
 Entry = tuple[float, int, int, int]
 
-#: Stale entries are swept out when there are more than twice as many entries as valid ones, and this.
+#: Stale entries are swept out when there are more than twice as many entries as valid ones, and so
+#: many.
 _SLACK: Final = 64
 _NONE: Final = -1
 
