@@ -66,14 +66,6 @@ def _map_share(share: str, *, at_papers_disk: bool = False) -> Derived:
     return of
 
 
-def _p99_vs_recompute(report: Mapping[str, Any]) -> float | None:
-    """How many times less IMPRESS takes than recomputing, at p99."""
-    figures = report["figures"]
-    if not {"p99_ms.recompute", "p99_ms.impress"} <= figures.keys():
-        return None
-    return float(figures["p99_ms.recompute"] / figures["p99_ms.impress"])
-
-
 def _io_share(report: Mapping[str, Any]) -> float | None:
     """I/O time ÷ time to the first token of AS in the base cell, both medians."""
     row = _in_base_cell(report, "as")
@@ -133,14 +125,19 @@ LINES: Final = (
          f"importance that rows were stored with; {_SMALL}"),
     Line("Fig 16", "p50 against AS+H2O+LFU", "1.2–2.8×",
          (Ours("ttft", "p50_vs_as_h2o_lfu", within=True),), "emulated", _SLICE),
-    Line("", "the same, eight requests in a row", "not given",
+    Line("", "mean against AS+H2O+LFU", "not given",
+         (Ours("ttft", "mean_vs_as_h2o_lfu", within=True),), "emulated",
+         "in a slice of four layers the median request has none that fell back; the mean counts "
+         "them all"),
+    Line("", "p50, eight requests in a row", "not given",
          (Ours("ttft", "in_a_row 8.p50_vs_as_h2o_lfu"),), "emulated",
          "copies into faster tiers go on beside the next request"),
     Line("Fig 16", "p50 against the best of AS, AS+H2O+LRU and AS+H2O+LFU", "1.2–2.8×",
          (Ours("ttft", "p50_vs_best_baseline"),), "emulated", _SLICE),
     Line("", "against recomputing", "above 1 at p99",
          (Ours("ttft", "p50_vs_recompute", label="p50 ", within=True),
-          Ours("ttft", "", label="p99 ", of=_p99_vs_recompute)), "emulated", _SLICE),
+          Ours("ttft", "p99_vs_recompute", label="p99 ", within=True)), "emulated",
+         f"{_SLICE}; a model of fewer tokens a second, as the paper's seems, would turn p99 round"),
     Line("", "p50 of the paper's against int4 of everything (below 1: int4 wins)", "not compared",
          (Ours("ttft", "p50_vs_as_int4", within=True),), "emulated",
          "the paper has no quantised baseline"),
@@ -148,8 +145,8 @@ LINES: Final = (
          (Ours("ttft", "quality_p50_vs_paper", within=True),), "emulated", "it reads a sketch of "
          "all heads and keeps what a bound on the missing mass wants, not a fixed share"),
     Line("", "the chosen mode ÷ the best of recompute, exact and sparse, worst cell", "",
-         (Ours("ttft", "worst_vs_best_of_three", label="p50 ", within=True),
-          Ours("ttft", "worst_mean_vs_best_of_three", label="mean ", within=True)), "emulated",
+         (Ours("ttft", "worst_vs_best_of_three", label="p50 "),
+          Ours("ttft", "worst_mean_vs_best_of_three", label="mean ")), "emulated",
          "it has to try a mode to know it, and goes by the mean"),
     Line("Fig 17", "I/O time against AS+H2O+LFU", "1.5–3.8× less",
          (Ours("ttft", "io_time_vs_as_h2o_lfu"),), "emulated",
@@ -190,7 +187,8 @@ LINES: Final = (
          "3.9 / 9.3 / 6.6 / 5.9 / 2.95 s",
          tuple(Ours("ttft", f"p99_ms.{name}", "{:.0f} ms", f"{name} ") for name in
                ("recompute", "as", "as_h2o_lru", "as_h2o_lfu", "impress")), "emulated",
-         "OPT-6.7B, a slice; only a full run has 1,000 requests"),
+         "OPT-6.7B, a slice, in which a layer that falls back weighs more; only a full run has "
+         "1,000 requests"),
     Line("section 4.4", "mapping list, share of TTFT", "under 2 %",
          (Ours("ttft", "", "{:.2%}", "waited ", of=_map_share("map_share")),
           Ours("ttft", "", "{:.2%}", "computed ", of=_map_share("map_cpu_share")),

@@ -54,15 +54,16 @@ def test_figures_of_cells_stand_in_the_lines_they_are_for(tmp_path: Path) -> Non
     text = _filled(tmp_path, "paper", {
         "ttft": {"figures": {
             "shape opt-30b.p50_vs_as_h2o_lfu": 1.5, "in_a_row 8.p50_vs_as_h2o_lfu": 1.25,
-            "worst_vs_best_of_three": 1.25, "worst_vs_best_of_three_low": 1.125,
-            "worst_vs_best_of_three_high": 1.5, "worst_mean_vs_best_of_three": 1.125,
+            "worst_vs_best_of_three": 1.25, "worst_mean_vs_best_of_three": 1.125,
+            "p50_vs_as_int4": 0.5, "p50_vs_as_int4_low": 0.25, "p50_vs_as_int4_high": 0.75,
         }},
     })  # fmt: skip
     lines = text.splitlines()
     assert [row for row in lines if "OPT-30B" in row and "ttft 1.50×" in row]
     assert [row for row in lines if "eight requests in a row" in row and " 1.25× " in row]
     (line,) = [row for row in lines if "the chosen mode" in row]
-    assert "| p50 1.25× [1.12×, 1.50×]; mean 1.12× |" in line
+    assert "| p50 1.25×; mean 1.12× |" in line
+    assert [row for row in lines if "int4" in row and "| 0.50× [0.25×, 0.75×] |" in row]
 
 
 def test_real_work_in_a_stretched_time_weighs_more_with_the_papers_disk(tmp_path: Path) -> None:
@@ -146,6 +147,7 @@ def test_cells_stand_side_by_side_and_the_base_cell_in_full(tmp_path: Path) -> N
     def rows(cell: str, **ms: float) -> list[dict]:
         rest = {
             "p90_ms": 0,
+            "ssd_floor_ms": 0,
             "io_ms": 0,
             "mb": 0,
             "ssd_mb": 0,
@@ -154,8 +156,8 @@ def test_cells_stand_side_by_side_and_the_base_cell_in_full(tmp_path: Path) -> N
             "rows": 1,
             "dilation": 2.5,
         }
-        return [{"part": "cell", "cell": cell, "system": name, "p50_ms": n, "fell_back": 0.25,
-                 **rest} for name, n in ms.items()]  # fmt: skip
+        return [{"part": "cell", "cell": cell, "system": name, "p50_ms": n, "mean_ms": 1.5 * n,
+                 "fell_back": 0.25, **rest} for name, n in ms.items()]  # fmt: skip
 
     report = {"figures": {}, "rows": [
         *({**row, "commit": "abc"} for row in rows(
@@ -163,8 +165,8 @@ def test_cells_stand_side_by_side_and_the_base_cell_in_full(tmp_path: Path) -> N
         *rows("zipf 1.2", recompute=30.0, quality=10.0, exact=40.0, auto=11.0),
     ]}  # fmt: skip
     text = _filled(tmp_path, "ttft.cells", {"ttft": report})
-    assert "| base | 0.25 | 2 | abc | 30 |  | 20 | 10 |  |  | 12 | 40 |  | 2 |  |  |" in text
-    assert "| zipf 1.2 |  | 2 |  | 30 |  |  |  |  |  | 10 | 40 | 11 |  | 1.1 |  |" in text
+    assert "| base | 0.25 | 2 | abc | 30 |  | 20 | 10 |  |  | 12 | 40 |  | 2 | 2 |  |  |" in text
+    assert "| zipf 1.2 |  | 2 |  | 30 |  |  |  |  |  | 10 | 40 | 11 |  |  | 1.1 | 1.1 |" in text
     page = tmp_path / "page.md"
     page.write_text(PAGE.replace("NAME", "ttft"))
     results_table.fill(page, tmp_path / "results")

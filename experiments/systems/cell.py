@@ -294,6 +294,8 @@ def summary(served: Sequence[Served], in_a_row: int = 1) -> Row:
         "hbm_rows": row_hit_rate(served, "hbm"),
         "mb": float(np.mean([sum(s.bytes_by_tier.values()) for s in served])) / 1e6,
         "ssd_mb": float(np.mean([s.bytes_by_tier.get("ssd", 0) for s in served])) / 1e6,
+        "ssd_floor_ms": float(np.mean([s.bytes_by_tier.get("ssd", 0) for s in served]))
+        / PAPER_DISK_GB_S / 1e6,
         "ahead_mb": float(np.mean([s.ahead_bytes for s in served])) / 1e6,
         "ahead_used_mb": float(np.mean([s.ahead_used_bytes for s in served])) / 1e6,
         "fell_back": float(np.mean([s.fell_back for s in served])),

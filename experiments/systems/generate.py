@@ -90,12 +90,17 @@ class Prefix:
         return torch.from_numpy(made).to(getattr(torch, s.dtype)).transpose(0, 1)
 
     def _views(self, rng: Any, n_views: int) -> Floats:
-        """[n_tokens, n_views, 1 + topics]: popularity first; smooth over neighbours."""
+        """[n_tokens, n_views, 1 + topics]: popularity first; smooth over neighbours.
+
+        What is important together begins anywhere: where chunks begin, position order would be
+        packed already.
+        """
         n, smooth = self.n_tokens, self.smooth
         shape = (n_views, 1 + topics_of(self.shape))
         alone = rng.standard_normal((n, *shape), dtype=np.float32)
-        together = rng.standard_normal((-(-n // smooth), *shape), dtype=np.float32)
-        together = np.repeat(together, smooth, axis=0)[:n]
+        runs = rng.standard_normal((n // smooth + 2, *shape), dtype=np.float32)
+        run_of = (np.arange(n)[:, None] + rng.integers(smooth, size=n_views)) // smooth
+        together = runs[run_of, np.arange(n_views)]
         weight = 0.9 if smooth > 1 else 0.0
         views: Floats = math.sqrt(weight) * together + math.sqrt(1 - weight) * alone
         # A score that falls with the logarithm of the rank is a weight that follows Zipf's law.

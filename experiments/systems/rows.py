@@ -66,8 +66,9 @@ def choices(
 
 def _smooth(rng: Any, n: int) -> npt.NDArray[np.float32]:
     alone = rng.standard_normal((n, N_TOKENS), dtype=np.float32)
-    together = rng.standard_normal((n, -(-N_TOKENS // SMOOTH)), dtype=np.float32)
-    together = np.repeat(together, SMOOTH, axis=1)[:, :N_TOKENS]
+    runs = rng.standard_normal((n, N_TOKENS // SMOOTH + 2), dtype=np.float32)
+    begins = rng.integers(SMOOTH, size=(n, 1))  # not where chunks do
+    together = np.take_along_axis(runs, (np.arange(N_TOKENS) + begins) // SMOOTH, axis=1)
     mixed: npt.NDArray[np.float32] = math.sqrt(0.6) * together + math.sqrt(0.4) * alone
     return mixed
 
