@@ -160,8 +160,10 @@ def across_table(report: Mapping[str, Any]) -> str:
     made = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for label, systems in by_cell(report["rows"]).items():
         p50 = {name: row["p50_ms"] for name, row in systems.items()}
-        two = [systems.get(name, {}) for name in ("as_h2o_lfu", "impress")]
-        ratios = [times(*two, of) if all(of in row for row in two) else None for of in _BY]
+        lfu, ours = (systems.get(name, {}) for name in ("as_h2o_lfu", "impress"))
+        both = [of in lfu and of in ours for of in _BY]
+        ratios = [times(lfu, ours, of) if there else None
+                  for of, there in zip(_BY, both, strict=True)]  # fmt: skip
         ratios += [worst_of(systems, of) for of in _BY]
         fell = systems["impress"]["fell_back"] if "impress" in systems else ""
         commits = dict.fromkeys(row.get("commit", "") for row in systems.values())

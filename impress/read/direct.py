@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, levels_of
-from impress.read.outs import Outs
 from impress.read.parts import Part, Positions
 from impress.read.plan import pieces_of
 from impress.spans.layout import PlaneLayout
@@ -54,26 +53,6 @@ class Direct:
             scatter_rows(dest, rows, shape, self.given[i], self.at)
             self._whole.add(i)
         return self.given[i]
-
-
-def directly(
-    parts: Sequence[Part], entries: Sequence[Sequence[Ids]], shapes: Sequence[PlaneLayout],
-    outs: Outs | None,
-) -> Direct | None:  # fmt: skip
-    """Rows that lie scattered by who has them, where a row is a piece; None: all go one way. Pure.
-
-    `outs`: the caller's, if there are any; then all must lie in memory as they are to be.
-    """
-    if any(part.ordinals is None for part in parts):
-        return None
-    if any(shape.piece_rows > 1 or not shape.dense for shape in shapes):
-        return None
-    if outs is not None and any(memory is None for memory in outs.memory):
-        return None
-    if not any((ids >= 0).any() for of_cache in entries for ids in of_cache):
-        return None
-    found = divided(parts, entries)
-    return found if found.mine else None
 
 
 def divided(parts: Sequence[Part], entries: Sequence[Sequence[Ids]]) -> Direct:

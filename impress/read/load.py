@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from impress.cache.chunks import ChunkCache, Ids, only_fastest
 from impress.errors import PrefixLost
-from impress.read.direct import copies_of, directly
+from impress.read.direct import Direct, copies_of, divided
 from impress.read.flights import Flight, key_of, take
 from impress.read.outs import Outs
 from impress.read.parts import Mask, Part, Positions, Source, parts_of, used_chunks
 from impress.read.placement import Brought
-from impress.read.places import Places, in_places
 from impress.read.plan import (
     Gather,
     ReadPlan,
@@ -92,7 +91,6 @@ class Load:
         self._pinned: list[list[Ids]] = [[] for _ in caches]  # the same, -1 once they are not
         self._over = False
         self.flight: Flight | None = None  # others may copy what it brings
-        self._places: Places | None = None  # where who reads some puts it
         self.tickets = {} if tickets is None else tickets
         try:
             for part in self.parts if caches else ():
@@ -111,19 +109,13 @@ class Load:
             only_fastest(self.caches, self._pinned)
         self.entries = [[ids.copy() for ids in of_cache] for of_cache in self._pinned]
         with self.map_spent:
-            self._direct = None
-            if ahead is None:
-                self._direct = directly(self.parts, self.entries, self.shapes, self.outs)
+            self._direct = self._divided()
             gathers = self._map(self.parts if self._direct is None else self._direct.left)
         self.runs = [g.runs for g in gathers]  # of pieces, by plane and part
         self._rows = [g.rows for g in gathers]  # of dest, by plane; None: all, as they lie
         self._n_pieces = [g.n_pieces for g in gathers]
         self._dests = [self._dest(i) for i in range(len(self.planes))]
         plan = self._plan([g.read for g in gathers])
-        if self.positions is None and ahead is None:
-            self._places = in_places(
-                self.shapes, self._dests, self._rows, self._direct, self._rows_given
-            )
         self._key = self._shared_key()
         self._followed = None if self._key is None else self.reading.flights.under_way(self._key)
         self.bytes_by_tier = plan.n_bytes
@@ -137,6 +129,19 @@ class Load:
             self._takes = Takes(ahead, self.planes, self.shapes, self._dests)
             self._take(self._takes, [g.taken for g in gathers])
         self.rows_by_tier: dict[str, int] = {}  # once `wait` returned
+
+    def _divided(self) -> Direct | None:
+        """Rows that lie scattered by who has them, where a row is a piece; None: all go one way."""
+        if self._ahead is not None or any(part.ordinals is None for part in self.parts):
+            return None
+        if any(shape.piece_rows > 1 or not shape.dense for shape in self.shapes):
+            return None
+        if self.outs is not None and any(memory is None for memory in self.outs.memory):
+            return None
+        if not any((ids >= 0).any() for of_cache in self.entries for ids in of_cache):
+            return None
+        direct = divided(self.parts, self.entries)
+        return direct if direct.mine else None
 
     def _plan(self, runs: Sequence[Sequence[Runs]]) -> ReadPlan:
         """Reads of these runs, and of the rows that come from memory directly."""
@@ -246,8 +251,6 @@ class Load:
             if not err.harmless:
                 self._bad_span["ssd"] = span
             raise
-        if self._places is not None:
-            self._places.put(reads)
 
     def _read_copies(self, cache: ChunkCache, pieces: Pieces, span: int) -> None:
         try:
@@ -255,8 +258,6 @@ class Load:
         except MediumError:
             self._bad_span[cache.tier.name] = span
             raise
-        if self._places is not None and self._direct is None:
-            self._places.put_pieces(pieces)
 
     def _take(self, takes: Takes, runs: Sequence[Sequence[Runs]]) -> None:
         """Queue copies of what was read ahead, behind the reads: by then more of it is there."""
@@ -348,9 +349,7 @@ class Load:
 
     def _tensor(self, i: int, dim: int, at: Positions | None = None) -> torch.Tensor:
         shape, data, chosen = self.shapes[i], self._dests[i], self._rows[i]
-        if self._places is not None:
-            data, chosen = self._places.given[i], at
-        elif self._direct is not None:
+        if self._direct is not None:
             assert chosen is not None, "what goes directly is rows"
             data, chosen = self._direct.rows(i, data, chosen, shape), at
         elif at is not None:
