@@ -391,6 +391,42 @@ def test_a_window_that_a_step_only_began_holds_no_write_buffer(
         saver.close()
 
 
+def test_a_prompt_whose_next_chunk_does_not_come_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that begins like one in mid-prefill waited for the other's last chunk. In a pause
+    none comes: its blocks stayed held, and vLLM's pause with mode keep never returned."""
+    monkeypatch.setattr(saving, "_EARLIER_WAIT_S", 0.01)
+    shared, rest = np.arange(64), np.arange(192)
+    a, b = (
+        Prompt(np.concatenate([shared, at + rest]).astype(np.int32), {}, "") for at in (100, 300)
+    )
+    geometry, layout = Geometry(2, 2, 2, 32, "float32"), _Zeros()
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
+        saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
+
+        def offer(name: str, prompt: Prompt, end: int) -> None:
+            saver.offer(SaveSpec(name, f"{name}#0", prompt, end, [1] * (end // 32)))
+
+        def is_read(name: str) -> bool:
+            with saver._lock:
+                return saver._changed.wait_for(lambda: not saver.busy(name), 30)
+
+        try:
+            offer("a", a, 128)
+            assert is_read("a")
+            offer("b", b, 256)
+            saver.end("b")
+            assert is_read("b")
+        finally:  # a's last chunk, which also lets b go on where it waits for it
+            offer("a", a, 256)
+            saver.end("a")
+            saver.flush()
+        assert [store.lookup(prompt.tokens) for prompt in (a, b)] == [256, 256]
+        assert saver.n_skipped == 0
+        saver.close()
+
+
 _ENDS_WITHOUT_SHUTDOWN = """
 import atexit, sys, threading
 from pathlib import Path

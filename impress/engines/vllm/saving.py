@@ -14,6 +14,7 @@ import atexit
 import logging
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -35,7 +36,8 @@ MOST_WAITING = 256
 #: Of one put, for write buffers; then the store is refused, and what follows is skipped until a
 #: write ends: each would wait as long, with its blocks held.
 _BUFFER_WAIT_S = 5.0
-#: For an earlier store of the same beginning to be READY; then what they share is written twice.
+#: For an earlier store of the same beginning to be READY, or its request's next chunk to come; then
+#: what they share is written twice.
 _EARLIER_WAIT_S = 10.0
 _FLUSH_S = 120.0
 #: Requests whose use is remembered, so that no part of one counts as a second.
@@ -55,6 +57,7 @@ class _Life:
         self.n_wanted = 0  # those of them that are admitted: the writer's prompt
         self.n_put = 0
         self.n_waiting = 0  # specs
+        self.saved_at = 0.0  # when the last of them was done
         self.dropped = False  # its blocks are another's
         self.ended = False  # nothing more will be offered
 
@@ -175,7 +178,7 @@ class Saver:
         while True:
             with self._lock:
                 self._changed.wait_for(
-                    lambda: self._closed or self._sweep() or self._next(peek=True)
+                    lambda: self._closed or self._sweep() or self._next(peek=True), _EARLIER_WAIT_S
                 )
                 spec = self._next()
                 if spec is None:
@@ -189,7 +192,9 @@ class Saver:
                 self._lives[spec.key].dropped = True
             finally:
                 with self._lock:
-                    self._lives[spec.key].n_waiting -= 1
+                    life = self._lives[spec.key]
+                    life.n_waiting -= 1
+                    life.saved_at = time.monotonic()
                     self._changed.notify_all()
         for life in self._lives.values():
             self._give_up(life)
@@ -197,8 +202,8 @@ class Saver:
     def _next(self, *, peek: bool = False) -> SaveSpec | None:
         """The first spec whose beginning nobody else is storing; with the lock held."""
         for at, spec in enumerate(self._specs):
-            root = self._lives[spec.key].root
-            if self._writing.get(root, spec.key) == spec.key:
+            owner = self._writing.get(self._lives[spec.key].root, spec.key)
+            if owner == spec.key or self._lingers(self._lives[owner]):
                 if not peek:
                     del self._specs[at]
                 return spec
@@ -206,6 +211,10 @@ class Saver:
             self._writing.clear()
             return self._specs[0] if peek else self._specs.popleft()
         return None
+
+    def _lingers(self, life: _Life) -> bool:
+        """Whether a life's next chunk is not to be waited for: it may never come, as in a pause."""
+        return not life.n_waiting and time.monotonic() - life.saved_at >= _EARLIER_WAIT_S
 
     def _sweep(self) -> bool:
         """Forget lives that are over, and free their roots; with the lock held."""
