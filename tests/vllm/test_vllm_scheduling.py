@@ -13,7 +13,7 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 from impress.engines.vllm.events import Events
 from impress.engines.vllm.scheduling import SchedulerSide
 from impress.engines.vllm.settings import Settings
-from impress.engines.vllm.step import StepPlan
+from impress.engines.vllm.step import StepPlan, StepReport
 from impress.errors import BadInput
 from tests.vllm.test_vllm_keys import _adapter_in, _request
 
@@ -35,8 +35,8 @@ def _arrives(side: SchedulerSide, n_tokens: int = N_TOKENS, **given: Any) -> Any
     request = _request(
         request_id="r", kv_transfer_params=None, resumable=False, pooling_params=None,
         num_tokens=n_tokens, num_prompt_tokens=n_tokens, all_token_ids=list(range(n_tokens)),
-        num_computed_tokens=0, num_preemptions=0, skip_reading_prefix_cache=False,
-        block_hashes=[], **given,
+        num_computed_tokens=0, num_preemptions=0, num_output_tokens=0,
+        skip_reading_prefix_cache=False, block_hashes=[], **given,
     )  # fmt: skip
     side.add(request)
     return request
@@ -144,3 +144,43 @@ def test_what_the_store_refuses_to_look_up_is_served_without_it() -> None:
     assert side.matched(request, 0) == 0
     assert side._tracked["r"].refused == str(refusal)
     assert _step(side, request, 0).saves == []
+
+
+def _read(mass: float | None, worst: float | None = None) -> dict[str, Any]:
+    """What the worker says of a request whose layers chose rows."""
+    return {"mode": "sparse", "estimated_missing_mass": mass, "missing_mass_worst_head": worst}
+
+
+EXACT = {"mode": "exact", "hit_tokens": 256}
+
+
+@pytest.mark.parametrize(
+    ("lives", "said"),
+    [
+        ([(_read(0.04, 0.2), 3), (EXACT, 2)], _read(0.04, 0.2)),
+        ([(_read(0.04, 0.2), 3), (None, 2)], _read(0.04, 0.2)),
+        ([(_read(0.04, 0.1), 3), (_read(0.01, 0.3), 2)], _read(0.04, 0.3)),
+        ([(_read(0.04, None), 3), (_read(None, None), 2)], _read(0.04, None)),
+        ([(_read(0.04), 3), (_read(0.01), 2), (EXACT, 2)], _read(0.04)),
+        ([(EXACT, 3), (_read(0.01), 2)], _read(0.01)),
+        ([(EXACT, 3), ({**EXACT, "hit_tokens": 128}, 2)], {**EXACT, "hit_tokens": 128}),
+        ([(_read(0.04), 0), (EXACT, 2)], EXACT),
+        ([(EXACT, 3), (_read(0.04), 0), (EXACT, 2)], EXACT),
+        ([(_read(0.04), 0), (None, 2)], None),
+    ],
+)
+def test_an_answer_is_as_approximate_as_any_of_its_tokens(
+    lives: list[tuple[dict[str, Any] | None, int]], said: dict[str, Any] | None
+) -> None:
+    """Of a preempted request only what it read last was told: an answer that began on chosen rows
+    was said to be exact, or to miss less than it did."""
+    side = _side()
+    request = _arrives(side)
+    output = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})
+    for i, (read, n_tokens) in enumerate(lives):
+        request.num_preemptions = i
+        side.plan(output)
+        if read is not None:
+            side.hear(StepReport(served={"r": read}), ())
+        request.num_output_tokens += n_tokens
+    assert side.finish(request, [1, 2, 3])[1] == (said and {"impress": said})

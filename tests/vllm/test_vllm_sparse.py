@@ -18,7 +18,7 @@ from impress.errors import PrefixLost
 from impress.namespace import namespace_of
 from impress.policy import KeepAll, Paper, Quality
 from impress.read.sparse import SparseSession
-from tests.vllm.served import SMALL, Served, tokens, words
+from tests.vllm.served import SMALL, Served, params, tokens, words
 
 Serve = Callable[..., Served]
 
@@ -146,6 +146,28 @@ def test_preempted_sparse_requests_leave_nothing(serve: Serve) -> None:
     assert served.used_blocks() == 0
     assert served.store.stats()["leases"] == 0
     assert not served.worker.sparse._by_block
+
+
+def test_an_answer_that_began_on_chosen_rows_never_says_exact(serve: Serve) -> None:
+    """Preempted, and served exactly from then on, it was said to be exact as a whole."""
+    served = _stored(serve, max_num_batched_tokens=64, max_num_seqs=4)
+    engine, scheduler = served.llm.llm_engine, served.scheduler
+    prompt = {"prompt_token_ids": QUESTIONS[0][:-30]}  # with 40 tokens of answer: over a step's 64
+    engine.add_request("r", prompt, params(60, HALF))
+    (request,) = scheduler.waiting
+    while request.num_output_tokens < 40:
+        engine.step()
+    served_as = served.worker._served
+    modes: list[str] = []
+    served.worker._served = lambda spec, report, mode: (
+        modes.append(mode),
+        served_as(spec, report, mode),
+    )
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    (output,) = [out for _ in range(60) for out in engine.step() if out.finished]
+    assert modes == ["exact"], "the test wants a second life that is served exactly"
+    (answer,) = served._answers([output])
+    assert (answer.said["mode"], answer.said["chosen_rows_share"]) == ("sparse", 0.5)
 
 
 def test_a_backend_that_is_not_ours_is_refused_at_start(

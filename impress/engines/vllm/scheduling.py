@@ -29,6 +29,8 @@ from impress.policy import Exact, Policy
 log = logging.getLogger("impress")
 
 _HASH_BYTES = 32
+#: What an answer says of its error.
+_MASSES = ("estimated_missing_mass", "missing_mass_worst_head")
 
 
 class Tracked:
@@ -45,7 +47,9 @@ class Tracked:
         self.n_stored = 0  # tokens the store is known to hold
         self.n_saved = 0  # tokens handed over for saving
         self.n_preempted = 0
-        self.served: dict[str, Any] = {}
+        self.served: dict[str, Any] = {}  # what was read since it began, or was preempted
+        self.served_before: dict[str, Any] = {}  # for tokens that came before that
+        self.n_before = 0  # of its answer
         self.prompt: tuple[int, str, Prompt] | None = None  # memo: its length, the reset's mark
         self._tokens: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
@@ -58,6 +62,19 @@ class Tracked:
     @property
     def key(self) -> str:
         return f"{self.request.request_id}#{self.n_preempted}"
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What the answer says was read: it is as approximate as what any of its tokens saw."""
+        before, now = self.served_before, self.served
+        if not (before and now):
+            return before or now
+        if before["mode"] != now["mode"]:
+            return before if before["mode"] == "sparse" else now
+        if now["mode"] != "sparse":
+            return now
+        known = {name: {before[name], now[name]} - {None} for name in _MASSES}
+        return {**now, **{name: max(masses, default=None) for name, masses in known.items()}}
 
 
 class SchedulerSide:
@@ -202,6 +219,9 @@ class SchedulerSide:
         tracked.n_preempted = tracked.request.num_preemptions
         tracked.n_saved = 0
         tracked.sparse = False
+        if tracked.request.num_output_tokens > tracked.n_before:
+            tracked.served_before = tracked.said
+        tracked.served, tracked.n_before = {}, tracked.request.num_output_tokens
 
     def _load(self, tracked: Tracked, n_new: int, plan: StepPlan) -> None:
         request = tracked.request
@@ -258,7 +278,7 @@ class SchedulerSide:
             return False, None
         self._ended.append(request.request_id)
         self._gone.append(block_ids)
-        said = {"impress": tracked.served} if tracked.served else None
+        said = {"impress": tracked.said} if tracked.said else None
         if request.num_preemptions != tracked.n_preempted:
             self._dropped.append(tracked.key)  # it holds no blocks any more
             return False, said
