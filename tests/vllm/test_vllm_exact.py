@@ -120,6 +120,18 @@ def test_what_prompts_share_is_stored_once(serve: Serve) -> None:
     assert sum(r.n_windows for r in served.store.catalog.records()) == len(windows)
 
 
+def test_a_store_that_others_did_already_is_not_counted(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight equal prompts at once one is stored, and `vllm:impress_stored_total` said eight."""
+    served = serve()
+    monkeypatch.setattr(served.worker, "take_counts", dict)  # they stay
+    served.ask(QUESTIONS[:1] * 8)
+    served.settle()
+    served.worker.take_report()
+    assert served.worker.counts["stored"] == 1
+
+
 def test_the_answer_is_stored_too(serve: Serve) -> None:
     served = serve()
     (answer,) = served.ask(QUESTIONS[:1], n=130)

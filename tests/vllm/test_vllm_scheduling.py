@@ -184,3 +184,23 @@ def test_an_answer_is_as_approximate_as_any_of_its_tokens(
             side.hear(StepReport(served={"r": read}), ())
         request.num_output_tokens += n_tokens
     assert side.finish(request, [1, 2, 3])[1] == (said and {"impress": said})
+
+
+def test_what_was_read_behind_blocks_that_were_lost_is_no_hit() -> None:
+    """A request that shared a block with one whose load failed was computed again, and so was what
+    it had read itself; its answer said that this was a hit. What an earlier life read stays."""
+    side = _side()
+    evicted: set[int] = set()
+    side.kv_cache_manager.evict_blocks = evicted.update
+    request = _arrives(side)
+    _step(side, request, 0)
+    request.num_computed_tokens = N_TOKENS
+    side.hear(StepReport(served={"r": EXACT}), {1})
+    assert (request.num_computed_tokens, evicted) == (0, {1, 2, 3})
+    assert side.finish(request, [1, 2, 3])[1] is None
+    request = _arrives(side)
+    side.hear(StepReport(served={"r": _read(0.04)}), ())
+    request.num_output_tokens, request.num_preemptions = 3, 1
+    _step(side, request, 0)
+    side.hear(StepReport(served={"r": EXACT}), {1})
+    assert side.finish(request, [1, 2, 3])[1] == {"impress": _read(0.04)}

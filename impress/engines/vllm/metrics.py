@@ -18,7 +18,7 @@ COUNTS = {
     "requests_exact": "requests served whole prefixes",
     "requests_sparse": "requests served chosen rows of prefixes",
     "lost": "loads that failed and were computed instead",
-    "stored": "stores that became READY",
+    "stored": "stores that became READY, with something new",
     **{f"read_bytes_{tier}": f"bytes read from {name}" for tier, name in _TIERS.items()},
     **{
         f"read_rows_{tier}": f"rows (a token in a layer) read from {name}"

@@ -130,14 +130,14 @@ class Saver:
                 life.ended = life.ended or life.request_id == request_id
             self._changed.notify_all()
 
-    def ready(self) -> list[tuple[str, int]]:
-        """(request, tokens) of stores that became READY since the last call."""
+    def ready(self) -> list[tuple[str, int, int]]:
+        """(request, tokens, of them new) of stores that became READY since the last call."""
         found = []
         with self._lock:
             for item in list(self._pending):
                 request_id, _, stored = item
                 if stored.ready:
-                    found.append((request_id, stored.n_tokens))
+                    found.append((request_id, stored.n_tokens, stored.n_new))
                 elif stored.error is not None:
                     log.warning("request %s was not stored: %s", request_id, stored.error)
                 elif not stored.refused:

@@ -264,9 +264,10 @@ class WorkerSide:
         """For the scheduler's side."""
         report, self._report = self._report, StepReport()
         if self.saver is not None:
-            for request_id, n_tokens in self.saver.ready():
+            for request_id, n_tokens, n_new in self.saver.ready():
                 report.stored[request_id] = n_tokens
-                self.counts["stored"] += 1
+                if n_new:  # else another request had stored it all before its turn came
+                    self.counts["stored"] += 1
         gone = self._gone()
         report.evicted, self._n_gone = gone != self._n_gone, gone
         return report
