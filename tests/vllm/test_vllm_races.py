@@ -65,6 +65,41 @@ def test_a_reset_leaves_blocks_alone_that_are_still_to_be_stored(
     assert served.store.lookup(PROMPT) == 256  # by its name from before the reset
 
 
+def test_a_pause_is_not_over_while_blocks_are_still_to_be_read(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pause that keeps what runs was over at once. `sleep` then unmaps the KV cache on CUDA,
+    where the saver had yet to read it. (As docs/VLLM.md says of engines in this process.)"""
+    served = serve()
+    saver, engine, scheduler = served.worker.saver, served.llm.llm_engine, served.scheduler
+    go, begin = threading.Event(), saver._begin
+
+    def stuck(*args: Any) -> Any:
+        assert go.wait(60)
+        return begin(*args)
+
+    monkeypatch.setattr(saver, "_begin", stuck)
+    try:
+        engine.add_request("kept", {"prompt_token_ids": PROMPT}, params(5))
+        engine.step()
+        served.llm.sleep(0, mode="keep")
+        for _ in range(3):
+            assert scheduler.has_requests()
+            engine.step()
+    finally:
+        go.set()
+    served.worker.flush()
+    engine.step()
+    assert not scheduler.has_requests()
+    assert served.store.lookup(PROMPT) == 256
+    served.llm.sleep(1, mode="keep")
+    served.llm.wake_up()
+    while engine.has_unfinished_requests():
+        engine.step()
+    served.settle()
+    assert served.used_blocks() == 0
+
+
 def test_a_request_that_is_preempted_and_refused_before_it_ends_is_dropped(serve: Serve) -> None:
     """A reset that preempts takes the blocks away: the saver is told, though the request ends
     before the next step."""

@@ -147,8 +147,8 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker().take_invalid()
 
-    def build_connector_worker_meta(self) -> StepReport | None:
-        return self._worker().take_report() or None
+    def build_connector_worker_meta(self) -> StepReport:
+        return self._worker().take_report()
 
     def get_kv_connector_stats(self) -> ImpressStats | None:
         if self.worker is None:
@@ -196,6 +196,11 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def take_events(self) -> Iterable[Any]:
         return self._scheduler()._events.take()
+
+    def has_pending_push_work(self) -> bool:
+        """vLLM steps on while this is so: a pause is not over before blocks have been read, for
+        then it may sleep and unmap them."""
+        return self._scheduler().saving
 
     def reset_cache(self) -> bool | None:
         self._scheduler().reset()

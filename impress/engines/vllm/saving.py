@@ -123,6 +123,12 @@ class Saver:
                 for life in self._lives.values()
             )
 
+    def reads(self) -> bool:
+        """Whether any block is being read, or still to be."""
+        with self._lock:
+            waits = any(life.n_waiting and not life.dropped for life in self._lives.values())
+            return waits or self._reading.locked()
+
     def end(self, request_id: str) -> None:
         """Nothing more will come of a request: what is half stored is given up."""
         with self._lock:

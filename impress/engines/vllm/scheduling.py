@@ -101,6 +101,7 @@ class SchedulerSide:
         self._held: list[str] = []
         self._ended: list[str] = []
         self._dropped: list[str] = []
+        self.saving = False  # the worker reads blocks, or has yet to
         self._evicting = False  # the store has let go of something, and will again
         self._reset = ""  # in every key since the cache was reset
         self._n_plans = 0
@@ -204,6 +205,7 @@ class SchedulerSide:
             if not tracked.sparse:
                 self._save(tracked, end, plan)
         plan.saves += self._late
+        self.saving = self.saving or bool(plan.saves)
         plan.held += self._held
         plan.ended += self._ended
         if self._view.current:
@@ -303,6 +305,7 @@ class SchedulerSide:
     def hear(self, report: StepReport | None, invalid_block_ids: Iterable[int]) -> None:
         """What the worker read, stored and lost in a step."""
         if report is not None:
+            self.saving = report.saving
             if report.stored or report.lost or report.evicted:
                 self._view.refresh()
                 self._evicting |= report.evicted

@@ -82,6 +82,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the base i
     lost: list[str] = field(default_factory=list)  # requests whose load failed in this step
     served: dict[str, dict[str, Any]] = field(default_factory=dict)  # request -> what was read
     evicted: bool = False  # the store let go of something since the last report
+    saving: bool = False  # blocks are still to be read
 
     def aggregate(self, other: StepReport) -> StepReport:
         """One report of two workers."""
@@ -90,7 +91,5 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the base i
             [*self.lost, *other.lost],
             {**self.served, **other.served},
             self.evicted or other.evicted,
+            self.saving or other.saving,
         )
-
-    def __bool__(self) -> bool:
-        return bool(self.stored or self.lost or self.served or self.evicted)

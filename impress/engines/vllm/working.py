@@ -175,7 +175,7 @@ class WorkerSide:
             self.saver.drop([spec.key for spec in self._plan.saves])
         for request_id in self._plan.ended:
             self.saver.end(request_id)
-        if self._held and not self._plan.n_tokens:
+        if not self._plan.n_tokens and (self._held or self.saver.reads()):
             self.saver.pause(_IDLE_S)
 
     def _is_whole(self, plan: StepPlan) -> bool:
@@ -264,6 +264,7 @@ class WorkerSide:
         """For the scheduler's side."""
         report, self._report = self._report, StepReport()
         if self.saver is not None:
+            report.saving = self.saver.reads()
             for request_id, n_tokens, n_new in self.saver.ready():
                 report.stored[request_id] = n_tokens
                 if n_new:  # else another request had stored it all before its turn came
