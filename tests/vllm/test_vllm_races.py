@@ -402,13 +402,10 @@ def test_behind_a_write_that_hangs_one_request_waits_and_no_other(
         saver.close()
 
 
-def test_a_window_that_a_step_only_began_holds_no_write_buffer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_that_a_step_only_began_holds_no_write_buffer(tmp_path: Path) -> None:
     """Half a window held a buffer in each layer until the request's next step, and the thread that
     should have stored that waited for buffers: prompts that were prefilled in chunks were not
     stored, and the log blamed the disk."""
-    monkeypatch.setattr(saving, "_BUFFER_WAIT_S", 0.01)
     geometry = Geometry(24, 2, 2, 32, "float32")  # 32 KiB a window: two prompts' are too many
     prompts = [Prompt(np.arange(at, at + 256, dtype=np.int32), {}, "") for at in range(2)]
     config = Config(**{**SMALL, "write_buffer_bytes": MIB})
