@@ -81,14 +81,20 @@ def weights_of(directory: Path, files: Sequence[Path] | None = None) -> bytes:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights, in a fixed order. Raises BadInput when there are none."""
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        path = directory / index
-        if path.is_file():
-            return _indexed_files(path)
-    single = directory / "model.safetensors"
-    if single.is_file():
-        return [single]
+    """The files that hold the weights, in a fixed order. Raises BadInput when there are none.
+
+    Indexed shards and a single file beside them are both looked at: of the two engines load one or
+    the other. Transformers passes by an index of torch.save's shards where it finds either.
+    """
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    files = _indexed_files(index) if index.is_file() else []
+    if single.is_file() and single not in files:
+        files.append(single)
+    index = directory / "pytorch_model.bin.index.json"
+    if not files and index.is_file():
+        files = _indexed_files(index)
+    if files:
+        return files
     for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth"):
         found = sorted(path for path in directory.glob(pattern) if path.is_file())
         if found:

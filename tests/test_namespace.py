@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
@@ -173,6 +174,60 @@ def test_a_sharded_directory_is_read_through_its_index(tmp_path):
     shards[-1].unlink()
     with pytest.raises(BadInput, match=shards[-1].name):
         namespace_of(path)
+
+
+@pytest.mark.parametrize("shards", ["bin", "safetensors"])
+def test_a_single_file_beside_indexed_shards_is_seen(tmp_path, shards):
+    """Transformers takes model.safetensors before an index of either kind: a model that was saved
+    over downloaded shards kept their name, and got hits of what they had stored."""
+    path = tmp_path / "model"
+    tiny().save_pretrained(path, max_shard_size="100KB")
+    if shards == "bin":
+        index = path / "model.safetensors.index.json"
+        index.rename(path / "pytorch_model.bin.index.json")
+        named = index.with_name("pytorch_model.bin.index.json")
+        named.write_text(named.read_text().replace(".safetensors", ".bin"))
+        for shard in path.glob("*.safetensors"):
+            shard.rename(shard.with_suffix(".bin"))
+    digests = {namespace_of(path)}
+    for seed in (1, 2):
+        tiny(seed).save_pretrained(tmp_path / str(seed))
+        shutil.copy(tmp_path / str(seed) / "model.safetensors", path)
+        digests.add(namespace_of(path))
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        ({"model.safetensors": "a"}, "0352ec03c3eb38cd"),
+        (
+            {"a.safetensors": "a", "b.safetensors": "b", "model.safetensors.index.json": ""},
+            "a2263fe7d55c514f",
+        ),
+        ({"model.safetensors": "a", "pytorch_model.bin": "b"}, "0352ec03c3eb38cd"),
+        ({"a.bin": "a", "b.bin": "b", "pytorch_model.bin.index.json": ""}, "68b8995e8c1db1ef"),
+        ({"pytorch_model.bin": "a", "tokenizer.bin": "b"}, "d611326926a91c48"),
+        (
+            {"a.safetensors": "a", "other.safetensors": "b", "pytorch_model.bin": "a"},
+            "a2263fe7d55c514f",
+        ),
+    ],
+    ids=["one file", "shards", "both", "shards of torch.save", "torch.save", "no index"],
+)
+def test_a_directory_keeps_its_name(tmp_path, files, name):
+    """Stores go by it: another name for the same weights would lose all that they hold."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    for file, what in files.items():
+        if file.endswith(".json"):
+            shards = {one: one for one in files if one != file}
+            (tmp_path / file).write_text(json.dumps({"weight_map": shards}))
+        elif file.endswith(".safetensors"):
+            rows = torch.arange(40.0) + ord(what)
+            safetensors.torch.save_file({what: rows}, tmp_path / file)
+        else:
+            (tmp_path / file).write_bytes(what.encode() * 1000)
+    assert namespace_of(tmp_path).hex()[:16] == name
 
 
 def test_other_weight_formats_are_sampled_as_files(tmp_path):
