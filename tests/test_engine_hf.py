@@ -198,6 +198,32 @@ def test_a_batch_of_prompts_of_one_token_is_answered(tmp_path):
     assert torch.equal(answer, model.generate(ids, max_new_tokens=3))
 
 
+@pytest.mark.parametrize("given", ["arguments", "generation_config", "the model's own"])
+@pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
+def test_what_has_a_row_for_each_token_is_whole_on_a_hit_too(tmp_path, asked, given):
+    """The rows of reused tokens were missing in it, and nothing was said."""
+    model, ids = tiny(attention="eager"), prompts(200)
+    settings = {asked: True, "return_dict_in_generate": True}
+    options = settings if given == "arguments" else {}
+    if given == "generation_config":
+        options = {given: transformers.GenerationConfig(max_new_tokens=2, **settings)}
+    elif given == "the model's own":
+        vars(model.generation_config).update(settings)
+    name = asked.removeprefix("output_")
+    want = getattr(model.generate(ids, max_new_tokens=2, **options), name)
+    with attach(model, tmp_path) as engine:
+        for _ in range(2):
+            found = getattr(engine.generate(ids, max_new_tokens=2, **options), name)
+            engine.flush()
+            shapes = [[layer.shape for layer in step] for step in found]
+            assert shapes == [[layer.shape for layer in step] for step in want]
+        assert engine.last_request.hit_tokens == 0
+        assert f"{asked} is of every token of the prompt" in engine.last_request.why
+        vars(model.generation_config).update({asked: None})
+        engine.generate(ids, max_new_tokens=2)
+        assert engine.last_request.hit_tokens == 192
+
+
 def test_sampling_with_a_seed_draws_the_tokens_of_continuing(tmp_path):
     model, ids = tiny("opt"), prompts(200)
     draw = {"do_sample": True, "temperature": 1.3, "top_k": 50}

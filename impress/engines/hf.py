@@ -185,7 +185,7 @@ class Engine:
         way = self._modes.way(prompt, None, asked)
         with ExitStack() as undo:  # what is given back unless it is handed on
             try:
-                prefix = find_prefix(self.store, prompt.rows)
+                prefix = None if prompt.whole else find_prefix(self.store, prompt.rows)
                 if prefix is not None:
                     undo.callback(prefix.close)
                 way = self._modes.way(prompt, prefix, asked)

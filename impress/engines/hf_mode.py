@@ -82,8 +82,10 @@ class Modes:
         ledger = self.ledger if asked is None else None
         if prefix is None:
             said = "off" if ledger is None else self._store.ledgers.said(ledger)
-            none = Choice("recompute", "recompute: nothing of the prompt is stored")
-            return Way(policy, none, guard=said)
+            why = "nothing of the prompt is stored"
+            if prompt.whole:
+                why = f"{prompt.whole} is of every token of the prompt, so none is reused"
+            return Way(policy, Choice("recompute", f"recompute: {why}"), guard=said)
         stored = self._stored(prompt, prefix)
         if ledger is None:
             own = "sparse" if chooses(policy) else "exact"

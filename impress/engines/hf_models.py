@@ -57,6 +57,8 @@ _ONE = {
     # Under an attention of ours it would lose its mask, or be taken for the prompt's own.
     "guidance_scale": "guidance runs the model on a second prompt in the midst of a request",
 }
+# What generate() gives back with a row for each token that was computed.
+_WHOLE = ("output_hidden_states", "output_attentions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Prompt:
     n_new: int  # most tokens generate() may add
     options: dict[str, Any]  # generate()'s other arguments
     returns_cache: bool  # the caller gets past_key_values back
+    whole: str  # the setting that wants rows of every token, so that none is reused; "" for none
 
 
 def geometry_of(config: Any, dtype: Any) -> Geometry:
@@ -178,6 +181,7 @@ def check_request(
         n_new=n_new,
         options=kwargs,
         returns_cache=bool(setting(model, kwargs, "return_dict_in_generate")),
+        whole=next((name for name in _WHOLE if setting(model, kwargs, name)), ""),
     )
 
 
