@@ -9,6 +9,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -1380,6 +1381,35 @@ def test_code_that_comes_after_attach_neither_gets_a_hit_nor_stores(tmp_path, ch
         assert engine.store.lookup(others[0].numpy()) == 0
         engine.generate(ids, max_new_tokens=2)
         assert engine.last_request.hit_tokens == 192
+
+
+ADAPTERS = [
+    ({"peft_type": "LORA", "alora_invocation_tokens": [5, 6]}, "is an aLoRA"),
+    ({"peft_type": "XLORA"}, "is an X-LoRA"),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), ADAPTERS)
+def test_an_adapter_that_goes_by_what_follows_is_refused_whenever_it_comes(
+    tmp_path, settings, said
+):
+    """Where an activated LoRA begins, and how X-LoRA mixes, is in no prefix: a hit had the keys of
+    another prompt's end."""
+    model, ids = tiny(), prompts(200)
+    plain = SimpleNamespace(peft_type="LORA", alora_invocation_tokens=None)
+    with attach(model, tmp_path / "late") as engine:
+        model.peft_config = {"plain": plain}
+        engine.generate(ids, max_new_tokens=2)
+        engine.flush()
+        model.peft_config["mine"] = SimpleNamespace(**settings)
+        for each in (ids, prompts(200, seed=2)):
+            with pytest.raises(Unsupported, match=rf"^adapter 'mine' {said}.*: delete it$"):
+                engine.generate(each, max_new_tokens=2)
+        engine.flush()
+        assert engine.store.lookup(prompts(200, seed=2)[0].numpy()) == 0
+    with pytest.raises(Unsupported, match=rf"^adapter 'mine' {said}"):
+        attach(model, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
 
 
 def a_device_map(model):

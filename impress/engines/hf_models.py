@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from transformers import GenerationConfig
 
-from impress.engines.hf_modules import check_eval, foreign_code, modules_of
+from impress.engines.hf_modules import check_adapters, check_eval, foreign_code, modules_of
 from impress.errors import BadInput, Unsupported
 from impress.settings import check_config
 from impress.types import Geometry
@@ -101,6 +101,7 @@ def check_model(model: Any) -> None:
     check_family(model.config)
     if not model.can_generate():
         raise Unsupported(f"{type(model).__name__} cannot generate: load the causal LM class")
+    check_adapters(model)
     if said := foreign_code(model, modules_of(model)):
         raise Unsupported(said)
     _check_attention(model.config)

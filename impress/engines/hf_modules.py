@@ -52,6 +52,21 @@ def check_eval(model: Any, modules: Sequence[Any]) -> None:
             )
 
 
+def check_adapters(model: Any) -> None:
+    """Raises Unsupported where a PEFT adapter's part in a token's keys depends on what follows."""
+    for name, adapter in (getattr(model, "peft_config", None) or {}).items():
+        kind = ""
+        if getattr(adapter, "alora_invocation_tokens", None) is not None:
+            kind = "an aLoRA"  # it begins at the last invocation in the prompt
+        elif getattr(adapter, "peft_type", None) == "XLORA":
+            kind = "an X-LoRA"  # it is mixed by the whole prompt
+        if kind:
+            raise Unsupported(
+                f"adapter {name!r} is {kind}, and a token's keys then depend on what follows: "
+                "delete it"
+            )
+
+
 def foreign_code(model: Any, modules: Sequence[Any]) -> str:
     """Where a module computes by more than its class: one line that says what to do; else empty.
 
