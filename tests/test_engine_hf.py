@@ -1020,6 +1020,31 @@ def test_training_mode_autocast_and_other_attention_are_refused(tmp_path):
             engine.generate(ids)
 
 
+def in_a_word():
+    torch.set_float32_matmul_precision("medium")
+
+
+def of_one_backend():
+    """torch then has no word for it, and raises where it is asked for one."""
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+
+@pytest.mark.parametrize("lower", [in_a_word, of_one_backend])
+def test_a_float32_model_whose_products_torch_may_round_is_refused(tmp_path, lower):
+    """What was stored at one precision was a hit at the other: keys of other bits."""
+    model, half, ids = tiny(), tiny(dtype=torch.bfloat16), prompts(10)
+    said = r"set_float32_matmul_precision\('highest'\)$"
+    with attach(model, tmp_path / "whole") as engine, attach(half, tmp_path / "half") as other:
+        try:
+            lower()
+            with pytest.raises(Unsupported, match=said):
+                engine.generate(ids, max_new_tokens=2)
+            other.generate(ids, max_new_tokens=2)
+        finally:
+            torch.set_float32_matmul_precision("highest")  # what the refusal says
+        engine.generate(ids, max_new_tokens=2)
+
+
 def layers_in_training(model):
     model.model.layers.train()
 

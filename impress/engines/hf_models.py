@@ -192,6 +192,18 @@ def _check_mode(model: Any) -> None:
     check_eval(model, modules_of(model))
     if torch.is_autocast_enabled(model.device.type):
         raise Unsupported("torch.autocast computes keys in another precision than the model's")
+    if model.dtype == torch.float32 and _is_rounded():
+        raise Unsupported(
+            "torch may round float32 matrices before it multiplies them, and no key tells that: "
+            "call torch.set_float32_matmul_precision('highest')"
+        )
+
+
+def _is_rounded() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it was lowered through torch.backends, for which there is no one word
+        return True
 
 
 def _check_ids(input_ids: Any, vocab_size: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
