@@ -23,6 +23,7 @@ from impress.weights import (
     StoredTensor,
     add_tensor,
     sampled,
+    stamp_of,
     stored_tensors,
     weight_files,
     weights_of,
@@ -112,10 +113,24 @@ def _of_model(model: Any, family: str) -> bytes:
     name = getattr(model.config, "_name_or_path", None) or getattr(model, "name_or_path", "")
     directory = Path(name).resolve() if name else None
     odd = _odd_buffers(model)
-    if directory is not None and directory.is_dir() and not odd and _is_of(model, directory):
-        return _of_directory(directory, _read_config(directory), dtype, family)
+    if directory is not None and directory.is_dir() and not odd:
+        known = _of_its_files(model, directory, dtype, family)
+        if known is not None:
+            return known
     revision = getattr(model.config, "_commit_hash", None) or ""
     return _combine(config, revision, _weights_of_state(model, odd), dtype, family)
+
+
+def _of_its_files(model: Any, directory: Path, dtype: str, family: str) -> bytes | None:
+    """The name of a model's directory; None where that holds another, be it only by the end."""
+    try:
+        before = stamp_of(directory)
+        if not _is_of(model, directory):
+            return None
+        found = _of_directory(directory, _read_config(directory), dtype, family)
+        return found if stamp_of(directory) == before else None
+    except (BadInput, OSError):  # gone, or being replaced
+        return None
 
 
 def _combine(

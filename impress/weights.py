@@ -30,6 +30,9 @@ _RULES = 2  # of sampling; digests that were cached under others are made again
 # In the names of tables with a row for each token or position: one row may be all that differs.
 _TABLES = ("embed", "wte", "wpe")
 
+#: Of each file: name, inode, size, mtime and ctime.
+Stamp = list[tuple[str, int, int, int, int]]
+
 
 class StoredTensor(NamedTuple):
     """One tensor in a safetensors file that is open."""
@@ -100,6 +103,12 @@ def weight_files(directory: Path) -> list[Path]:
         if found:
             return found
     raise BadInput(f"namespace: {directory} holds no weights")
+
+
+def stamp_of(directory: Path) -> Stamp:
+    """What is another once a model's files are replaced. Raises BadInput and OSError."""
+    stats = [(path, path.stat()) for path in [directory / "config.json", *weight_files(directory)]]
+    return [(p.name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats]
 
 
 def _indexed_files(index: Path) -> list[Path]:

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import impress
+from impress import namespace
 from impress.errors import BadInput, Unsupported
 from impress.namespace import namespace_of
 from impress.weights import SAMPLE_BYTES
@@ -455,6 +456,30 @@ def test_the_directory_may_be_gone_or_hold_another_model(saved):
     assert replaced not in (true, namespace_of(saved))
     shutil.rmtree(saved)
     assert namespace_of(model) == replaced
+
+
+@pytest.mark.parametrize("left", ["others", "none"])
+def test_files_replaced_while_they_are_read_do_not_name_the_model_of_before(
+    saved, monkeypatch, left
+):
+    """A download that came between comparing and naming: what the old weights then stored was hits
+    of the new ones."""
+    model, compare = load(saved), namespace._is_of
+
+    def replaced_behind(*given):
+        same = compare(*given)
+        if left == "others":
+            tiny(seed=1).save_pretrained(saved)
+        else:
+            shutil.rmtree(saved)
+        return same
+
+    monkeypatch.setattr(namespace, "_is_of", replaced_behind)
+    found = namespace_of(model)
+    monkeypatch.undo()
+    assert found == namespace_of(model)  # by its tensors: the files are others'
+    if left == "others":
+        assert found != namespace_of(saved)
 
 
 def the_model(model):

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from impress.errors import BadInput, Unsupported
-from impress.weights import weight_files
+from impress.weights import Stamp, stamp_of
 
-#: Of each file: name, where it lies, size, when it last changed.
-_Stamp = list[tuple[str, int, int, int, int]]
 #: (model, revision) -> its directory and files when vLLM began to load it, in this process.
-_began: dict[tuple[str, str | None], tuple[Path, _Stamp]] = {}
+_began: dict[tuple[str, str | None], tuple[Path, Stamp]] = {}
 _building: Any = None  # the configuration of the model that was noted last
 
 
@@ -32,22 +30,17 @@ def begins() -> None:
     _building = model
     with suppress(BadInput, OSError):  # not there yet, or not at all: whoever names it says so
         directory = directory_of(model, config.load_config)
-        _began[model.model, model.revision] = directory, _stamp(directory)
+        _began[model.model, model.revision] = directory, stamp_of(directory)
 
 
 def check_unchanged(model: Any, directory: Path) -> None:
     """Raises Unsupported where the files are not those that vLLM began to load."""
     began = _began.get((model.model, model.revision))
-    if began is not None and began != (directory, _stamp(directory)):
+    if began is not None and began != (directory, stamp_of(directory)):
         raise Unsupported(
             f"the files of {model.model} were replaced while vLLM loaded them, and name other "
             "weights than it has: start it again"
         )
-
-
-def _stamp(directory: Path) -> _Stamp:
-    stats = [(path, path.stat()) for path in [directory / "config.json", *weight_files(directory)]]
-    return [(p.name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats]
 
 
 def directory_of(model: Any, load: Any) -> Path:
