@@ -258,6 +258,48 @@ def test_a_name_is_the_same_in_every_process():
     assert name_of(Paper(keep=0.5)).startswith("Paper(keep=0.5")
 
 
+class Top:
+    """A policy of the user's that is no dataclass."""
+
+    name = "top"
+
+    def __init__(self, keep):
+        self.keep = keep
+
+
+class Slotted(Top):
+    __slots__ = ("page",)
+
+    def __init__(self, page):
+        super().__init__(0.5)
+        self.page = page
+
+
+class Own(Recency):
+    """Of one that is a dataclass, whose repr it has and whose slots."""
+
+    def __init__(self, page, keep=0.25):
+        super().__init__(keep)
+        object.__setattr__(self, "page", page)
+
+
+@pytest.mark.parametrize("make", [Top, Slotted, Own, lambda keep: Own(1, 1 / keep)])
+def test_a_policy_that_is_no_dataclass_is_named_by_its_settings_too(make):
+    """Trust that one had earned passed to another of its class, whatever that was set to."""
+    assert name_of(make(1)) == name_of(make(1)) != name_of(make(2))
+    ledgers, config = Ledgers(), impress.Config()
+    keys = {ledgers.open(NAMESPACE, make(one), config) for one in (1, 2)}
+    assert len(keys) == 2
+
+
+def test_policies_that_are_dataclasses_keep_their_ledgers():
+    named = [repr(policy) for policy in (Paper(), Quality(0.1), Recency(), Layered((0.5,)))]
+    assert [
+        name_of(policy) for policy in (Paper(), Quality(0.1), Recency(), Layered((0.5,)))
+    ] == named
+    assert named[0] == "Paper(keep=0.25, alpha=0.6, gate=True, fallback='layer')"
+
+
 @dataclass(frozen=True)
 class Layered:
     """A policy of the user's, with a share for each layer."""

@@ -20,7 +20,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import is_dataclass
 from typing import Any, Final, NamedTuple
 
 import xxhash
@@ -139,7 +138,14 @@ def target_of(policy: Any, config: Config) -> float:
 
 def name_of(policy: Any) -> str:
     """A policy with its settings, the same in every process."""
-    return repr(policy) if is_dataclass(policy) else f"{type(policy).__qualname__} {policy.name}"
+    if "__dataclass_params__" in vars(type(policy)):
+        return repr(policy)
+    # A class that is none itself may have a base's repr, which knows nothing of its own settings.
+    state = object.__getstate__(policy)
+    parts = state if isinstance(state, tuple) else (state,)  # its dict, its slots
+    own = {name: value for part in parts for name, value in (part or {}).items()}
+    settings = (f" {name}={own[name]!r}" for name in sorted(own))
+    return f"{type(policy).__qualname__} {policy.name}{''.join(settings)}"
 
 
 def shown(key: bytes, entry: Entry) -> dict[str, Any]:
