@@ -311,6 +311,43 @@ def test_an_answer_that_cannot_be_run_again_stays_one_shadow(tmp_path, monkeypat
     assert (ledger["shadows"], ledger["dropped"], ledger["reruns"]) == (2, 0, 0)
 
 
+def trained_on(model):
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+
+
+@pytest.mark.parametrize("change", [torch.nn.Module.train, trained_on])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_model_that_changed_since_its_answer_is_not_compared_with_it(
+    tmp_path, monkeypatch, change, when
+):
+    """The KL between two models was the policy's, and was kept on disk."""
+    monkeypatch.setattr(guard, "RERUN_EVERY", 1)
+    model, rerun, answered = model_of("llama"), hf_audit.rerun, threading.Event()
+
+    def held(self):
+        assert answered.wait(60)
+
+    def run(*given):
+        if when == "meanwhile":
+            change(model)
+        return rerun(*given)
+
+    with filled(model, tmp_path, Liar(), guard_shadows=1) as engine:
+        ask(engine)
+        monkeypatch.setattr(Turn, "wait", held)
+        monkeypatch.setattr(hf_audit, "rerun", run)
+        engine.generate(request_ids(20), max_new_tokens=4)
+        assert engine.last_request.mode == "sparse"
+        if when == "before":
+            change(model)
+        answered.set()
+        engine.flush()
+        ledger = ledger_of(engine)
+        assert (ledger["shadows"], ledger["dropped"], ledger["reruns"]) == (2, 0, 0)
+        assert ledger["worst_kl"] == 0
+
+
 def test_what_is_run_again_makes_way_for_a_request(tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "RERUN_EVERY", 1)
     with filled(model_of("llama"), tmp_path, Liar(), guard_shadows=1) as engine:

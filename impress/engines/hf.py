@@ -125,7 +125,7 @@ class Engine:
         self._turn = turn_of(model)
         with self._turn.request():
             self._modes = Modes(model, store, policy)
-        self._auditor = Auditor(model, store, self._turn)
+        self._auditor = Auditor(model, store, self._turn, self._weights.check)
         self._last: tuple[Request, Outcome] | None = None
         self._closed = False
         if owns_store:  # a program that ends without close: the threads end themselves before it

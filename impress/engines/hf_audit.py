@@ -27,7 +27,7 @@ from impress.engines.hf_mode import Way
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_modules import bare
 from impress.engines.hf_prefix import StoredPrefix, end_reads
-from impress.errors import ImpressError, PrefixLost
+from impress.errors import ImpressError, PrefixLost, StoreMismatch, Unsupported
 from impress.policy import Exact, Policy
 from impress.quality.guard import Rerun, Weighed
 from impress.read.session import Lease
@@ -202,8 +202,11 @@ def watch_of(way: Way, prefix: StoredPrefix | None, prompt: Prompt) -> Watch | N
 class Auditor:
     """Weighs watches in the order offered, in one thread started by the first of them."""
 
-    def __init__(self, model: Any, store: PrefixStore, turn: Turn) -> None:
+    def __init__(
+        self, model: Any, store: PrefixStore, turn: Turn, same: Callable[[], None]
+    ) -> None:
         self._model = bare(model)
+        self._same = same  # raises where the model is no longer the one that answered
         self._store = store
         self._turn = turn
         self._watches: queue.Queue[Watch | None] = queue.Queue(_MOST_WAITING)
@@ -284,8 +287,10 @@ class Auditor:
             return
         try:
             with self._turn.audit():
+                self._same()
                 again = rerun(self._model, self._store, watch, self._check)
-        except (Interrupted, PrefixLost):
+                self._same()
+        except (Interrupted, PrefixLost, StoreMismatch, Unsupported):
             return
         except Exception:  # the shadow itself has been noted
             log.exception("guard: a request could not be run again")
