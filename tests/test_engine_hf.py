@@ -1324,6 +1324,17 @@ def a_forward_of_its_own_under_accelerate(model):
     return lambda: delattr(layer, "forward")
 
 
+def parameters_moved(model):
+    """On a GPU it makes each tensor anew for a forward: every request was refused, as of changed
+    weights, and attach had let the model through."""
+    return dispatched(model.model.layers[0], accelerates("CpuOffload"))
+
+
+def parameters_moved_among_others(model):
+    held = accelerates("AlignDevicesHook"), accelerates("CpuOffload")
+    return dispatched(model.model.layers[0], accelerates("SequentialHook", hooks=held))
+
+
 def accelerates(name, **attributes):
     """A hook that changes nothing, of a class that is called as accelerate's."""
     body = {
@@ -1362,6 +1373,8 @@ CODE = [
     (a_hook_under_accelerate, r"model\.layers\.0 has a forward of its own"),
     (a_hook_held_by_one_of_accelerates, r"model\.layers\.0 has a forward of its own"),
     (a_forward_of_its_own_under_accelerate, r"model\.layers\.0 has a forward of its own"),
+    (parameters_moved, r"model\.layers\.0 has a forward of its own"),
+    (parameters_moved_among_others, r"model\.layers\.0 has a forward of its own"),
 ]
 
 
@@ -1443,7 +1456,7 @@ def a_device_map(model):
 
 
 def two_hooks_of_accelerates(model):
-    moving = accelerates("AlignDevicesHook"), accelerates("CpuOffload")
+    moving = accelerates("AlignDevicesHook"), accelerates("ModelHook")
     dispatched(model.model.layers[0], accelerates("SequentialHook", hooks=moving))
 
 

@@ -19,8 +19,9 @@ from impress.errors import Unsupported
 
 #: The package of the code that comes with a model's files (trust_remote_code).
 _REMOTE: Final = "transformers_modules"
-#: Classes of accelerate's hooks that bring tensors to a device, or hold such hooks.
-_MOVING: Final = {"ModelHook", "AlignDevicesHook", "CpuOffload", "SequentialHook"}
+#: Classes of accelerate's hooks that bring tensors to a device, or hold such hooks. CpuOffload is
+#: none: it moves the parameters themselves, and a model is known by where they lie (hf_weights).
+_MOVING: Final = {"ModelHook", "AlignDevicesHook", "SequentialHook"}
 
 
 def modules_of(model: Any) -> list[Any]:
