@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 _ENGINE = "transformers"
 _POSITIONS = "after-position absolute"
 
-# Config keys that change without changing one bit of the keys and values.
+# Config keys that change without changing one bit of the keys and values (dtype counts by itself),
+# but for the attention kernel: eager and sdpa round differently, and rows of one serve the other.
 _VOLATILE = frozenset(
     (
         *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures"),
