@@ -22,6 +22,7 @@ from test_repack import look
 
 import impress
 from impress.cache.chunks import ChunkCache, Ids
+from impress.cache.heap import MinHeap
 from impress.tree.radix import RadixTree
 from impress.tree.views import Views
 from impress.write.home import Home
@@ -155,15 +156,78 @@ def test_an_interrupted_copy_takes_no_place(how: str) -> None:
     at_each_step(make, act, check, first=how == "publish")  # at its first it has not begun
 
 
-def here(real: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, but for the first call on this thread, which is interrupted before it does
+def full_cache() -> ChunkCache:
+    cache = ChunkCache(8 * 8192, {0: 4096, 1: 4096}, 2)
+    for layer in (0, 1):
+        cache.publish(cache.admit(1, 6, layer, np.arange(4))[1])
+    return cache
+
+
+def assert_nothing_is_lost(cache: ChunkCache) -> None:
+    cache.check()
+    cache.clear()
+    assert not cache.occupancy()
+    assert cache.tier.usage().used == 0
+
+
+def test_what_an_interrupted_copy_would_drive_out_stays_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was out of the heap by then: no later copy could drive it out, and `clear` left it."""
+    cache = full_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(MinHeap, "_settle", here(MinHeap._settle, 3))
+        with pytest.raises(KeyboardInterrupt):
+            cache.admit(2, 6, 0, np.arange(4))
+    cache.check()
+    assert cache.occupancy() == {1: 8} and cache.evictions == 0
+    granted, entries = cache.admit(2, 6, 0, np.arange(5))
+    assert len(granted) == 5
+    cache.abandon(entries)
+    assert_nothing_is_lost(cache)
+
+
+DROPS: dict[str, Callable[[ChunkCache], object]] = {
+    "drop_span": lambda cache: cache.drop_span(1),
+    "drop_windows": lambda cache: cache.drop_windows(1, 1, np.arange(3)),
+    "clear": lambda cache: cache.clear(),
+}
+
+
+@pytest.mark.parametrize("how", [*DROPS, "admit"])
+def test_what_is_dropped_is_freed_though_ctrl_c_comes_before(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It was found no more, and its place stayed taken until a restart."""
+    cache = full_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkCache, "_free", here(ChunkCache._free))
+        with pytest.raises(KeyboardInterrupt):
+            DROPS.get(how, lambda cache: cache.admit(2, 6, 0, np.arange(4)))(cache)
+    n_left = sum(cache.occupancy().values())
+    assert n_left < 8 and cache.tier.usage().used == n_left * 8192
+    assert_nothing_is_lost(cache)
+
+
+@pytest.mark.parametrize("how", DROPS)
+def test_an_interrupted_drop_loses_no_place_and_frees_none_twice(how: str) -> None:
+    def check(cache: ChunkCache) -> None:
+        assert cache.tier.usage().used == sum(cache.occupancy().values()) * 8192
+        assert_nothing_is_lost(cache)
+
+    at_each_step(full_cache, DROPS[how], check)
+
+
+def here(real: Callable[..., Any], nth: int = 1) -> Callable[..., Any]:
+    """The same, but for the nth call on this thread, which is interrupted before it does
     anything: no signal comes on another."""
-    left, thread = [1], threading.current_thread()
+    left, thread = [1] * nth, threading.current_thread()
 
     def interrupted(*args: Any, **named: Any) -> Any:
         if left and threading.current_thread() is thread:
             left.pop()
-            raise KeyboardInterrupt
+            if not left:
+                raise KeyboardInterrupt
         return real(*args, **named)
 
     return interrupted

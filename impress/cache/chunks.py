@@ -168,6 +168,8 @@ class ChunkCache:
                 return self._admit(span, n_windows, layer, windows, ranks, taken)
         except BaseException:  # no memory, Ctrl-C: nobody else knows of these
             self.abandon(np.array(taken, dtype=np.int64))
+            with self._lock:
+                self._refile()
             raise
 
     def judge(self, span: int, layer: int, ranks: Ranks, shares: Shares | None) -> None:
@@ -299,8 +301,8 @@ class ChunkCache:
             beaten = ranks[kept[free:]] > self._rank[victims] + self._margin
             self._file(victims[~beaten])
             victims, kept = victims[beaten], kept[: free + int(beaten.sum())]
-        self.evictions += len(victims)
         self._drop(victims)
+        self.evictions += len(victims)
         for _ in range(len(kept)):
             slot = self.tier.reserve(self.chunk_bytes)
             if slot is None:
@@ -314,9 +316,20 @@ class ChunkCache:
         self._heap.put(entries, ranks, self._used[entries])
 
     def _drop(self, entries: Ids) -> None:
-        self._forget(entries)
-        idle = entries[self._ready[entries] & (self._pins[entries] == 0)]
-        self._free(idle)
+        try:
+            self._forget(entries)
+            idle = entries[self._ready[entries] & (self._pins[entries] == 0)]
+            self._free(idle)
+        except BaseException:  # no memory, Ctrl-C
+            self._refile()
+            raise
+
+    def _refile(self) -> None:
+        """What an exception cut off: copies that were to go and are still found may go later,
+        those that are found no more are freed."""
+        idle, owned = self._ready & (self._pins == 0), self._owner[:, 0] >= 0
+        self._file(np.setdiff1d(np.flatnonzero(idle & owned), self._heap.items()))
+        self._free(np.flatnonzero(idle & ~owned))
 
     def _forget(self, entries: Ids) -> None:
         for span in np.unique(self._owner[entries, 0]).tolist():
@@ -331,9 +344,16 @@ class ChunkCache:
 
     def _free(self, entries: Ids) -> None:
         self._heap.discard(entries)
-        self._ready[entries] = False
-        for entry in entries.tolist():
-            self.tier.free(self.slot(entry))
+        self._ready[entries] = True  # of nobody, and ready: yet to be freed
+        before = self.tier.usage().used
+        try:
+            for entry in entries.tolist():
+                self.tier.free(self.slot(entry))
+            self._ready[entries] = False  # no signal came between
+        except BaseException:  # of the last one only the tier knows whether it is free
+            n_freed = (before - self.tier.usage().used) // self.chunk_bytes
+            self._ready[entries[:n_freed]] = False
+            raise
 
 
 def levels_of(entries: Sequence[Ids]) -> Levels:
