@@ -39,7 +39,7 @@ class Spent:
 _PLAIN = (
     "lookups", "hits", "hit_tokens", "stored_tokens", "stored_bytes", "evicted_spans",
     "quarantined_spans", "damaged_spans", "promotions_skipped", "promotions_failed",
-    "expired_leases", "shared_bytes", "ahead_bytes", "ahead_used_bytes",
+    "lessons_skipped", "expired_leases", "shared_bytes", "ahead_bytes", "ahead_used_bytes",
 )  # fmt: skip
 _GROUPED = (
     "misses", "lost", "read_bytes", "refused", "promoted_bytes", "promotions",

@@ -560,9 +560,47 @@ def test_what_is_to_be_learnt_does_not_pile_up(
     put_prompt(store, prompt(N))
     store.flush()
     ask(store, prompt(N), Exact())
-    assert store.stats()["promotions_skipped"] == 0
+    assert store.stats()["lessons_skipped"] == 0
     learnt = store._reading.history.tick
     monkeypatch.setattr("impress.read.reading.MOST_PROMOTIONS", -1)
     ask(store, prompt(N), Exact())
-    assert store.stats()["promotions_skipped"] == 1
+    stats = store.stats()
+    assert stats["lessons_skipped"] == 1
+    assert stats["promotions_skipped"] == 0, "all of it is in DRAM: there was nothing to copy"
     assert store._reading.history.tick == learnt
+    # The metrics of where rows were lacked a request of which nothing was learnt.
+    assert stats["rows_from"] == {"ssd": 2 * N, "dram": 2 * N}
+    assert stats["chunks_from"] == {"ssd": 12, "dram": 12}
+
+
+def test_one_request_does_not_crowd_out_what_the_next_ones_show(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a cold sparse one of a long prompt thousands of reads were queued at once: of the
+    requests right behind it nothing was learnt. What was left out climbs at its next uses."""
+    monkeypatch.setattr("impress.read.reading.MOST_PROMOTIONS", 8)
+    monkeypatch.setattr("impress.read.promote.MOST_FETCHES", 4)
+    monkeypatch.setattr("impress.read.promote.MOST_FETCH", 1)  # each chunk is a read
+    store = open_store(GEOMETRY, io_threads=1, read_gap_bytes=0)
+    put_prompt(store, prompt(N)).wait(60)
+    (span,) = (record.span_id for record in store.catalog.records())
+    rows = np.arange(N, dtype=np.int64)
+    often = rows[((rows >= 128) & (rows < 256)) | (rows % 64 == 0)]
+    store.history.request(Note(span, N, layer, 0, N, often) for layer in (0, 1))
+    crowded, submit = list[bool](), store._pool.submit
+
+    def watched(*args: object, **named: object) -> object:  # the only thread is in here
+        made = submit(*args, **named)  # type: ignore[arg-type]
+        crowded.append(store._reading.crowded)
+        return made
+
+    monkeypatch.setattr(store._pool, "submit", watched)
+    ask(store, prompt(N), Named((0, 1, 2, 3, 4, 5)))
+    assert crowded and not any(crowded)
+    (cache,) = store._copies.chunks
+    for layer in (0, 1):  # those of the highest ranks first
+        assert np.flatnonzero(cache.has(span, layer, np.arange(6))).tolist() == [2, 3]
+    for n_there in (8, 12):
+        ask(store, prompt(N), Named((0, 1, 2, 3, 4, 5)))
+        assert in_tier(store) == n_there
+    assert store.stats()["lessons_skipped"] == 0

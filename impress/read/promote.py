@@ -1,6 +1,7 @@
 """What follows a request, behind its back: history learns, and what was used climbs one tier.
 
 layer read ─climb→ chunks that were read whole (climb.py)
+session closed ─count→ counters
 session closed ─after→ learn: notes → History
                        judge: copies' worth, in every cache
                        fetch: chunks used but read in part: read from below, in the background
@@ -22,7 +23,7 @@ from impress.read.climb import fill, levels_above, places_of, ready_of
 from impress.read.parts import Part, Source, used_chunks
 from impress.read.placement import Brought, chunks_by_tier
 from impress.read.plan import plan_reads, whole
-from impress.read.reading import Reading
+from impress.read.reading import MOST_PROMOTIONS, Reading
 from impress.read.worth import judge
 from impress.spans.layout import K, V
 from impress.usage.history import Note, Worth
@@ -36,6 +37,9 @@ log = logging.getLogger("impress")
 #: Bytes that one background read brings at most, unless a chunk is larger: a demand may be waiting
 #: for its thread.
 MOST_FETCH: Final = 2 << 20
+#: Such reads that follow one request at most. What else it used climbs with its next use: for
+#: thousands of reads, nothing would be learnt from the requests right behind it.
+MOST_FETCHES: Final = MOST_PROMOTIONS // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,6 @@ class Looked:
 def after(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked]) -> None:
     """Learn from a request, judge the copies by it, fetch what it used and had read in part."""
     try:
-        count(reading, looked)
         learn(reading, sources, looked)
         worths = [_judged(reading, sources, one) for one in looked]
         if reading.history.due:  # not before they are judged: a span is saved with its score
@@ -139,7 +142,7 @@ def fetch(
             for to, some in zip(wanted, found, strict=True):
                 if len(some.chunks):
                     to.append(some)
-    tasks = []
+    tasks, highest = [], list[float]()
     for level, cache in enumerate(levels):
         below = levels[level + 1] if level + 1 < len(levels) else None
         most = max(1, MOST_FETCH // cache.chunk_bytes)
@@ -148,8 +151,10 @@ def fetch(
                 ranks = some.ranks[first : first + count]
                 chunks = some.chunks[first : first + count]
                 tasks.append(partial(_fetch, reading, some, chunks, ranks, cache, below))
+                highest.append(float(ranks.max()))
+    best = np.argsort(-np.array(highest), kind="stable")[:MOST_FETCHES]
     if tasks:
-        reading.pool.submit(Lane.PROMOTE, tasks)
+        reading.pool.submit(Lane.PROMOTE, [tasks[i] for i in np.sort(best).tolist()])
 
 
 @dataclass(frozen=True, slots=True)

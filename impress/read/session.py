@@ -21,7 +21,7 @@ from impress.read.flights import Flight
 from impress.read.load import Load
 from impress.read.outs import Outs, outs_of, outs_of_all
 from impress.read.parts import Source, behind
-from impress.read.promote import Looked, after
+from impress.read.promote import Looked, after, count
 from impress.read.reading import Reading
 from impress.read.tickets import ended, give_way, nothing, when_all
 from impress.spans.layout import K, V
@@ -378,6 +378,7 @@ class Session:
         """The request has what it needs: what it showed is learnt behind it."""
         looked, self._looked = self._looked, []
         if looked:
+            count(self._r, looked)  # here: what is learnt may be let go of
             # Behind its copies: they are judged as if this use were noted, and it must not be yet.
             task = partial(after, self._r, self._sources, looked)
             when_all(self._climbs, partial(self._learn, task))
@@ -385,7 +386,7 @@ class Session:
     def _learn(self, task: Task) -> None:
         """Behind requests; where too much waits there already, what it showed is let go of."""
         if self._r.crowded:
-            self._r.counters.add("promotions_skipped")
+            self._r.counters.add("lessons_skipped")
             return
         self._r.pool.submit(Lane.PROMOTE, [task])
 
