@@ -19,6 +19,7 @@ from impress.policy import AllHeads, Contiguous, Exact, Pages, Paper, Policy, Qu
 from impress.read.parts import Source
 from impress.read.promote import Looked, by_layer
 from impress.read.reading import Reading
+from impress.read.shadow import Seen, ShadowSession
 from impress.read.worth import judge, ranks_if_used
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
@@ -513,6 +514,25 @@ def test_a_cache_keeps_its_accounts_and_what_is_worth_most(eviction: str, done: 
     cache.check()
     cache.clear()
     assert cache.tier.usage().used == 0
+
+
+def test_the_guards_reads_are_no_use_of_what_they_read(open_store: Open) -> None:
+    """Whose answer was weighed stayed in DRAM, and what requests had used after it went."""
+    store = open_store(GEOMETRY, eviction="lru", dram_bytes=budget(24), io_threads=1)
+    weighed, after, new = (prompt(N, seed) for seed in (1, 2, 3))
+    for tokens in (weighed, after, new):
+        put_prompt(store, tokens).wait(60)
+    for tokens in (weighed, after):
+        ask(store, tokens, Exact())
+    chosen = Selection(np.arange(32), 0.1, 0.1, fell_back=False, reason="given")
+    seen = Seen(torch.zeros(4, 1, 64), 1.0, torch.zeros(4, 1), chosen)
+    with store.lease(weighed) as lease, ShadowSession(lease, Named((0,))) as session:
+        for layer in range(2):
+            assert session.weigh(layer, seen) is not None
+    settled(store)
+    ask(store, new, Exact())
+    assert ask(store, after, Exact())[1] == {"dram": 2 * N}
+    assert ask(store, weighed, Exact())[1] == {"ssd": 2 * N}
 
 
 def test_a_chunk_in_two_tiers_leaves_the_slower_one() -> None:

@@ -95,6 +95,8 @@ class Load:
         try:
             for part in self.parts if caches else ():
                 used = None if part.ordinals is None else used_chunks(part)
+                if lane is not Lane.DEMAND:
+                    used = used_chunks(part) & False  # no request's use of them
                 for cache, noted in zip(caches, self._pinned, strict=True):
                     cache.pin(part.span, layer, part.first, part.count, used, noted)
             self._begin()
