@@ -280,6 +280,35 @@ def test_some_shadows_are_run_again_exactly(tmp_path, monkeypatch):
     assert flips > 0
 
 
+def test_what_is_run_again_is_no_use_of_the_prefix(tmp_path, monkeypatch):
+    """Each rerun taught the history a use of every chunk, counted the rows as given to a request,
+    and had the whole prefix climb."""
+    monkeypatch.setattr(guard, "RERUN_EVERY", 1)
+    policy, shown = Liar(), []
+
+    def state(store):
+        assert store._pool.idle(60)
+        stats = store.stats()
+        return store.history.tick, stats["rows_from"], stats["promotions"]
+
+    def watched(model, store, *rest):
+        shown.append(state(store))
+        again = real(model, store, *rest)
+        shown.append(state(store))
+        return again
+
+    real = hf_audit.rerun
+    monkeypatch.setattr(hf_audit, "rerun", watched)
+    with filled(model_of("llama"), tmp_path, policy, guard_shadows=1) as engine:
+        ask(engine)
+        policy.lies.append(True)
+        engine.store.drop_caches()
+        assert ask(engine)[1].mode == "sparse"
+        assert ledger_of(engine)["reruns"] == 1
+    before, after = shown
+    assert after == before
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_models_answers_are_run_again_too(tmp_path, monkeypatch, caplog):
     """torch.compile's wrapper hands generate on, so a hook of its own heard nothing: each rerun was

@@ -31,7 +31,7 @@ from impress.errors import ImpressError, PrefixLost, StoreMismatch, Unsupported
 from impress.policy import Exact, Policy
 from impress.quality.guard import Rerun, Weighed
 from impress.read.session import Lease
-from impress.read.shadow import Seen, ShadowSession
+from impress.read.shadow import RerunSession, Seen, ShadowSession
 from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
 from tiers.errors import MediumError
@@ -349,7 +349,7 @@ def rerun(model: Any, store: PrefixStore, watch: Watch, check: Callable[[], None
         contiguous=contiguous,
     )  # fmt: skip
     try:
-        prefix.open(Exact())
+        prefix.open(Exact(), RerunSession)
         cache.load(_MakingWay(prefix, check))
         made = model(
             ids[:, prefix.n_tokens :], attention_mask=torch.ones_like(ids), past_key_values=cache,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -37,12 +37,14 @@ class StoredPrefix:
         """Of all rows' keys and values: bytes that no cache holds now."""
         return sum(lease.cold_bytes() for lease in self._leases)
 
-    def open(self, policy: Policy) -> None:
+    def open(
+        self, policy: Policy, begin: Callable[[Lease, Policy], Session] = Lease.session
+    ) -> None:
         """Begin the sessions. Raises what `Lease.session` does; close() is due all the same."""
         if self._sessions:  # begun to see what they could choose by
             return
         for lease in self._leases:
-            self._sessions.append(lease.session(policy=policy))
+            self._sessions.append(begin(lease, policy))
 
     def has_importance(self, policy: Policy) -> bool:
         """Whether all rows were given importance when they were stored: begins what reads by it.
