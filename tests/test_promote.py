@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -552,6 +553,36 @@ def test_a_chunk_in_two_tiers_leaves_the_slower_one() -> None:
     for cache, n in zip(caches, (3, 0), strict=True):
         cache.check()
         assert cache.tier.usage().used == n * 8192
+
+
+def test_a_request_pins_while_it_is_found_out_how_many_copies_may_climb(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All idle copies were put in order under the lock: with a large cache, milliseconds in which
+    every request that came to pin its copies waited."""
+    cache = ChunkCache(CAPACITY * 8192, {0: 4096, 1: 4096}, LAYERS, eviction="importance")
+    cache.publish(cache.admit(1, CAPACITY, 0, np.arange(CAPACITY), np.arange(6.0))[1])
+    pinned, real = list[np.ndarray](), {name: getattr(np, name) for name in ("sort", "partition")}
+
+    def beside(name: str) -> Callable[..., np.ndarray]:
+        def ordered(*args: object) -> np.ndarray:
+            request = threading.Thread(
+                target=lambda: pinned.append(cache.pin(1, 0, 0, 1)), daemon=True
+            )
+            request.start()
+            request.join(10)
+            assert pinned, "it waits"
+            return real[name](*args)
+
+        return ordered
+
+    for name in real:
+        monkeypatch.setattr(np, name, beside(name))
+    assert cache.room(np.array([9.0, 8.0, 1.5, 1.0])) == 2
+    monkeypatch.undo()
+    for entries in pinned:
+        cache.unpin(entries)
+    cache.check()
 
 
 def test_chunks_of_a_span_too_large_for_history_are_judged_by_their_last_use() -> None:

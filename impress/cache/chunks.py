@@ -148,8 +148,12 @@ class ChunkCache:
             free, n = self.tier.usage().free // self.chunk_bytes, len(ranks)
             if not self.by_rank or n <= free:
                 return int(min(n, free + len(self._heap)))
-            least = self._heap.scores()[: n - free]
-            return free + int((ranks[free : free + len(least)] > least + self._margin).sum())
+            least = self._rank[self._heap.items()]
+        # Out here: of a large cache it takes milliseconds, and requests wait for the lock to pin.
+        if n - free < len(least):
+            least = np.partition(least, n - free)[: n - free]
+        least = np.sort(least)
+        return free + int((ranks[free : free + len(least)] > least + self._margin).sum())
 
     def admit(
         self, span: int, n_windows: int, layer: int, windows: Ids, ranks: Ranks | None = None
