@@ -40,7 +40,6 @@ def test_it_gives_out_what_a_search_of_a_dict_would(done: list) -> None:
         heap.check()
         assert len(heap) == len(model)
         assert heap.items().tolist() == sorted(model)
-        assert heap.scores().tolist() == sorted(score for score, _ in model.values())
 
 
 def test_rises_and_comings_and_goings_file_nothing_and_falls_are_swept() -> None:

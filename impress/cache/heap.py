@@ -48,10 +48,6 @@ class MinHeap:
         """Those in it, ascending."""
         return np.flatnonzero(self._in)
 
-    def scores(self) -> Scores:
-        """Of those in it, ascending."""
-        return np.sort(self._score[self._in])
-
     def put(self, items: Ids, scores: Scores | float, ties: Ids) -> None:
         """Take items in, or give those that are in new keys. Each at most once."""
         self._score[items] = scores
@@ -59,9 +55,7 @@ class MinHeap:
         score, filed = self._score[items], self._filed_score[items]
         lower = (score < filed) | ((score == filed) & (self._tie[items] < self._filed_tie[items]))
         for item in items[lower | (self._filed[items] == _NONE)].tolist():
-            entry = self._entry(item)
-            heapq.heappush(self._entries, entry)  # first: there may be no memory for it
-            self._file(entry)
+            self._refile(item)
         n_new = len(items) - int(self._in[items].sum())
         self._in[items] = True  # no signal comes between
         self._n += n_new
@@ -77,11 +71,12 @@ class MinHeap:
         """The n least (fewer when there are not so many), in order, taken out."""
         taken: list[int] = []
         while len(taken) < n and self._settle():
-            item = heapq.heappop(self._entries)[2]
-            self._unfile(item)
+            item = self._entries[0][2]
+            self._filed[item] = _NONE  # first: an item is never filed without its entry
+            self._n_valid -= 1
             self._in[item] = False
             self._n -= 1
-            taken.append(item)
+            taken.append(heapq.heappop(self._entries)[2])
         return np.array(taken, dtype=np.int64)
 
     def check(self) -> None:
@@ -101,34 +96,28 @@ class MinHeap:
             if serial != self._filed[item]:
                 heapq.heappop(entries)
             elif not self._in[item]:
-                heapq.heappop(entries)
-                self._unfile(item)
+                self._filed[item] = _NONE
+                self._n_valid -= 1
             elif (self._score[item], self._tie[item]) != (score, tie):
-                heapq.heapreplace(entries, self._file(self._entry(item)))
+                self._refile(item)
             else:
                 return True
         return False
 
-    def _entry(self, item: int) -> Entry:
-        """For an item as it stands now; stale until it is filed."""
-        return float(self._score[item]), int(self._tie[item]), item, self._serial + 1
-
-    def _file(self, entry: Entry) -> Entry:
-        """It, valid from now on; the item's one before is stale."""
-        score, tie, item, self._serial = entry
+    def _refile(self, item: int) -> None:
+        """A valid entry of it as it stands now; its one before is stale."""
+        score, tie = float(self._score[item]), int(self._tie[item])
+        serial = self._serial + 1
+        heapq.heappush(self._entries, (score, tie, item, serial))  # first: there may be no memory
+        self._serial = serial
         self._n_valid += self._filed[item] == _NONE
         self._filed[item] = self._serial
         self._filed_score[item], self._filed_tie[item] = score, tie
-        return entry
-
-    def _unfile(self, item: int) -> None:
-        """It has no valid entry any more."""
-        self._filed[item] = _NONE
-        self._n_valid -= 1
 
     def _sweep(self) -> None:
         """Without the stale ones. Not those of items that are out: while a request has most of a
         cache pinned, each of its layers that came back would be filed again, chunk by chunk."""
-        self._entries = [e for e in self._entries if e[3] == self._filed[e[2]]]
-        heapq.heapify(self._entries)
-        self._n_valid = len(self._entries)
+        entries = [e for e in self._entries if e[3] == self._filed[e[2]]]
+        heapq.heapify(entries)
+        n_valid = len(entries)
+        self._entries, self._n_valid = entries, n_valid
