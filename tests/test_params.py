@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import prompt, said_by_a_child
+from conftest import flip_a_bit, prompt, said_by_a_child
 from test_probes import low_rank_keys
 from test_sparse import asked
 from typer.testing import CliRunner
@@ -23,10 +23,12 @@ from impress.cli.main import app
 from impress.policy import Quality
 from impress.selection.probes_pca import Pca
 from impress.spans import params
+from impress.spans.layout import K
 from impress.spans.params import NONE, Params, decode_params, digest_of, encode_params
 from impress.spans.tables import read_header
 from impress.upkeep.verify import verify_store
 from impress.write import admission, fitting
+from tiers.errors import ReadFailed
 from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
@@ -484,3 +486,55 @@ def test_a_fit_that_outlasts_close_keeps_its_files_and_writes_nothing(
     fitter.join(60)
     assert not fitter.is_alive() and not (store.path / "shards/main/params").exists()
     close(store.ssd)
+
+
+@pytest.mark.parametrize("harm", ["header", "keys"])
+def test_a_damaged_span_that_nobody_reads_keeps_no_namespace_from_being_fitted(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    """A fit took the spans that were stored first and gave up at one that did not read back. Where
+    no request came to it, it stayed the first: every fit failed, with the same warning."""
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    with monkeypatch.context() as held_off:
+        held_off.setattr(fitting, "ENOUGH_TOKENS", 1 << 30)
+        put(store, 0)
+        put(store, 1)
+    first, _ = sorted(store.catalog.records(), key=lambda record: record.span_id)
+    if harm == "header":
+        flip_a_bit(store.path, first.meta, 200)
+    else:  # of the second layer: the first is fitted by then
+        layout = read_header(store.ssd, first).layout
+        flip_a_bit(store.path, first.parts[0], layout.chunk_off(1, K, 0))
+    put(store, 2, ends=(64,))
+    put(store, 3)
+    last = max(store.catalog.records(), key=lambda record: record.span_id)
+    assert [probe.codec for probe in read_header(store.ssd, last).probes] == ["pca25-v1"]
+
+
+@pytest.mark.parametrize("lacked", ["files", "memory", "a purge of another namespace came between"])
+def test_a_fit_that_came_to_nothing_is_made_with_the_next_store(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, lacked: str
+) -> None:
+    """The count of tokens began anew with it: it took as many again as a fit wants."""
+    store, read, fit = open_store(SHAPE, probes=("pca25-v1",)), SsdTier.read, Pca.fit
+
+    def reads(*args: Any) -> None:
+        if threading.current_thread().name == "impress-fit":
+            raise ReadFailed("shortage", "ssd: no more files")
+        read(*args)
+
+    def fits(*args: Any) -> bytes:
+        if lacked == "memory":
+            raise MemoryError
+        store.purge(namespaces=[b"n" * 32])
+        return fit(*args)
+
+    with monkeypatch.context() as patch:
+        if lacked == "files":
+            patch.setattr(SsdTier, "read", reads)
+        else:
+            patch.setattr(Pca, "fit", fits)
+        put(store, 0)
+    put(store, 1, ends=(64,))
+    put(store, 2)
+    assert probes_of(store)[-1][0] == "pca25-v1"

@@ -3,14 +3,16 @@
 READY spans → K planes, layer by layer, verified → codec.fit → Params.add → later spans use them
 
 Nothing waits for it but `flush` and `close`. Rows are read unpinned: a span evicted meanwhile does
-not match its sums, and the fit is tried again with the next store.
+not match its sums, as one that is damaged, and is left out. A fit for which something was lacking
+(files, memory) is tried again with the next store.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import numpy as np
@@ -26,7 +28,7 @@ from impress.spans.tables import read_header
 from impress.tree.catalog import Catalog
 from impress.types import Geometry
 from tiers.base import Read, Slot
-from tiers.errors import MediumError
+from tiers.errors import MediumError, ReadFailed
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
 
@@ -35,6 +37,10 @@ log = logging.getLogger("impress")
 #: Tokens a fit wants; until a namespace has so many, and until they are fitted, a codec's
 #: parameter-free fallback makes the records.
 ENOUGH_TOKENS: Final = FIT_TOKENS
+
+
+class _LeftOut(Exception):
+    """A span that does not read back is one of the unread now."""
 
 
 class Fitter:
@@ -55,7 +61,8 @@ class Fitter:
         self._thread: threading.Thread | None = None
         self._busy = False  # a fit is asked for or under way
         self._closing = threading.Event()
-        self._n_tokens = 0
+        self._n_tokens = 0  # READY, as far as the next fit is concerned
+        self._unread: set[int] = set()  # spans that did not read back, left out until a restart
         self._not_kept: set[str] = set()  # codecs whose fit was in vain, until a restart
         if self._missing():
             self.poke(sum(record.n_windows * record.window for record in self._records()))
@@ -68,7 +75,6 @@ class Fitter:
                 return
             if not self._missing():
                 return
-            self._n_tokens = 0  # for the next try, should this one fail
             if self._thread is None:  # one for all fits: what it reads with is kept until `close`
                 thread = threading.Thread(target=self._work, name="impress-fit", daemon=True)
                 try:
@@ -77,6 +83,7 @@ class Fitter:
                     log.warning("no codec is fitted for now: %s", err)
                     return
                 self._thread = thread
+            self._n_tokens = 0
             self._busy = True
             self._state.notify_all()
 
@@ -111,36 +118,72 @@ class Fitter:
         while not self._closing.is_set():
             with self._lock:
                 self._state.wait_for(lambda: self._busy or self._closing.is_set())
+            n_tokens = ENOUGH_TOKENS  # to go on with: the next store tries again
             try:
-                if not self._closing.is_set():
-                    self._fit()
-            except (ImpressError, MediumError) as err:
-                log.warning("probe parameters are not fitted yet: %s", err)
-            except Exception:  # a bug: nobody who waits is left waiting
+                n_tokens = self._fit()
+            except (ImpressError, MediumError, MemoryError) as err:
+                log.warning("probe parameters are not fitted yet: %s", str(err) or "no memory")
+            except Exception:  # a bug: nobody who waits is left waiting, and it may come each time
+                n_tokens = 0
                 log.exception("fitting probe parameters failed")
             with self._lock:
+                self._n_tokens += n_tokens
                 self._busy = False
                 self._state.notify_all()
 
-    def _fit(self) -> None:
-        """Raises MediumError where a row does not read back."""
-        n_forgets = self._params.n_forgets
-        headers: list[tuple[SpanHeader, int]] = []  # and how many windows to read of each
-        left = ENOUGH_TOKENS
-        for record in self._records():
-            count = min(record.n_windows, -(-left // record.window))
-            headers.append((read_header(self._ssd, record), count))
-            left -= count * record.window
-            if left <= 0:
+    def _fit(self) -> int:
+        """Fit what is missing; how many tokens the next fit has to go on with.
+
+        Raises MediumError where this process lacks what reading takes.
+        """
+        n_forgets = self._params.n_forgets  # first: what is purged from here on is not kept
+        records = self._records()
+        while not self._closing.is_set():
+            spans, n_tokens = self._spans(records)
+            if n_tokens < ENOUGH_TOKENS:
+                return n_tokens
+            try:
+                self._fit_to(spans, n_forgets)
+            except _LeftOut:
+                continue
+            break
+        return ENOUGH_TOKENS  # wanted only where a purge came between
+
+    def _spans(self, records: Sequence[SpanRecord]) -> tuple[list[tuple[SpanHeader, int]], int]:
+        """What to fit to: headers, and how many windows to read of each; the tokens of these."""
+        found: list[tuple[SpanHeader, int]] = []
+        n_tokens = 0
+        for record in records:
+            if n_tokens >= ENOUGH_TOKENS or self._closing.is_set():
                 break
-        if left > 0:
-            return
+            if record.span_id in self._unread:
+                continue
+            with suppress(_LeftOut), self._reading(record.span_id):
+                count = min(record.n_windows, -(-(ENOUGH_TOKENS - n_tokens) // record.window))
+                found.append((read_header(self._ssd, record), count))
+                n_tokens += count * record.window
+        return found, n_tokens
+
+    @contextmanager
+    def _reading(self, span: int) -> Iterator[None]:
+        """Raises _LeftOut where it does not read back: no request may ever come to it, which would
+        have taken it out of the tree. Where it is the process that lacks something, as it was."""
+        try:
+            yield
+        except ReadFailed as err:
+            if err.harmless:
+                raise
+            self._unread.add(span)
+            log.warning("span %d is left out of what probe parameters are fitted to: %s", span, err)
+            raise _LeftOut from None
+
+    def _fit_to(self, spans: Sequence[tuple[SpanHeader, int]], n_forgets: int) -> None:
         for codec in self._missing():
             layers: list[bytes] = []
             for layer in range(self._geometry.n_layers):
                 if self._closing.is_set():
                     return
-                keys = np.concatenate([self._keys(h, layer, n) for h, n in headers], axis=1)
+                keys = np.concatenate([self._keys(h, layer, n) for h, n in spans], axis=1)
                 layers.append(codec.fit(keys, self._geometry))
             if self._closing.is_set():  # the shard may be another process's by now
                 return
@@ -157,5 +200,6 @@ class Fitter:
         at = layout.sums_at(layer, K, 0)
         sums = header.sums[at : at + count * shape.pieces]
         off = layout.chunk_off(layer, K, 0)
-        self._ssd.read([Read(Slot(record.parts), off, dest, sums, shape.piece_bytes)])
+        with self._reading(record.span_id):
+            self._ssd.read([Read(Slot(record.parts), off, dest, sums, shape.piece_bytes)])
         return plane_words(dest, shape, g.dtype, g.n_kv_heads, g.head_dim)
