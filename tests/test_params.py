@@ -538,3 +538,28 @@ def test_a_fit_that_came_to_nothing_is_made_with_the_next_store(
     put(store, 1, ends=(64,))
     put(store, 2)
     assert probes_of(store)[-1][0] == "pca25-v1"
+
+
+def test_who_waits_for_a_fit_is_let_go_when_the_store_closes(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed between a fit's being asked for and its beginning, its thread ended and told nobody: a
+    flush in another thread took to its time limit, 150 s."""
+    go_on, run = threading.Event(), threading.Thread.run
+
+    def held_back(thread: threading.Thread) -> None:
+        assert thread.name != "impress-fit" or go_on.wait(60)
+        run(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", held_back)
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    keys, values = rows(0)
+    store.store(prompt(N), keys, values).wait(60)
+    fitter = store._admission.fitter
+    waiting = threading.Thread(target=fitter.wait, args=(60,), daemon=True)
+    waiting.start()
+    assert not fitter.close(0)
+    go_on.set()
+    assert fitter.close(60)
+    waiting.join(30)
+    assert not waiting.is_alive()

@@ -88,9 +88,9 @@ class Fitter:
             self._state.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when no fit is under way, or after timeout_s."""
+        """Return when no fit is under way or none will end any more, or after timeout_s."""
         with self._lock:
-            self._state.wait_for(lambda: not self._busy, timeout_s)
+            self._state.wait_for(lambda: not self._busy or self._closing.is_set(), timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Give up a fit under way, after the layer it is at; False: it reads there still."""
