@@ -563,3 +563,45 @@ def test_who_waits_for_a_fit_is_let_go_when_the_store_closes(
     assert fitter.close(60)
     waiting.join(30)
     assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("ends", ["given up", "dropped", "failed"])
+def test_only_what_is_ready_counts_towards_a_fit(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """What was given up, stored by another first or failed counted too: a fit began that found too
+    little."""
+    looked: list[int] = []
+    real = fitting.read_header
+    monkeypatch.setattr(fitting, "read_header", lambda *a: looked.append(1) or real(*a))
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    monkeypatch.setattr(fitting, "ENOUGH_TOKENS", 2 * N)
+    keys, values = rows(0)
+    if ends == "failed":
+        keys = [k * float("nan") for k in keys]
+    with store.writer(prompt(N)) as late:
+        for layer in range(0 if ends == "given up" else 2):
+            late.put(layer, 0, keys[layer], values[layer])
+        put(store, 0 if ends == "dropped" else 1)
+    if ends == "failed":
+        with pytest.raises(impress.StoreFailed, match="NaN"):
+            store.flush()
+    store.flush()
+    assert not looked
+    put(store, 2)
+    assert looked
+    put(store, 3)
+    assert probes_of(store)[-1][0] == "pca25-v1"
+
+
+def test_a_fit_that_found_too_little_goes_on_counting(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what it was to be fitted to some was evicted, and the rest counted no more."""
+    store = open_store(SHAPE, probes=("pca25-v1",))
+    monkeypatch.setattr(fitting, "ENOUGH_TOKENS", 2 * N)
+    put(store, 0)
+    store.evict(1 << 30)
+    for seed in range(1, 4):
+        put(store, seed)
+    assert probes_of(store)[-1][0] == "pca25-v1"

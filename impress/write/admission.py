@@ -130,7 +130,8 @@ class Admission:
         """The committer is through with a draft."""
         del self._drafts[draft.record.span_id]
         self._home.release(held)
-        self.fitter.poke(draft.record.n_windows * self._window)
+        if self._home.catalog.knows(draft.record.span_id):  # else it is not READY
+            self.fitter.poke(draft.record.n_windows * self._window)
 
     def _before(self, held: Sequence[Held]) -> tuple[ProbeRecord, ...]:
         """What the span that the next hangs from was probed with, where that matters."""
