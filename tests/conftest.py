@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import logging
 import os
 import signal
 import time
@@ -152,6 +154,22 @@ def flip_a_bit(path: Path, extent: Extent, off: int = 0) -> None:
         byte = file.read(1)[0]
         file.seek(extent.off + off)
         file.write(bytes([byte ^ 1]))
+
+
+class _Failing(logging.Handler):
+    def emit(self, _record: logging.LogRecord) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def failing_log() -> Iterator[None]:
+    """In the block whatever is logged raises, as with a handler of the caller's own that fails."""
+    handler, log = _Failing(), logging.getLogger("impress")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def everything_in(folder: Path) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import flip_a_bit, prompt, said_by_a_child
+from conftest import failing_log, flip_a_bit, prompt, said_by_a_child
 from test_probes import low_rank_keys
 from test_sparse import asked
 from typer.testing import CliRunner
@@ -604,4 +604,26 @@ def test_a_fit_that_found_too_little_goes_on_counting(
     store.evict(1 << 30)
     for seed in range(1, 4):
         put(store, seed)
+    assert probes_of(store)[-1][0] == "pca25-v1"
+
+
+def test_the_thread_of_fits_outlives_what_it_cannot_say(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler of the log's that raised ended it, with a fit said to be under way for good: every
+    flush from then on took to its time limit."""
+    store, (keys, values) = open_store(SHAPE, probes=("pca25-v1",)), rows(0)
+
+    def fails(*_: Any) -> bytes:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch, failing_log():
+        patch.setattr(Pca, "fit", fails)
+        store.store(prompt(N), keys, values).wait(60)
+        flushing = threading.Thread(target=store.flush, daemon=True)
+        flushing.start()
+        flushing.join(30)
+        assert not flushing.is_alive()
+    put(store, 1)
+    put(store, 2)
     assert probes_of(store)[-1][0] == "pca25-v1"

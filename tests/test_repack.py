@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MIB, SMALL, assert_serves, flip_a_bit, kv_of, prompt, put_prompt
+from conftest import (
+    MIB,
+    SMALL,
+    assert_serves,
+    failing_log,
+    flip_a_bit,
+    kv_of,
+    prompt,
+    put_prompt,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_order import orders_of, scores_of, unpacked_and_packed
@@ -26,6 +35,7 @@ from test_sparse import N_TOKENS, POLICIES, SHAPES, retrieve_all
 import impress
 from impress.policy import Exact, Policy
 from impress.repacking.packing import expected, likely_chosen, plan_repack, tiled
+from impress.repacking.repack import Repacker
 from impress.repacking.report import LINGERING
 from impress.repacking.span_copy import SpanPart
 from impress.spans.layout import PlaneLayout
@@ -39,6 +49,7 @@ from impress.write.budget import DAY_S, Bucket, Pace, WriteBudget
 from impress.write.leaving import SMALL_PART
 from tiers.base import Slot
 from tiers.errors import MediumError
+from tiers.iopool import Signal
 
 Open = Callable[..., impress.PrefixStore]
 WINDOW = 16
@@ -713,6 +724,36 @@ def test_the_background_looks_at_what_was_leased_since(
     assert report.outcome == "moved"
     assert repacker.run_leased().spans == []
     sound(store)
+
+
+@pytest.mark.parametrize("fails", ["saying what failed", "waiting"])
+def test_the_repackers_thread_outlives_what_it_cannot_say(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """A handler of the log's that raised, or no memory to wait with, ended it for good."""
+    passes, again, wait, first = [], threading.Event(), Signal.wait, threading.Event()
+
+    def leased(_repacker: Any) -> None:
+        passes.append(threading.current_thread().name)
+        if len(passes) == 2:
+            again.set()
+        elif fails == "saying what failed":
+            raise RuntimeError("a bug")
+
+    def waits(signal: Signal, timeout_s: float | None = None) -> bool:
+        if threading.current_thread().name == "impress-repack" and not first.is_set():
+            first.set()
+            raise MemoryError
+        return wait(signal, timeout_s)
+
+    monkeypatch.setattr(Repacker, "run_leased", leased)
+    if fails == "waiting":
+        monkeypatch.setattr(Signal, "wait", waits)
+    with failing_log():
+        store = open_store(geometry, repack_every_s=0.001)
+        assert again.wait(60)
+        store.close()
+    assert set(passes) == {"impress-repack"}
 
 
 def test_a_reader_cannot_repack(open_store: Open, geometry: impress.Geometry) -> None:

@@ -165,11 +165,18 @@ class Repacker:
     # ---- a pass ----------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while not self._stop.wait(self._config.repack_every_s):
+        while not self._stop.is_set():
             try:
-                self.run_leased()
-            except Exception:
-                log.exception("a repack pass failed; the next one tries again")
+                if not self._stop.wait(self._config.repack_every_s):
+                    self._attempt()
+            except Exception:  # a handler of the log's that fails, no memory to wait with
+                continue
+
+    def _attempt(self) -> None:
+        try:
+            self.run_leased()
+        except Exception:
+            log.exception("a repack pass failed; the next one tries again")
 
     def _mostly_dead(self) -> dict[int, None]:
         """Spans to rewrite, as a set in order."""

@@ -116,16 +116,24 @@ class Fitter:
 
     def _work(self) -> None:
         while not self._closing.is_set():
-            with self._lock:
-                self._state.wait_for(lambda: self._busy or self._closing.is_set())
-            n_tokens = ENOUGH_TOKENS  # to go on with: the next store tries again
             try:
-                n_tokens = self._fit()
-            except (ImpressError, MediumError, MemoryError) as err:
-                log.warning("probe parameters are not fitted yet: %s", str(err) or "no memory")
-            except Exception:  # a bug: nobody who waits is left waiting, and it may come each time
-                n_tokens = 0
-                log.exception("fitting probe parameters failed")
+                self._turn()
+            except Exception:  # it could not even be said: a handler of the log's, or no memory
+                continue
+
+    def _turn(self) -> None:
+        """Wait until a fit is asked for, and make it. Raises only where saying or waiting fails."""
+        with self._lock:
+            self._state.wait_for(lambda: self._busy or self._closing.is_set())
+        n_tokens = ENOUGH_TOKENS  # to go on with: the next store tries again
+        try:
+            n_tokens = self._fit()
+        except (ImpressError, MediumError, MemoryError) as err:
+            log.warning("probe parameters are not fitted yet: %s", str(err) or "no memory")
+        except Exception:  # a bug, which may come each time
+            n_tokens = 0
+            log.exception("fitting probe parameters failed")
+        finally:  # nobody who waits is left waiting
             with self._lock:
                 self._n_tokens += n_tokens
                 self._busy = False
