@@ -28,6 +28,8 @@ import impress.write.health
 import impress.write.home
 import impress.write.leaving
 from impress.errors import ConfigError, StoreFailed
+from impress.repacking.span_copy import SpanPart
+from impress.spans.format import SpanHeader
 from impress.spans.tables import read_header
 from impress.tree.eviction import ByWorth, by_last_use, by_prefix, by_uses, least, score_of
 from impress.tree.radix import RadixTree
@@ -498,10 +500,11 @@ def answers(store: impress.PrefixStore, tokens: np.ndarray) -> list[tuple[torch.
 
 
 def dead_head(
-    store: impress.PrefixStore, worth: np.ndarray | None = None
+    store: impress.PrefixStore, worth: np.ndarray | None = None, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Two stores of prompts that begin alike, at once: the second to commit adds its end."""
-    tokens, other = prompt(256), np.concatenate([prompt(256)[:192], prompt(64, 3)])
+    tokens = prompt(256, seed)
+    other = np.concatenate([tokens[:192], prompt(64, seed + 3)])
     keys, values = kv_of(other, store.geometry)
     with store.writer(other) as late:
         put_prompt(store, tokens, importance=worth).wait(60)
@@ -532,6 +535,50 @@ def test_a_dead_head_is_left_out_too(open_store: Open, geometry: impress.Geometr
         assert_serves(again, asked, 256)
     assert again.stats()["spans"] == 2 and again.catalog.dead() == []
     sound(again)
+
+
+@pytest.mark.parametrize("where", ["deciding", "copying"])
+def test_a_span_for_which_there_is_no_memory_takes_no_others_turn(
+    open_store: Open, geometry: impress.Geometry, clock: list[float],
+    monkeypatch: pytest.MonkeyPatch, where: str,
+) -> None:  # fmt: skip
+    """It ended the pass, and was the first of the next one again: what was mostly dead behind it
+    stayed so. All bytes of the day that it had been allowed were gone."""
+    daily = {"daily_write_bytes": 64 * MIB, "repack_every_s": 0}
+    store = open_store(geometry, window=WINDOW, dram_bytes=0, **daily)
+    prompts = [asked for seed in (10, 20, 30) for asked in dead_head(store, seed=seed)]
+    first, *others = [dead.span for dead in store.catalog.own_dead()]
+    as_it_lies, planes = SpanPart.as_it_lies, list[int]()
+
+    def decides(header: SpanHeader, *windows: int) -> SpanPart:
+        if header.record.span_id == first:
+            raise MemoryError
+        return as_it_lies(header, *windows)
+
+    def copies(n_bytes: int) -> np.ndarray:
+        planes.append(n_bytes)
+        if len(planes) == 2:  # the first is written by then
+            raise MemoryError
+        return aligned(n_bytes)
+
+    left = store.stats()["writes_left_bytes"]
+    with monkeypatch.context() as patch:
+        if where == "deciding":
+            patch.setattr(SpanPart, "as_it_lies", decides)
+        else:
+            patch.setattr("impress.repacking.span_copy.aligned", copies)
+        report = store.repack()
+    short = "no memory" if where == "deciding" else "failed"
+    assert [(span.span, span.outcome) for span in report.spans] == [
+        (first, short), *((span, "rewritten") for span in others),
+    ]  # fmt: skip
+    left -= report.moved_bytes + sum(planes[:1])
+    assert store.stats()["writes_left_bytes"] == left
+    assert [span.outcome for span in store.repack().spans] == ["rewritten"]
+    assert store.catalog.dead() == []
+    for asked in prompts:
+        assert_serves(store, asked, 256)
+    sound(store)
 
 
 def test_a_lease_from_before_reads_to_its_end(open_store: Open, geometry: impress.Geometry) -> None:

@@ -11,7 +11,7 @@ import typer
 from impress.cli.options import Store, check_json, store_dir, write_json
 from impress.config import MIB, Config
 from impress.errors import StoreLocked
-from impress.repacking.report import UNREADABLE, RepackReport
+from impress.repacking.report import NO_MEMORY, UNREADABLE, RepackReport
 from impress.store import PrefixStore
 from impress.terminal import count, err, out, size, table_of
 from impress.write.directory import Identity, Shard, read_identity, shards_of, writing
@@ -46,8 +46,8 @@ def repack(
     **Exit status**
 
     0 done, also where spans had no room for a copy · 1 a span does not read back (it goes, but for
-    a dry run), a copy failed or was not committed in time, or a shard was open elsewhere · 2 it
-    could not run, or every shard was
+    a dry run), there was no memory for one, a copy failed or was not committed in time, or a shard
+    was open elsewhere · 2 it could not run, or every shard was
 
     **Examples**
 
@@ -72,7 +72,7 @@ def repack(
         raise typer.Exit(2)
     if str(json_file) != "-":
         _print(where, report)
-    failed = (Swapped.FAILED.value, Swapped.LATE.value, UNREADABLE)
+    failed = (Swapped.FAILED.value, Swapped.LATE.value, UNREADABLE, NO_MEMORY)
     if busy or any(span.outcome in failed for span in report.spans):
         raise typer.Exit(1)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ import numpy as np
 
 from impress.config import Config
 from impress.errors import StoreFailed
-from impress.repacking.packing import Cost, Repacking, likely_chosen, plan_repack, tiled
+from impress.repacking.packing import likely_chosen, plan_repack, tiled
 from impress.repacking.report import (
     LINGERING,
     NO_ROOM,
@@ -28,9 +28,9 @@ from impress.repacking.report import (
     SPENT,
     WOULD,
     WRITTEN,
+    Move,
     RepackReport,
-    SpanReport,
-    unread,
+    unmoved,
 )
 from impress.repacking.span_copy import Copier, Gone, SpanPart, Stopped
 from impress.spans.format import SpanHeader, SpanRecord, meta_bytes
@@ -57,29 +57,6 @@ LEAST_LEASES = 8
 DEAD_SHARE = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """A held span and what might take its place."""
-
-    held: Held
-    part: SpanPart
-    plan: Repacking | None  # None: a rewrite, for the sake of the windows that are dead
-
-    @property
-    def n_bytes(self) -> int:
-        return self.part.layout.data_bytes + self.held.record.meta.length
-
-    def report(self, outcome: str) -> SpanReport:
-        record, plan = self.held.record, self.plan
-        n_tokens = record.n_windows * record.window
-        if plan is None:
-            gain = 1 - self.part.count / record.n_windows
-            return SpanReport(record.span_id, n_tokens, self.n_bytes, Cost(), Cost(), gain, outcome)
-        return SpanReport(
-            record.span_id, n_tokens, self.n_bytes, plan.before, plan.after, plan.gain, outcome
-        )
-
-
 @dataclass(slots=True)
 class _Pass:
     """What a pass wrote so far, or would have. `most_bytes`: that it may write; None: no bound."""
@@ -89,7 +66,7 @@ class _Pass:
     n_bytes: int = 0
     taken: int = 0  # of a dry run: of the disk, less what the spans that would move give back
 
-    def count(self, move: _Move, outcome: str) -> None:
+    def count(self, move: Move, outcome: str) -> None:
         if outcome in WRITTEN + WOULD:
             self.n_bytes += move.n_bytes
         if outcome in WOULD:
@@ -133,17 +110,16 @@ class Repacker:
             heat = self._home.catalog.heat()
             spans = [record.span_id for record in self._home.catalog.own_records()]
             spans.sort(key=lambda span: -heat.get(span, (0, 0))[0])
-            return self._run(spans, dry_run, max_bytes)
+            return self._run(spans, dry_run, max_bytes, {})
 
     def run_leased(self) -> RepackReport:
         """A pass over spans that are mostly dead, or leased often since it last looked at them."""
         with self._pass:
             heat = {span: hits for span, (hits, _) in self._home.catalog.heat().items()}
             known = {span: n for span, n in self._looked.items() if span in heat}
-            due = [s for s, hits in heat.items() if hits - known.get(s, 0) >= LEAST_LEASES]
-            self._looked = known | {span: heat[span] for span in due}
-            due.sort(key=lambda span: -heat[span])
-            return self._run(due, False, None)
+            due = {s: hits for s, hits in heat.items() if hits - known.get(s, 0) >= LEAST_LEASES}
+            self._looked = known
+            return self._run(sorted(due, key=lambda span: -due[span]), False, None, due)
 
     def drafts(self) -> list[SpanRecord]:
         """Copies under way, of a late commit too: space that no span owns yet."""
@@ -183,12 +159,17 @@ class Repacker:
         dead = self._home.catalog.own_dead()
         return dict.fromkeys(d.span for d in dead if d.n_dead > DEAD_SHARE * d.n_windows)
 
-    def _run(self, spans: list[int], dry_run: bool, max_bytes: int | None) -> RepackReport:
+    def _run(
+        self, spans: list[int], dry_run: bool, max_bytes: int | None, due: Mapping[int, int]
+    ) -> RepackReport:
+        """`due`: spans whose leases are noted as of when it looked at them."""
         report, so_far = RepackReport(dry_run), _Pass(dry_run, max_bytes)
         dead = self._mostly_dead()
         for span in [*dead, *(span for span in spans if span not in dead)]:
             if self._stop.is_set():
                 break
+            if span in due:  # in its turn: whatever ends a pass leaves those behind it due
+                self._looked[span] = due[span]
             pinned: list[Held] = []
             try:
                 views = self._home.catalog.hold_span(span, pinned)
@@ -204,7 +185,9 @@ class Repacker:
             except ReadFailed as err:
                 if not err.harmless and not dry_run:
                     self._home.leaving.quarantine(span)
-                report.spans.append(unread(pinned[0].record, err))
+                report.spans.append(unmoved(pinned[0].record, err))
+            except MemoryError as err:  # a large one's, each time: those behind it have their turn
+                report.spans += [unmoved(held.record, err) for held in pinned]
             except Stopped:
                 break
             finally:
@@ -216,16 +199,16 @@ class Repacker:
 
     def _examine(
         self, held: Held, header: SpanHeader, views: list[tuple[int, int]], *, rewrite: bool
-    ) -> _Move | None:
+    ) -> Move | None:
         """What to do with a span; None where nothing is known of its rows."""
         first, end = min(first for first, _ in views), max(first + n for first, n in views)
         # What is dead between two windows that live stays: another pass would only copy it again.
         if rewrite and held.record.n_windows - (end - first) > DEAD_SHARE * held.record.n_windows:
             part = SpanPart.as_it_lies(header, first, end - first)
-            return _Move(held, part, None)
+            return Move(held, part, None)
         return self._order(held, header, views)
 
-    def _order(self, held: Held, header: SpanHeader, views: list[tuple[int, int]]) -> _Move | None:
+    def _order(self, held: Held, header: SpanHeader, views: list[tuple[int, int]]) -> Move | None:
         """The order a span should have; None where nothing is known of its rows."""
         worth = chosen = self._home.history.average(held.record.span_id)
         if worth is None and header.importance is not None:
@@ -237,9 +220,9 @@ class Repacker:
         groups = [(a * window, n * window) for a, n in tiled(views, n_windows)]
         gap, planes = self._config.read_gap_bytes, [header.layout.planes[plane] for plane in (K, V)]
         plan = plan_repack(worth, chosen, header.order, groups, planes, window, gap)
-        return _Move(held, SpanPart(header, 0, n_windows, plan.slots), plan)
+        return Move(held, SpanPart(header, 0, n_windows, plan.slots), plan)
 
-    def _deal_with(self, move: _Move, so_far: _Pass) -> str:
+    def _deal_with(self, move: Move, so_far: _Pass) -> str:
         """Move it, or say why not."""
         health, most = self._home.health, so_far.most_bytes
         if move.plan is not None and not move.plan.worth_it:
@@ -283,7 +266,7 @@ class Repacker:
                 return False
         return True
 
-    def _would(self, move: _Move, so_far: _Pass) -> str:
+    def _would(self, move: Move, so_far: _Pass) -> str:
         """What would come of it after the moves before it, if nobody holds what they leave."""
         ssd, left = self._home.ssd, self._home.budget.left_bytes
         if left is not None and so_far.n_bytes + move.n_bytes > left:
@@ -300,11 +283,11 @@ class Repacker:
 
     # ---- a move ----------------------------------------------------------------------------
 
-    def _reserve(self, move: _Move) -> SpanRecord | None:
+    def _reserve(self, move: Move) -> SpanRecord | None:
         """Room for the copy where there is some, in parts as small as a store's; nothing is evicted
         for it. None, or what fails: its part of the day's writes is given back."""
         ssd, layout = self._home.ssd, move.part.layout
-        self._sync_failures = ssd.sync_failures
+        self._sync_failures, self._copier.n_written = ssd.sync_failures, 0
         data = meta = draft = None
         try:
             with suppress(MediumError):
@@ -332,7 +315,7 @@ class Repacker:
         self._home.scrap([draft])
         del self._drafts[draft.span_id]
 
-    def _move(self, move: _Move, draft: SpanRecord) -> Swapped:
+    def _move(self, move: Move, draft: SpanRecord) -> Swapped:
         """Copy, then commit. Raises Stopped; whatever happens, the space is somebody's."""
 
         def alive() -> bool:
@@ -342,14 +325,17 @@ class Repacker:
             self._committer.intend(draft, COMMIT_TIMEOUT_S)
             sums = self._copier.copy(move.part, Slot(draft.parts), alive)
             header = move.part.header_of(draft, sums)
-        except (StoreFailed, MediumError) as err:
+        except (StoreFailed, MediumError, MemoryError) as err:
+            self._give_back(draft)
+            if isinstance(err, MemoryError):  # of a large span in each pass: it would take them all
+                self._home.budget.refund(move.n_bytes - self._copier.n_written)
+            span, why = move.held.record.span_id, str(err) or "no memory"
             if isinstance(err, ReadFailed):
                 if not err.harmless:
-                    self._home.leaving.quarantine(move.held.record.span_id)
+                    self._home.leaving.quarantine(span)
             elif isinstance(err, MediumError):
-                self._home.health.trouble(str(err))
-            log.warning("span %d was not repacked: %s", move.held.record.span_id, err)
-            self._give_back(draft)
+                self._home.health.trouble(why)
+            log.warning("span %d was not repacked: %s", span, why)
             return Swapped.FAILED
         except Gone:
             self._give_back(draft)
@@ -359,7 +345,7 @@ class Repacker:
             raise
         return self._commit(move, header)
 
-    def _commit(self, move: _Move, header: SpanHeader) -> Swapped:
+    def _commit(self, move: Move, header: SpanHeader) -> Swapped:
         """Hand the copy to the committer, which owns it from here on."""
         ended, outcomes = Signal(), [Swapped.LATE]
 

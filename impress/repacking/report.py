@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from impress.repacking.packing import Cost
+from impress.repacking.packing import Cost, Repacking
+from impress.repacking.span_copy import SpanPart
 from impress.spans.format import SpanRecord
+from impress.tree.catalog import Held
 from impress.write.jobs import Swapped
 from tiers.errors import ReadFailed
 
@@ -19,8 +21,9 @@ REWRITTEN = "rewritten"
 DONE = (Swapped.YES.value, REWRITTEN)
 #: And those of a dry run that stand for them.
 WOULD = ("would move", "would rewrite")
-#: Outcome of a span whose header is bad: nothing is begun.
+#: Outcomes of a span for which nothing is begun: its header is bad, or memory is short.
 UNREADABLE = "does not read back"
+NO_MEMORY = "no memory"
 #: Outcomes of copies that were begun, whatever came of them: they wrote.
 WRITTEN = (*(outcome.value for outcome in Swapped), REWRITTEN)
 
@@ -36,6 +39,29 @@ class SpanReport:
     after: Cost
     gain: float  # see Repacking
     outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A held span and what might take its place."""
+
+    held: Held
+    part: SpanPart
+    plan: Repacking | None  # None: a rewrite, for the sake of the windows that are dead
+
+    @property
+    def n_bytes(self) -> int:
+        return self.part.layout.data_bytes + self.held.record.meta.length
+
+    def report(self, outcome: str) -> SpanReport:
+        record, plan = self.held.record, self.plan
+        n_tokens = record.n_windows * record.window
+        if plan is None:
+            gain = 1 - self.part.count / record.n_windows
+            return SpanReport(record.span_id, n_tokens, self.n_bytes, Cost(), Cost(), gain, outcome)
+        return SpanReport(
+            record.span_id, n_tokens, self.n_bytes, plan.before, plan.after, plan.gain, outcome
+        )
 
 
 @dataclass(slots=True)
@@ -64,8 +90,10 @@ class RepackReport:
         return sum(span.move_bytes for span in self.picked)
 
 
-def unread(record: SpanRecord, err: ReadFailed) -> SpanReport:
-    """Of a span whose header does not come."""
+def unmoved(record: SpanRecord, err: ReadFailed | MemoryError) -> SpanReport:
+    """Of a span whose header does not come, or for which there is no memory."""
     n_tokens = record.n_windows * record.window
-    outcome = Swapped.FAILED.value if err.harmless else UNREADABLE
+    outcome = NO_MEMORY
+    if isinstance(err, ReadFailed):
+        outcome = Swapped.FAILED.value if err.harmless else UNREADABLE
     return SpanReport(record.span_id, n_tokens, 0, Cost(), Cost(), 0.0, outcome)

@@ -107,6 +107,8 @@ class Copier:
         self._pool = pool
         self._pace = pace
         self._turn = turn  # waits for those that go first; False when the store is closing
+        self.n_written = 0
+        """Bytes of copies since whoever begins one set it to 0."""
 
     def header(self, record: SpanRecord) -> SpanHeader:
         """A span's, at the pace; it is too short to stand back for. Raises Stopped, ReadFailed."""
@@ -158,6 +160,7 @@ class Copier:
                 move_rows(data, wanted, shape, some)
             at, off = new.sums_at(layer, plane, first), new.chunk_off(layer, plane, first)
             sums[at : at + count * shape.pieces] = sums_of(some, shape.piece_bytes)
+            self.n_written += len(some)
             self._slice(len(some), partial(self._ssd.write, to, off, some))
 
     def _read_plane(
