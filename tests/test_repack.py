@@ -914,6 +914,45 @@ def test_a_commit_that_outlasts_the_wait_is_told_apart_from_the_next_copy(
     sound(store)
 
 
+def test_a_copy_that_takes_its_place_late_counts_as_moved(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was counted as late and nothing else: not as moved, and what it had left, which somebody
+    still read, not as space of the repacker."""
+    monkeypatch.setattr("impress.write.reclaim.YIELD_TIMEOUT_S", 0.0)
+    store = open_store(geometry, repack_space_bytes=3 * 128 * geometry.token_bytes // 2)
+    leases = []
+    for seed in range(2):
+        put_prompt(store, prompt(128, seed)).wait(60)
+        look(store, prompt(128, seed))
+        leases.append(store.lease(prompt(128, seed)))
+    committer, land, commit = store._home.committer, threading.Event(), store.index.commit
+    assert committer is not None
+    intend = committer.intend
+
+    def late(put: Any, *args: Any, **named: Any) -> None:
+        assert not put or land.wait(60)  # the swap's
+        commit(put, *args, **named)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(impress.repacking.repack, "COMMIT_TIMEOUT_S", 0.0)
+        slow.setattr(store.index, "commit", late)
+        slow.setattr(committer, "intend", lambda record, _timeout_s: intend(record, 60))
+        report = store.repack(max_bytes=3 * 128 * geometry.token_bytes // 2)
+        land.set()
+        store.flush()
+    outcomes = [span.outcome for span in report.spans]
+    assert outcomes == ["not committed yet", "over this pass's bytes"]
+    assert store.counters.grouped("repacks") == {"late": 1, "yes": 1}
+    assert sorted(span.outcome for span in store.repack().spans) == ["lies well", LINGERING]
+    for lease in leases:
+        lease.release()
+    store.flush()
+    assert store.repack().moved == 1
+    assert store.counters["repacks/yes"] == 2
+    sound(store)
+
+
 @pytest.mark.parametrize("what", ["quarantine", "purge", "split", "lease", "close"])
 def test_what_happens_while_a_span_is_copied(
     open_store: Open, geometry: impress.Geometry, what: str, monkeypatch: pytest.MonkeyPatch

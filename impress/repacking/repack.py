@@ -244,9 +244,9 @@ class Repacker:
         if draft is None:
             return NO_ROOM
         outcome = self._move(move, draft)
-        self._counters.add(f"repacks/{outcome.name.lower()}")
-        if outcome is Swapped.YES:  # with its leases, which it keeps
-            self._moved.add(move.held.record.span_id)
+        if outcome is not Swapped.YES:  # that is counted when it is known, which may be later
+            self._counters.add(f"repacks/{outcome.name.lower()}")
+        else:  # with its leases, which it keeps
             self._looked[draft.span_id] = self._looked.get(move.held.record.span_id, 0)
             if move.plan is None:
                 return REWRITTEN
@@ -258,10 +258,11 @@ class Repacker:
         home = self._home
         for patient in (False, True):
             if patient and home.reclaimer is not None:
-                home.reclaimer.wait_for(self._moved)
-            found = [*home.catalog.retired_records(self._moved), *home.leaving.in_limbo]
-            left = {r.span_id: r.owned_bytes for r in found if r.span_id in self._moved}
-            self._moved = set(left)
+                home.reclaimer.wait_for([*self._moved])
+            moved = {*self._moved}  # a late commit may add to it at any moment
+            found = [*home.catalog.retired_records(moved), *home.leaving.in_limbo]
+            left = {r.span_id: r.owned_bytes for r in found if r.span_id in moved}
+            self._moved -= moved - left.keys()
             if sum(left.values()) + n_bytes <= self._config.repack_space_bytes:
                 return False
         return True
@@ -352,6 +353,9 @@ class Repacker:
         def done(outcome: Swapped) -> None:
             outcomes.append(outcome)
             del self._drafts[header.record.span_id]  # the next copy may be under way by now
+            if outcome is Swapped.YES:
+                self._moved.add(old)
+                self._counters.add("repacks/yes")
             ended.set()
 
         old, skip = move.held.record.span_id, move.part.first
