@@ -30,6 +30,7 @@ from impress.spans.tables import read_header
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
 from impress.write.env import _holds_its_trees
+from impress.write.index import Index
 from tiers.base import PAGE, Read, Slot
 from tiers.errors import ReadFailed
 from tiers.slots import aligned
@@ -67,6 +68,28 @@ def test_a_lost_index_is_made_again(open_store: Open, geometry: impress.Geometry
     for seed in range(1, 6):
         assert_serves(store, prompt(256, seed), 256)
     assert_serves(store, longer_prompt(), 384)
+
+
+@pytest.mark.parametrize("fails", ["OSError", "StoreFailed"])
+def test_a_rebuild_that_fails_leaves_no_half_of_an_index(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """What it had written until the disk was full stayed there, beside the index, for good."""
+    path = fill(open_store, geometry)
+    folder, full = path / "shards/main", os.strerror(errno.ENOSPC)
+    before = {one.name for one in folder.iterdir()}
+
+    def commit(*_args: Any, **_named: Any) -> None:
+        if fails == "OSError":
+            raise OSError(errno.ENOSPC, full)
+        raise impress.StoreFailed(f"index: commit: {full}")
+
+    with monkeypatch.context() as patch, pytest.raises(impress.StoreFailed, match=full):
+        patch.setattr(Index, "commit", commit)
+        rebuild_store(path)
+    assert {one.name for one in folder.iterdir()} == before
+    assert rebuild_store(path).spans == 7
+    assert_serves(open_store(geometry), longer_prompt(), 384)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])

@@ -382,3 +382,5 @@ def _install(
         sync_path(shard.path)
     except OSError as err:
         raise StoreFailed(f"rebuild: {err.filename or shard.path}: {err.strerror}") from None
+    finally:  # what came to nothing takes no room, least of all on a disk that is full
+        shutil.rmtree(draft, ignore_errors=True)
