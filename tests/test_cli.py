@@ -280,6 +280,22 @@ def test_a_model_is_purged_by_what_inspect_calls_it(tmp_path):
     assert left["namespaces"] == [third]
 
 
+def test_tenants_of_one_model_are_told_apart(tmp_path):
+    """Both were called by the model's name alone, in the tree and of a prompt."""
+    with opened(tmp_path / "s") as store:
+        put(store, PROMPT)
+    ask = ("inspect", "--store", tmp_path / "s", "--tree", "--prefix", prompt_file(tmp_path))
+    assert "tokens stored (100 %) under a test, in" in run(*ask).stdout
+    with opened(tmp_path / "s") as store:
+        rows = rows_of(len(PROMPT)), rows_of(len(PROMPT), 1)
+        assert store.store(PROMPT, *rows, tenant="hers").wait(60)
+    shown, (_, found) = run(*ask).stdout, run_json(*ask)
+    for row in found["namespaces"]:
+        called = f"a test {row['root'][:12]}"
+        assert f"under {called}, in" in shown and shown.count(called) == 2
+    assert {row["name"] for row in found["prefix"]["stored"]} == {"a test"}
+
+
 def prompt_file(folder):
     (folder / "prompt.json").write_text(json.dumps(PROMPT))
     return folder / "prompt.json"

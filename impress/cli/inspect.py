@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -128,7 +129,7 @@ def _print(found: dict[str, Any]) -> None:
     if "live" in found:
         show(_live(found["live"]))
     if "prefix" in found:
-        _print_prefix(found["prefix"])
+        _print_prefix(found["prefix"], _titles(found["namespaces"]))
     if "tree" in found:
         _print_tree(found)
 
@@ -200,13 +201,23 @@ def _cell(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else f"{value:,}"
 
 
-def _print_prefix(prefix: dict[str, Any]) -> None:
+def _titles(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """What each root is called: those of one name (tenants of a model, say) with their digits."""
+    n_called = Counter(row["name"] for row in rows)
+    return {
+        row["root"]: escape(row["name"])
+        + (f" {row['root'][:12]}" if n_called[row["name"]] > 1 else "")
+        for row in rows
+    }
+
+
+def _print_prefix(prefix: dict[str, Any], titles: dict[str, str]) -> None:
     out.print(f"\n[bold]This prompt[/bold]: {prefix['tokens']:,} tokens")
     if not prefix["stored"]:
         out.print("nothing of it is stored")
     for row in prefix["stored"]:
         part = share(row["tokens"], prefix["tokens"])
-        out.print(f"{row['tokens']:,} tokens stored ({part}) under {escape(row['name'])}, in")
+        out.print(f"{row['tokens']:,} tokens stored ({part}) under {titles[row['root']]}, in")
         for held in row["spans"]:
             first, last = held["first_window"], held["first_window"] + held["n_windows"] - 1
             out.print(f"  span {held['span']}: windows {first} to {last}")
@@ -214,11 +225,11 @@ def _print_prefix(prefix: dict[str, Any]) -> None:
 
 def _print_tree(found: dict[str, Any]) -> None:
     """One drawing per root; the rows come parents first."""
-    names = {row["root"]: escape(row["name"]) for row in found["namespaces"]}
+    titles = _titles(found["namespaces"])
     drawn: dict[str, list[Tree]] = {}  # root -> the branch last drawn at each depth
     for row in found["tree"][:MOST_LINES]:
         root = row["root"]
-        branches = drawn.setdefault(root, [Tree(f"[bold]{names.get(root, root[:12])}[/bold]")])
+        branches = drawn.setdefault(root, [Tree(f"[bold]{titles.get(root, root[:12])}[/bold]")])
         last = row["first_window"] + row["n_windows"] - 1
         branch = branches[row["depth"]].add(
             f"windows {row['first_window']}–{last} · {row['tokens']:,} tokens · "
