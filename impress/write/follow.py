@@ -24,7 +24,7 @@ from impress.write.changes import Change
 from impress.write.directory import Shard, shards_of
 from impress.write.env import NothingYet
 from impress.write.index import Index
-from impress.write.readers import Presence
+from impress.write.neighbours import Neighbour, Stamp, spans_in, stamp_of
 from tiers.iopool import start
 from tiers.ssd import SsdTier
 
@@ -34,70 +34,7 @@ log = logging.getLogger("impress")
 RETRIES: Final = 64
 _STOP_S: Final = 10.0
 
-
-Stamp = tuple[int, int, int]
 _T = TypeVar("_T")
-
-
-class Neighbour:
-    """Another's shard, open for reading."""
-
-    def __init__(self, shard: Shard) -> None:
-        """Raises ImpressError."""
-        shard.check_index()
-        self.shard = shard
-        self.presence: Presence | None = None
-        unsaid = ""
-        try:
-            self.presence = Presence(shard.readers)  # before the first look: all of it may be read
-        except OSError as err:
-            unsaid = err.strerror or str(err)
-        try:
-            self.index = Index(shard.index, create=False)
-        except ImpressError:
-            self.close_presence()
-            raise
-        if unsaid:
-            log.warning(
-                "%s: shard %s is read, but its writer cannot be told so (%s): a lease here is not "
-                "waited for, and what it holds may be lost", shard.readers, shard.name, unsaid,
-            )  # fmt: skip
-        self._replaced: list[Index] = []  # that somebody here may be reading at this moment
-        self.version = -1  # LMDB's, of the last look
-        self.generation = 0
-
-    def read(self) -> dict[int, bytes]:
-        """Everything it holds now, and from here on only what changes."""
-        self.version = -1  # what is committed from here on is found by the next look
-        generation = self.index.refresh()
-        values = dict(_spans(self.index, self.shard))
-        self.generation = generation  # at last: what could not be read is still to be read
-        return values
-
-    def heat(self) -> dict[int, tuple[int, int]]:
-        """Leases of its spans, as its writer saved them."""
-        heat = self.index.heat()
-        return {span: counts for span, counts in heat.items() if span in self.shard.spans}
-
-    def reopen(self) -> None:
-        """The index was made anew. Raises ImpressError; then the old one is still the index."""
-        fresh = Index(self.shard.index, create=False)
-        self._replaced.append(self.index)
-        self.index, self.version = fresh, -1
-
-    def let_go(self) -> None:
-        """Of indexes that were replaced before: what was purged goes with the last that has one."""
-        while self._replaced:
-            self._replaced.pop().close()
-
-    def close_presence(self) -> None:
-        if self.presence is not None:
-            self.presence.close()
-
-    def close(self) -> None:
-        self.close_presence()
-        self.let_go()
-        self.index.close()
 
 
 class Follower:
@@ -167,7 +104,7 @@ class Follower:
                 found = what(neighbour)
             except ImpressError as err:
                 self.error = err
-                self._leave_out(neighbour.shard, _stamp(neighbour.shard), err)
+                self._leave_out(neighbour.shard, stamp_of(neighbour.shard), err)
                 self.neighbours = {n: one for n, one in self.neighbours.items() if n != number}
                 neighbour.close()
                 continue
@@ -212,7 +149,7 @@ class Follower:
                 try:
                     changed |= self._catch_up(neighbour, gone)
                 except (ImpressError, OSError) as err:
-                    self._leave_out(neighbour.shard, _stamp(neighbour.shard), err)
+                    self._leave_out(neighbour.shard, stamp_of(neighbour.shard), err)
             self._take_out(gone)  # at last: what is new, in any shard, takes places of theirs
             if changed or self._catalog.waiting.n_chances != self._n_chances:
                 self._n_chances = self._catalog.waiting.n_chances
@@ -259,7 +196,7 @@ class Follower:
             ours = self._own is not None and shard.number == self._own.number
             if ours or shard.number in self.neighbours:
                 continue
-            stamp = _stamp(shard)  # before: what is being made may be whole a moment later
+            stamp = stamp_of(shard)  # before: what is being made may be whole a moment later
             if self._failed.get(shard.number) == (stamp, True):
                 continue
             try:
@@ -340,21 +277,16 @@ class Follower:
         """What the others hold, as far as it can be read; what cannot, their own looks say."""
         for n in self.neighbours.values():
             with suppress(ImpressError):
-                yield from _spans(n.index, n.shard)
+                yield from spans_in(n.index, n.shard)
 
     def _own_values(self) -> Iterable[tuple[int, bytes]]:
         if self._own is None:
             return []
         index = Index(self._own.index, create=False)
         try:
-            return list(_spans(index, self._own))
+            return list(spans_in(index, self._own))
         finally:
             index.close()
-
-
-def _spans(index: Index, shard: Shard) -> Iterator[tuple[int, bytes]]:
-    """What a shard's index holds, but for ids that are not its own: it was copied or renamed."""
-    return ((span, value) for span, value in index.spans() if span in shard.spans)
 
 
 def _before(span: int, value: bytes, prefix: bytes, window: int) -> bytes:
@@ -365,12 +297,3 @@ def _before(span: int, value: bytes, prefix: bytes, window: int) -> bytes:
     if key_after(record.root, before, window) != record.key_before:
         raise FormatError(f"index: the log has span {span} in another place")
     return before
-
-
-def _stamp(shard: Shard) -> Stamp:
-    """Of an index's file: another once it was written to."""
-    try:
-        stat = (shard.index / "data.mdb").stat()
-    except OSError:
-        return (-1, -1, -1)
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
