@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from impress.blockhash import key_after
 from impress.errors import FormatError, ImpressError, StoreFailed
-from impress.spans.format import SpanRecord, decode_index, split_index
+from impress.spans.format import decode_index, split_index
 from impress.tree.merged import MergedCatalog
 from impress.write.changes import Change
 from impress.write.directory import Shard, shards_of
@@ -42,10 +42,10 @@ class Follower:
 
     def __init__(
         self, path: Path, own: Shard | None, catalog: MergedCatalog, ssd: SsdTier, grace_s: float,
-        reclaim: Callable[[Iterable[SpanRecord]], None], orphaned: Callable[[list[int]], None],
+        forget: Callable[[int], None], orphaned: Callable[[list[int]], None],
         own_value: Callable[[int], bytes | None],
     ) -> None:  # fmt: skip
-        """`reclaim`: told of others' spans that nobody here holds; `orphaned`: of own to delete.
+        """`forget`: told of others' spans that nobody here holds; `orphaned`: of own to delete.
 
         `own_value`: the index value of an own span.
         `grace_s`: longest that a read takes.
@@ -55,13 +55,16 @@ class Follower:
         self._catalog = catalog
         self._ssd = ssd
         self._grace_s = grace_s
-        self._reclaim = reclaim
+        self._forget = forget
         self._orphaned = orphaned
         self._own_value = own_value
         self._turn = threading.Lock()  # held for a whole look; only looks and `close` take it
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._failed: dict[int, tuple[Stamp, bool]] = {}  # as what it cannot be read; is it said?
+        # What a look that was cut off leaves to the next one: the logs do not tell it again.
+        self._gone: set[int] = set()  # deleted by their writers, and to be taken out
+        self._begun: set[int] = set()  # known to the catalog, but perhaps not shown
         self.error: ImpressError | None = None  # the last one's
         self._n_chances = 0  # the catalog's, when spans that wait were last tried again
         self.neighbours: dict[int, Neighbour] = {}
@@ -80,7 +83,12 @@ class Follower:
     def values(self) -> Iterator[tuple[int, bytes]]:
         """Everything that the others hold now; for opening. One that cannot be read is left out
         until the next look."""
-        for values in self._of_all(Neighbour.read):
+
+        def taken_over(neighbour: Neighbour) -> dict[int, bytes]:
+            neighbour.generation, values = neighbour.read()
+            return values
+
+        for values in self._of_all(taken_over):
             yield from values.items()
 
     def heat(self) -> dict[int, tuple[int, int]]:
@@ -143,14 +151,14 @@ class Follower:
                 return False
             with suppress(StoreFailed):  # no more files, say: those it knows are followed
                 self._discover()
-            changed, gone = False, set[int]()
+            changed = bool(self._gone)
             for neighbour in self.neighbours.values():
                 neighbour.let_go()
                 try:
-                    changed |= self._catch_up(neighbour, gone)
+                    changed |= self._catch_up(neighbour)
                 except (ImpressError, OSError) as err:
                     self._leave_out(neighbour.shard, stamp_of(neighbour.shard), err)
-            self._take_out(gone)  # at last: what is new, in any shard, takes places of theirs
+            self._take_out()  # at last: what is new, in any shard, takes places of theirs
             if changed or self._catalog.waiting.n_chances != self._n_chances:
                 self._n_chances = self._catalog.waiting.n_chances
                 self._catalog.retry(RETRIES, self.value)
@@ -216,61 +224,78 @@ class Follower:
             log.warning("%s: shard %s is left out: %s", self._path, shard.name, err)
         self._failed[shard.number] = (stamp, before == stamp)
 
-    def _catch_up(self, n: Neighbour, gone: set[int]) -> bool:
-        """Show what is new in a shard; what is to be taken out is added to `gone`."""
+    def _catch_up(self, n: Neighbour) -> bool:
+        """Show what is new in a shard; what is to be taken out is added to those `_gone`."""
         if n.index.replaced():
             n.reopen()
-            return self._compare(n, gone)
+        if n.whole:
+            return self._compare(n)
         if n.index.version() == n.version:
             return False
         found = n.index.changes(n.generation)
         if found is None:
-            return n.index.refresh() != n.generation and self._compare(n, gone)
+            return n.index.refresh() != n.generation and self._compare(n)
         version, generation, changes, values = found
         if changes:
             self._ssd.drop_deleted(2 * self._grace_s)  # before what is new in files of their names
-            self._apply(n, changes, values, gone)
+            self._apply(n, changes, values)
         n.version, n.generation = version, generation  # behind it: else an error would skip them
         return bool(changes)
 
-    def _apply(
-        self, n: Neighbour, changes: list[Change], values: dict[int, bytes], gone: set[int]
-    ) -> None:
+    def _apply(self, n: Neighbour, changes: list[Change], values: dict[int, bytes]) -> None:
         """In the tree, what its writer did in its own."""
         theirs = n.shard.spans  # a copy of another's shard speaks of that one's
-        gone.update(c.old for c in changes if c.old in theirs and self._catalog.knows(c.old))
+        self._gone.update(c.old for c in changes if c.old in theirs and self._catalog.knows(c.old))
         for span, _, prefix in changes:
-            if span in values and not self._catalog.knows(span) and span in theirs:
+            known = self._catalog.knows(span) and span not in self._begun
+            if span in values and not known and span in theirs:
                 with suppress(FormatError):
                     before = _before(span, values[span], prefix, self._catalog.window)
-                    self._catalog.admit(span, values[span], before, gone)
+                    self._admit(span, values[span], before)
 
-    def _take_out(self, gone: set[int]) -> None:
-        """Spans whose writer deleted them."""
+    def _admit(self, span: int, value: bytes, before: bytes | None) -> None:
+        """Show it, unless it is damaged. `before`: the labels before it; None: it is a stray."""
+        self._begun.add(span)
+        with suppress(FormatError):
+            if before is None:
+                self._catalog.admit_stray(span, value)
+            else:
+                self._catalog.admit(span, value, before, self._gone)
+        self._begun.discard(span)
+
+    def _take_out(self) -> None:
+        """Spans whose writer deleted them. What is cut off is done again, from the beginning."""
+        gone = self._gone
         if not gone:
             return
         self._catalog.forget_waiting(gone)
         self._catalog.retry(self._catalog.n_heirs(gone), self.value, gone)
         self._orphaned(self._catalog.withdraw(gone))
-        self._reclaim(self._catalog.deleted(gone))
+        self._catalog.deleted(gone)
+        for span in gone:
+            if not self._catalog.knows(span):  # else somebody here holds it yet
+                self._forget(span)
+        self._gone = set()
 
-    def _compare(self, n: Neighbour, gone: set[int]) -> bool:
+    def _compare(self, n: Neighbour) -> bool:
         """Read a shard whole, and take over what differs."""
-        values = n.read()
-        known = self._catalog.ids(n.shard.spans)
+        n.whole = True  # until that is done
+        generation, values = n.read()
         self._ssd.drop_deleted(2 * self._grace_s)
-        gone |= known - values.keys()
-        new = values.keys() - known
+        ids = self._catalog.ids(n.shard.spans)
+        self._begun |= self._gone & values.keys()  # back, in an index made anew
+        self._gone -= values.keys()
+        self._gone |= ids - values.keys()
+        new = values.keys() - (ids - self._begun)
         if new:
             whole = MergedCatalog(self._catalog.window, range(0))
             whole.load(chain(self._own_values(), self._theirs()), {})
             for span, before in whole.before(new):
                 new.discard(span)
-                with suppress(FormatError):
-                    self._catalog.admit(span, values[span], before, gone)
+                self._admit(span, values[span], before)
             for span in new:
-                with suppress(FormatError):
-                    self._catalog.admit_stray(span, values[span])
+                self._admit(span, values[span], None)
+        n.generation, n.whole = generation, False
         return True
 
     def _theirs(self) -> Iterator[tuple[int, bytes]]:

@@ -67,7 +67,7 @@ class Home:
         )  # fmt: skip
         self.catalog = MergedCatalog(identity.window, range(0) if shard is None else shard.spans)
         self.others = Follower(
-            path, shard, self.catalog, self.ssd, config.read_timeout_s, self.reclaim,
+            path, shard, self.catalog, self.ssd, config.read_timeout_s, forget,
             self._orphaned, self._own_value,
         )  # fmt: skip
         self.committer: Committer | None = None

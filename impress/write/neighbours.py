@@ -40,15 +40,15 @@ class Neighbour:
             )  # fmt: skip
         self._replaced: list[Index] = []  # that somebody here may be reading at this moment
         self.version = -1  # LMDB's, of the last look
-        self.generation = 0
+        self.generation = 0  # up to which all of it has been taken over
+        self.whole = False  # it is to be read whole: the log says nothing of what is missing
 
-    def read(self) -> dict[int, bytes]:
-        """Everything it holds now, and from here on only what changes."""
+    def read(self) -> tuple[int, dict[int, bytes]]:
+        """Everything it holds now, and the generation of that: to be noted once it has been taken
+        over."""
         self.version = -1  # what is committed from here on is found by the next look
         generation = self.index.refresh()
-        values = dict(spans_in(self.index, self.shard))
-        self.generation = generation  # at last: what could not be read is still to be read
-        return values
+        return generation, dict(spans_in(self.index, self.shard))
 
     def heat(self) -> dict[int, tuple[int, int]]:
         """Leases of its spans, as its writer saved them."""
@@ -57,9 +57,10 @@ class Neighbour:
 
     def reopen(self) -> None:
         """The index was made anew. Raises ImpressError; then the old one is still the index."""
-        fresh = Index(self.shard.index, create=False)
-        self._replaced.append(self.index)
+        fresh, old = Index(self.shard.index, create=False), self.index
+        self.whole = True
         self.index, self.version = fresh, -1
+        self._replaced.append(old)
 
     def let_go(self) -> None:
         """Of indexes that were replaced before: what was purged goes with the last that has one."""
