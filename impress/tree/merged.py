@@ -24,7 +24,7 @@ from impress.spans.format import SpanRecord, decode_index, extents_of, place_of,
 from impress.tree.catalog import Catalog
 from impress.tree.eviction import Dead, Score
 from impress.tree.places import Short
-from impress.tree.radix import Ids, Match, RadixTree
+from impress.tree.radix import Match
 from impress.tree.waiting import Waiting
 from tiers.base import Extent
 
@@ -158,7 +158,7 @@ class MergedCatalog(Catalog):
         """
         gone = []
         with self.lock:
-            nodes = of_spans(self._tree, spans)
+            nodes = self._tree.of_spans(spans)
             for node in nodes.tolist():
                 span = self._tree.view(node).span
                 if span not in spans:
@@ -184,7 +184,7 @@ class MergedCatalog(Catalog):
     def n_heirs(self, spans: Collection[int]) -> int:
         """How many of others' wait, and may be heirs, if any of one's own hangs from these."""
         with self.lock:
-            nodes = of_spans(self._tree, spans).tolist() if self.waiting else []
+            nodes = self._tree.of_spans(spans).tolist() if self.waiting else []
             below = (n for node in nodes for n in self._tree.subtree(node))
             mine = any(self._tree.view(node).span in self.own for node in below)
             return len(self.waiting) if mine else 0
@@ -205,7 +205,7 @@ class MergedCatalog(Catalog):
         """Of those of these spans that are in the tree, or wait: labels from the root to each."""
         wanted = set(spans)
         with self.lock:
-            found = [(self._tree.view(n).span, n) for n in of_spans(self._tree, wanted).tolist()]
+            found = [(self._tree.view(n).span, n) for n in self._tree.of_spans(wanted).tolist()]
             waiting = self.waiting.labels(wanted)
         yield from waiting
         for span, node in dict(found).items():
@@ -238,17 +238,23 @@ class MergedCatalog(Catalog):
         self, n: int, value_of: Callable[[int], bytes | None], gone: Collection[int] = ()
     ) -> int:
         """Try the n spans that waited longest again, and strays that were found; how many are shown
-        now. `gone`: see admit."""
-        shown = 0
-        with self.lock:
-            todo = self.waiting.take(n)
-        for span, before in todo:
-            with suppress(FormatError):  # damaged: nobody finds it
-                value = value_of(span)
-                if value is not None and self.knows(span):
-                    shown += self.admit(span, value, before, gone)
-        with self.lock:
-            self.waiting.n_chances += shown
+        now. `gone`: see admit. Raises StoreFailed; then those that were not tried wait on."""
+        shown, tried, todo = 0, 0, list[tuple[int, bytes]]()
+        try:
+            with self.lock:
+                self.waiting.take(n, todo)
+            for span, before in todo:
+                with suppress(FormatError):  # damaged: nobody finds it
+                    value = value_of(span)
+                    if value is not None and self.knows(span):
+                        shown += self.admit(span, value, before, gone)
+                tried += 1
+        finally:
+            with self.lock:
+                self.waiting.n_chances += shown
+                for span, before in todo[tried:]:
+                    if span in self._kept:
+                        self._wait(span, before)
         return shown
 
     def _wait(self, span: int, before: bytes) -> None:
@@ -390,10 +396,3 @@ class MergedCatalog(Catalog):
             if view.span in spans:
                 found[view.span] = found.get(view.span, 0) + view.n_windows
         return found
-
-
-def of_spans(tree: RadixTree, spans: Collection[int]) -> Ids:
-    """Nodes that view any of these spans. Vectorised over all nodes."""
-    nodes = tree.nodes()
-    found = tree.columns(nodes)[0]
-    return nodes[np.isin(found, np.fromiter(spans, dtype=np.int64, count=len(spans)))]

@@ -12,7 +12,7 @@ Not thread-safe: the store calls it under its metadata lock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -159,6 +159,12 @@ class RadixTree(Nodes):
         """Nodes that view this span. Vectorised over all nodes."""
         found: list[int] = np.flatnonzero(np.array(self._span) == span).tolist()
         return found
+
+    def of_spans(self, spans: Collection[int]) -> Ids:
+        """Nodes that view any of these spans. Vectorised over all nodes."""
+        nodes = self.nodes()
+        found = self.columns(nodes)[0]
+        return nodes[np.isin(found, np.fromiter(spans, dtype=np.int64, count=len(spans)))]
 
     def children(self, node: int) -> list[int]:
         """Vectorised over all nodes where there are many."""

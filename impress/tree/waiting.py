@@ -65,13 +65,15 @@ class Waiting:
                     self._n_found += 1
                     self.n_chances += 1
 
-    def take(self, n: int) -> list[tuple[int, bytes]]:
-        """Those found, and n that waited longest, with the labels before each: no more here."""
+    def take(self, n: int, taken: list[tuple[int, bytes]]) -> None:
+        """Those found, and n that waited longest, with the labels before each: no more here.
+
+        Noted in `taken` first: what Ctrl-C cuts off is the caller's to put back.
+        """
         n, self._n_found = max(n, self._n_found), 0
-        taken = list(islice(self._labels.items(), n))
+        taken += islice(self._labels.items(), n)
         for span, _ in taken:
             self.forget(span)
-        return taken
 
     def labels(self, spans: Iterable[int]) -> list[tuple[int, bytes]]:
         """Of those of these that wait: the labels before each."""

@@ -152,6 +152,7 @@ class Follower:
             with suppress(StoreFailed):  # no more files, say: those it knows are followed
                 self._discover()
             changed = bool(self._gone)
+            tried, self._n_chances = self._n_chances, -1  # cut off, the next look tries again
             for neighbour in self.neighbours.values():
                 neighbour.let_go()
                 try:
@@ -159,9 +160,10 @@ class Follower:
                 except (ImpressError, OSError) as err:
                     self._leave_out(neighbour.shard, stamp_of(neighbour.shard), err)
             self._take_out()  # at last: what is new, in any shard, takes places of theirs
-            if changed or self._catalog.waiting.n_chances != self._n_chances:
-                self._n_chances = self._catalog.waiting.n_chances
+            chances = self._catalog.waiting.n_chances
+            if changed or chances != tried:
                 self._catalog.retry(RETRIES, self.value)
+            self._n_chances = chances
             self._ssd.drop_deleted(2 * self._grace_s)  # files go after their spans
             self.say()
             return changed
