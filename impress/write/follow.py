@@ -32,7 +32,8 @@ log = logging.getLogger("impress")
 
 #: Spans that wait for a place, tried again after a look that changed something.
 RETRIES: Final = 64
-_STOP_S: Final = 10.0
+#: Longest wait for a look to end: on a disk that hangs it may not.
+STOP_S: Final = 10.0
 
 _T = TypeVar("_T")
 
@@ -179,14 +180,24 @@ class Follower:
         """Look no more."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(_STOP_S)
+            self._thread.join(STOP_S)
 
-    def close(self) -> None:
-        """The writers need not wait for this process any more: it reads nothing of theirs."""
+    def close(self) -> bool:
+        """The writers need not wait for this process any more: it reads nothing of theirs. False:
+        a look hangs, and may go on yet; then all stays open."""
         self.stop()
-        with self._turn:
+        if not self._turn.acquire(timeout=STOP_S):
+            log.error(
+                "%s: a look at the other shards hangs: until this process ends, their writers wait "
+                "for it as long as a lease lasts", self._path,
+            )  # fmt: skip
+            return False
+        try:
             for neighbour in self.neighbours.values():
                 neighbour.close()
+        finally:
+            self._turn.release()
+        return True
 
     # ---- a look ----------------------------------------------------------------------------
 

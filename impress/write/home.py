@@ -313,14 +313,15 @@ class Home:
         if self.reclaimer is not None:  # what is held here is not kept beyond this
             self.reclaimer.add(self.catalog.let_go(), self.index.generation)
             writing |= not self.reclaimer.close()
-        if files and not writing:
+        ended = self.others.close()  # else a look may read on: files and index stay open
+        if files and ended and not writing:
             self.ssd.close()
-        self.others.close()
         if self._shard is not None and writing:
             said = "%s: a write hangs: shard %s stays locked until this process ends"
             log.error(said, self._path, self.shard_name)
         elif self._shard is not None:
-            self.index.close()
+            if ended:
+                self.index.close()
             self._shard.unlock()
 
     def check(self, drafts: Iterable[SpanRecord]) -> None:
