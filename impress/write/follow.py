@@ -24,7 +24,7 @@ from impress.write.changes import Change
 from impress.write.directory import Shard, shards_of
 from impress.write.env import NothingYet
 from impress.write.index import Index
-from impress.write.neighbours import Neighbour, Stamp, spans_in, stamp_of
+from impress.write.neighbours import Neighbour, Unread, spans_in, stamp_of
 from tiers.iopool import start
 from tiers.ssd import SsdTier
 
@@ -62,7 +62,7 @@ class Follower:
         self._turn = threading.Lock()  # held for a whole look; only looks and `close` take it
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._failed: dict[int, tuple[Stamp, bool]] = {}  # as what it cannot be read; is it said?
+        self._unread = Unread(path)
         # What a look that was cut off leaves to the next one: the logs do not tell it again.
         self._gone: set[int] = set()  # deleted by their writers, and to be taken out
         self._begun: set[int] = set()  # known to the catalog, but perhaps not shown
@@ -113,7 +113,7 @@ class Follower:
                 found = what(neighbour)
             except ImpressError as err:
                 self.error = err
-                self._leave_out(neighbour.shard, stamp_of(neighbour.shard), err)
+                self._unread.failed(neighbour.shard, stamp_of(neighbour.shard), err)
                 self.neighbours = {n: one for n, one in self.neighbours.items() if n != number}
                 neighbour.close()
                 continue
@@ -156,10 +156,14 @@ class Follower:
             tried, self._n_chances = self._n_chances, -1  # cut off, the next look tries again
             for neighbour in self.neighbours.values():
                 neighbour.let_go()
+                shard, stamp = neighbour.shard, stamp_of(neighbour.shard)
+                if self._unread.rests(shard, stamp):
+                    continue
                 try:
                     changed |= self._catch_up(neighbour)
+                    self._unread.read(shard)
                 except (ImpressError, OSError) as err:
-                    self._leave_out(neighbour.shard, stamp_of(neighbour.shard), err)
+                    self._unread.failed(shard, stamp, err)
             self._take_out()  # at last: what is new, in any shard, takes places of theirs
             chances = self._catalog.waiting.n_chances
             if changed or chances != tried:
@@ -218,24 +222,17 @@ class Follower:
             if ours or shard.number in self.neighbours:
                 continue
             stamp = stamp_of(shard)  # before: what is being made may be whole a moment later
-            if self._failed.get(shard.number) == (stamp, True):
+            if self._unread.rests(shard, stamp):
                 continue
             try:
                 neighbour = Neighbour(shard)
             except ImpressError as err:
                 self.error = self.error if isinstance(err, NothingYet) else err
-                self._leave_out(shard, stamp, err)
+                self._unread.failed(shard, stamp, err)
                 continue
-            self._failed.pop(shard.number, None)
+            self._unread.read(shard)
             self._ssd.join(shard.number, shard.segments)
             self.neighbours = {**self.neighbours, shard.number: neighbour}
-
-    def _leave_out(self, shard: Shard, stamp: Stamp, err: Exception) -> None:
-        """Say so the second time: an index that is just being made is whole by then."""
-        before, said = self._failed.get(shard.number, (None, False))
-        if before is not None and not said:
-            log.warning("%s: shard %s is left out: %s", self._path, shard.name, err)
-        self._failed[shard.number] = (stamp, before == stamp)
 
     def _catch_up(self, n: Neighbour) -> bool:
         """Show what is new in a shard; what is to be taken out is added to those `_gone`."""

@@ -1,9 +1,12 @@
-"""Another's shard as a process that follows it has it open."""
+"""Another's shard as a process that follows it has it open, and which of them cannot be read."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Final, NamedTuple
 
 from impress.errors import ImpressError
 from impress.write.directory import Shard
@@ -11,6 +14,11 @@ from impress.write.index import Index
 from impress.write.readers import Presence
 
 log = logging.getLogger("impress")
+
+#: A shard that could not be read so many looks on end, its index the same, is left alone for so
+#: long: each may read all of it in vain.
+TRIES: Final = 3
+RETRY_S: Final = 30.0
 
 Stamp = tuple[int, ...]
 
@@ -77,15 +85,54 @@ class Neighbour:
         self.index.close()
 
 
+class _Failed(NamedTuple):
+    stamp: Stamp
+    times: int  # with this stamp
+    at_s: float
+    said: bool
+
+
+class Unread:
+    """Shards that cannot be read at present."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._failed: dict[int, _Failed] = {}
+
+    def rests(self, shard: Shard, stamp: Stamp) -> bool:
+        """Whether it is not to be tried: it failed often enough as it is."""
+        last = self._failed.get(shard.number)
+        if last is None or last.stamp != stamp or last.times < TRIES:
+            return False
+        return monotonic() < last.at_s + RETRY_S
+
+    def failed(self, shard: Shard, stamp: Stamp, err: Exception) -> None:
+        """`stamp`: from before it was tried. Says so the second time, and then no more: an index
+        that is just being made is whole by then."""
+        last = self._failed.get(shard.number)
+        times = last.times + 1 if last is not None and last.stamp == stamp else 1
+        self._failed[shard.number] = _Failed(stamp, times, monotonic(), last is not None)
+        if last is not None and not last.said:
+            log.warning("%s: shard %s is left out: %s", self._path, shard.name, err)
+
+    def read(self, shard: Shard) -> None:
+        """It can be: what fails from here on is said again."""
+        self._failed.pop(shard.number, None)
+
+
 def spans_in(index: Index, shard: Shard) -> Iterator[tuple[int, bytes]]:
     """What a shard's index holds, but for ids that are not its own: it was copied or renamed."""
     return ((span, value) for span, value in index.spans() if span in shard.spans)
 
 
 def stamp_of(shard: Shard) -> Stamp:
-    """Of an index's file: another once it was written to."""
+    """Of an index's file: another once it was written to, or given to somebody else to read.
+
+    Not by the time of its last change: to open it as root is one.
+    """
     try:
         stat = (shard.index / "data.mdb").stat()
     except OSError:
-        return (-1, -1, -1)
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+        return ()
+    its = stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return (*its, stat.st_mode, stat.st_uid, stat.st_gid)
