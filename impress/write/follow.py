@@ -69,7 +69,11 @@ class Follower:
         self.error: ImpressError | None = None  # the last one's
         self._n_chances = 0  # the catalog's, when spans that wait were last tried again
         self.neighbours: dict[int, Neighbour] = {}
-        self._discover()
+        try:
+            self._discover()
+        except BaseException:  # as in Neighbour
+            self.close()
+            raise
 
     def start(self, every_s: float, then: Callable[[], None]) -> None:
         """Look every so often from now on, and call `then`. Raises MediumError where no thread can
@@ -114,8 +118,8 @@ class Follower:
             except ImpressError as err:
                 self.error = err
                 self._unread.failed(neighbour.shard, stamp_of(neighbour.shard), err)
-                self.neighbours = {n: one for n, one in self.neighbours.items() if n != number}
                 neighbour.close()
+                self.neighbours = {n: one for n, one in self.neighbours.items() if n != number}
                 continue
             yield found
 
@@ -230,9 +234,13 @@ class Follower:
                 self.error = self.error if isinstance(err, NothingYet) else err
                 self._unread.failed(shard, stamp, err)
                 continue
-            self._unread.read(shard)
-            self._ssd.join(shard.number, shard.segments)
-            self.neighbours = {**self.neighbours, shard.number: neighbour}
+            try:
+                self._unread.read(shard)
+                self._ssd.join(shard.number, shard.segments)
+                self.neighbours = {**self.neighbours, shard.number: neighbour}
+            except BaseException:
+                neighbour.close()
+                raise
 
     def _catch_up(self, n: Neighbour) -> bool:
         """Show what is new in a shard; what is to be taken out is added to those `_gone`."""

@@ -66,10 +66,14 @@ class Home:
             engine=config.io_engine, number=place.number,
         )  # fmt: skip
         self.catalog = MergedCatalog(identity.window, range(0) if shard is None else shard.spans)
-        self.others = Follower(
-            path, shard, self.catalog, self.ssd, config.read_timeout_s, forget,
-            self._orphaned, self._own_value,
-        )  # fmt: skip
+        try:
+            self.others = Follower(
+                path, shard, self.catalog, self.ssd, config.read_timeout_s, forget,
+                self._orphaned, self._own_value,
+            )  # fmt: skip
+        except BaseException:
+            self.ssd.close()
+            raise
         self.committer: Committer | None = None
         self.reclaimer: Reclaim | None = None
         try:

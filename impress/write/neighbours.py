@@ -8,7 +8,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Final, NamedTuple
 
-from impress.errors import ImpressError
 from impress.write.directory import Shard
 from impress.write.index import Index
 from impress.write.readers import Presence
@@ -38,14 +37,15 @@ class Neighbour:
             unsaid = err.strerror or str(err)
         try:
             self.index = Index(shard.index, create=False)
-        except ImpressError:
+            if unsaid:
+                log.warning(
+                    "%s: shard %s is read, but its writer cannot be told so (%s): a lease here is "
+                    "not waited for, and what it holds may be lost",
+                    shard.readers, shard.name, unsaid,
+                )  # fmt: skip
+        except BaseException:  # Ctrl-C: its writer would wait for a reader that is none
             self.close_presence()
             raise
-        if unsaid:
-            log.warning(
-                "%s: shard %s is read, but its writer cannot be told so (%s): a lease here is not "
-                "waited for, and what it holds may be lost", shard.readers, shard.name, unsaid,
-            )  # fmt: skip
         self._replaced: list[Index] = []  # that somebody here may be reading at this moment
         self.version = -1  # LMDB's, of the last look
         self.generation = 0  # up to which all of it has been taken over
