@@ -210,12 +210,14 @@ class Follower:
     # ---- a look ----------------------------------------------------------------------------
 
     def _work(self, every_s: float, then: Callable[[], None]) -> None:
-        while not self._stop.wait(every_s):
-            try:
-                self.look()
-                then()
+        while not self._stop.is_set():
+            try:  # nothing here may end the thread, a wait that lacks memory neither
+                if not self._stop.wait(every_s):
+                    self.look()
+                    then()
             except Exception:
-                log.exception("following the other shards failed; the next look tries again")
+                with suppress(Exception):  # a handler's own
+                    log.exception("following the other shards failed; the next look tries again")
 
     def _of(self, span: int) -> list[Neighbour]:
         return [n for n in list(self.neighbours.values()) if span in n.shard.spans]
