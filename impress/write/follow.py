@@ -159,7 +159,7 @@ class Follower:
             changed = bool(self._gone)
             tried, self._n_chances = self._n_chances, -1  # cut off, the next look tries again
             for neighbour in self.neighbours.values():
-                neighbour.let_go()
+                neighbour.let_go(2 * self._grace_s)
                 shard, stamp = neighbour.shard, stamp_of(neighbour.shard)
                 if self._unread.rests(shard, stamp):
                     continue

@@ -46,7 +46,8 @@ class Neighbour:
         except BaseException:  # Ctrl-C: its writer would wait for a reader that is none
             self.close_presence()
             raise
-        self._replaced: list[Index] = []  # that somebody here may be reading at this moment
+        # Since when, and what: somebody here may be reading it at this moment.
+        self._replaced: list[tuple[float, Index]] = []
         self.version = -1  # LMDB's, of the last look
         self.generation = 0  # up to which all of it has been taken over
         self.whole = False  # it is to be read whole: the log says nothing of what is missing
@@ -68,12 +69,14 @@ class Neighbour:
         fresh, old = Index(self.shard.index, create=False), self.index
         self.whole = True
         self.index, self.version = fresh, -1
-        self._replaced.append(old)
+        self._replaced.append((monotonic(), old))
 
-    def let_go(self) -> None:
-        """Of indexes that were replaced before: what was purged goes with the last that has one."""
-        while self._replaced:
-            self._replaced.pop().close()
+    def let_go(self, grace_s: float) -> None:
+        """Of indexes that were replaced so long ago: what was purged goes with the last that has
+        one."""
+        while self._replaced and monotonic() - self._replaced[0][0] > grace_s:
+            self._replaced[0][1].close()
+            del self._replaced[0]
 
     def close_presence(self) -> None:
         if self.presence is not None:
@@ -81,8 +84,8 @@ class Neighbour:
 
     def close(self) -> None:
         self.close_presence()
-        self.let_go()
-        self.index.close()
+        for index in (*(old for _, old in self._replaced), self.index):
+            index.close()
 
 
 class _Failed(NamedTuple):
