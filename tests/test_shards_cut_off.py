@@ -1,0 +1,361 @@
+"""Looks at other shards that are cut off, hang or fail: the next one makes good what they left."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+from conftest import MIB, assert_serves, prompt, soon, wait_for_promotions
+from test_shards import APART, Pair, check, limbo, look, pair, ready, unreadable
+
+import impress
+import impress.write.follow
+import impress.write.index
+import impress.write.neighbours
+import impress.write.reclaim
+from impress.tree.merged import MergedCatalog
+from impress.tree.radix import RadixTree
+from impress.tree.waiting import Waiting
+from impress.upkeep.rebuild import rebuild_store
+from impress.write.follow import Follower
+from impress.write.index import Index
+from impress.write.readers import present
+from tiers.ssd import SsdTier
+
+__all__ = ["pair"]  # the fixture
+Open = Callable[..., impress.PrefixStore]
+
+
+def cut_off(
+    real: Callable[..., Any], error: BaseException, *, nth: int = 1, behind: bool = False
+) -> Callable[..., Any]:
+    """The same, but the nth call ends in an error: before it does anything, or behind all."""
+    calls: list[int] = []
+
+    def once(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        mine = len(calls) == nth
+        if mine and not behind:
+            raise error
+        found = real(*args, **named)
+        if mine:
+            raise error
+        return found
+
+    return once
+
+
+# ---- cut off -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("name", ["forget_waiting", "n_heirs", "retry", "withdraw", "deleted"])
+def test_what_a_look_was_taking_out_as_it_was_cut_off_goes_with_the_next(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, name: str,
+    behind: bool,
+) -> None:  # fmt: skip
+    """The log did not tell it again: it was served from memory for as long as the process lived,
+    and its writer, told that nobody read it any more, used its space again."""
+    monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
+    a, b = (open_store(geometry, **{**APART, "dram_bytes": 4 * MIB}) for _ in range(2))
+    ready(b, prompt(256))
+    look(a, b)
+    assert_serves(a, prompt(256), 256)
+    wait_for_promotions(a)
+    assert a.stats()["tiers"]["dram"]["used"] > 0
+    b.purge()
+    error = KeyboardInterrupt()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        real = getattr(MergedCatalog, name)
+        patch.setattr(MergedCatalog, name, cut_off(real, error, behind=behind))
+        a.follow()
+    b.follow()
+    assert limbo(b) > 0, "it has not been followed yet"
+    a.follow()
+    assert a.lookup(prompt(256)) == 0
+    assert a.stats()["tiers"]["dram"]["used"] == 0
+    b.follow()
+    assert limbo(b) == 0
+    check(a, b)
+
+
+@pytest.mark.parametrize("how", ["log overrun", "index made anew"])
+def test_what_a_look_was_comparing_as_it_was_cut_off_is_compared_by_the_next(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It counted as followed once it had been read: what differed was a miss for as long as the
+    process lived."""
+    a, b = pair
+    ready(a, prompt(128, 1))
+    look(b)
+    if how == "log overrun":
+        monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 1)
+    for seed in (2, 3):
+        ready(a, prompt(128, seed))
+    if how == "index made anew":
+        a.close()
+        rebuild_store(a.path)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(MergedCatalog, "load", cut_off(MergedCatalog.load, MemoryError()))
+        b.follow()
+    assert b.follow()
+    for seed in (1, 2, 3):
+        assert_serves(b, prompt(128, seed), 128)
+    assert not b.follow(), "it is read once"
+    check(b)
+
+
+@pytest.mark.parametrize("how", ["log", "index"])
+def test_a_span_that_a_look_was_showing_as_it_was_cut_off_is_shown_by_the_next(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It was known by then and passed over: a miss for as long as the process lived."""
+    a, b = pair
+    if how == "index":
+        monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 1)
+    for seed in (1, 2):
+        ready(a, prompt(128, seed))
+    a.flush()
+    before = MergedCatalog.before
+
+    def compared(catalog: MergedCatalog, spans: set[int]) -> Iterator[tuple[int, bytes]]:
+        patch.setattr(RadixTree, "graft", cut_off(RadixTree.graft, KeyboardInterrupt()))
+        return before(catalog, spans)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if how == "index":
+            patch.setattr(MergedCatalog, "before", compared)
+        else:
+            patch.setattr(RadixTree, "graft", cut_off(RadixTree.graft, KeyboardInterrupt()))
+        b.follow()
+    assert b.follow()
+    for seed in (1, 2):
+        assert_serves(b, prompt(128, seed), 128)
+    check(a, b)
+
+
+@pytest.mark.parametrize("how", ["an error", "ctrl-c"])
+def test_spans_that_waited_wait_on_where_the_trying_of_one_is_cut_off(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """All that were to be tried with it were forgotten, and a miss until a restart."""
+    a, b = pair
+    made = [prompt(256, seed) for seed in (1, 2)]
+    for store in pair:
+        for tokens in made:
+            ready(store, tokens)
+    look(a, b)
+    assert a.evict(1 << 30) > 0  # in the place of its own come those of the other
+    error = impress.StoreFailed("no more readers") if how == "an error" else KeyboardInterrupt()
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        if how == "an error":
+            patch.setattr(Index, "value", cut_off(Index.value, error))
+        else:
+            patch.setattr(Waiting, "forget", cut_off(Waiting.forget, error, behind=True))
+        a.follow()
+    a.follow()
+    for tokens in made:
+        assert_serves(a, tokens, 256)
+    check(*pair)
+
+
+@pytest.mark.parametrize("during", ["open", "look"])
+def test_ctrl_c_as_another_shard_is_opened_leaves_no_reader_of_it(
+    pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    """Their writers waited for it, each time that they gave space back, until the process ended."""
+    a, _ = pair
+    for seed, store in enumerate(pair):
+        ready(store, prompt(128, seed))
+    if during == "open":
+        for store in pair:
+            store.close()
+    nth = 2 if during == "open" else 1
+    interrupted = cut_off(Index.__init__, KeyboardInterrupt(), nth=nth)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Index, "__init__", interrupted)
+        if during == "open":
+            open_store(a.geometry, mode="r", **APART)
+        else:
+            a.follow()
+    assert present(a.path / "shards/1/readers") == []
+    if during == "open":
+        assert present(a.path / "shards/main/readers") == []
+    else:
+        a.follow()
+        assert_serves(a, prompt(128, 1), 128)
+
+
+# ---- hanging -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["erase", "drop_deleted"])
+def test_a_close_does_not_wait_for_ever_for_a_look_that_hangs(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """On a disk that did, as it gave back space or let go of a file."""
+    a, b = pair
+    for seed, store in enumerate(pair):
+        ready(store, prompt(256, seed))
+    look(a, b)
+    a.purge()
+    b.follow()
+    b.evict(1 << 30)
+    assert limbo(a) > 0  # to be erased by its next look
+    monkeypatch.setattr(impress.write.follow, "STOP_S", 0.01)
+    monkeypatch.setattr(impress.write.reclaim, "WRITE_TIMEOUT_S", 0.01)
+    begun, going_on = threading.Event(), threading.Event()
+
+    def hangs(*_args: Any) -> None:
+        begun.set()
+        going_on.wait(120)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SsdTier, what, hangs)
+        looking, closing = (threading.Thread(target=of) for of in (a.follow, a.close))
+        looking.start()
+        assert begun.wait(60)
+        closing.start()
+        closing.join(60)
+        closed = not closing.is_alive()
+        going_on.set()
+        for thread in (looking, closing):
+            thread.join(60)
+    assert closed
+
+
+# ---- failing -------------------------------------------------------------------------------------
+
+
+def test_a_shard_with_a_damaged_page_is_not_read_by_every_look(
+    pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of it, every 50 ms, by every process, for as long as it was damaged. Once it had been
+    read again, nobody was told of the next page."""
+    a, _ = pair
+    monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 1)
+    reader = open_store(a.geometry, mode="r", **APART)
+    for times in (1, 2):
+        for seed in (1, 2):
+            ready(a, prompt(128, 10 * times + seed))
+        read: list[str] = []
+        with monkeypatch.context() as patch:
+            unreadable(patch, "main")
+            damaged = Index.spans
+
+            def counted(
+                index: Index, real: Any = damaged, said: list[str] = read
+            ) -> Iterator[tuple[int, bytes]]:
+                said.append(index._folder.parent.name)
+                found: Iterator[tuple[int, bytes]] = real(index)
+                return found
+
+            patch.setattr(Index, "spans", counted)
+            for _ in range(20):
+                reader.follow()
+        assert 0 < read.count("main") <= 3
+        assert caplog.text.count("shard main is left out") == times
+        ready(a, prompt(128, 10 * times + 3))
+        assert reader.follow()
+        for seed in (1, 2, 3):
+            assert_serves(reader, prompt(128, 10 * times + seed), 128)
+    check(a, reader)
+
+
+@pytest.mark.parametrize("mended", ["by itself", "by chmod"])
+def test_a_shard_that_could_not_be_opened_is_found_without_a_commit(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, mended: str
+) -> None:
+    """For want of files, or of permission: it was left out until its writer's next commit."""
+    a, b = pair
+    ready(b, prompt(128))
+    b.flush()
+    with monkeypatch.context() as patch:
+
+        def refused(*_args: object, **_named: object) -> None:
+            raise impress.StoreFailed("no more files")
+
+        patch.setattr(Index, "__init__", refused)
+        for _ in range(3):
+            assert not a.follow()
+    if mended == "by chmod":
+        (b.path / "shards/1/index/data.mdb").chmod(0o640)
+    else:
+        later_s = monotonic() + impress.write.neighbours.RETRY_S
+        monkeypatch.setattr(impress.write.neighbours, "monotonic", lambda: later_s)
+    assert a.follow()
+    assert_serves(a, prompt(128), 128)
+    check(*pair)
+
+
+class Raising(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise MemoryError
+
+
+@pytest.fixture
+def raising() -> Iterator[None]:
+    """Whatever is logged raises."""
+    handler = Raising()
+    logging.getLogger("impress").addHandler(handler)
+    yield
+    logging.getLogger("impress").removeHandler(handler)
+
+
+@pytest.mark.usefixtures("raising")
+@pytest.mark.parametrize("where", ["look", "wait"])
+def test_following_goes_on_though_the_saying_of_an_error_fails(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The thread ended, and what others stored was a miss until a restart."""
+    a = open_store(geometry, **APART)
+    wait = threading.Event.wait
+    lacking = cut_off(wait, MemoryError())
+
+    def waits(event: threading.Event, timeout: float | None = None) -> bool:
+        mine = threading.current_thread().name == "impress-follow"
+        return bool((lacking if mine else wait)(event, timeout))
+
+    if where == "wait":
+        monkeypatch.setattr(threading.Event, "wait", waits)
+    else:
+        monkeypatch.setattr(Follower, "look", cut_off(Follower.look, MemoryError()))
+    b = open_store(geometry, **{**APART, "follow_every_s": 0.001})
+    ready(a, prompt(128))
+    assert soon(lambda: b.lookup(prompt(128)) == 128)
+
+
+# ---- replaced ------------------------------------------------------------------------------------
+
+
+def open_indexes(path: Path) -> set[str]:
+    """Files of indexes of a store that this process has open."""
+    links = [entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    found = {str(link) for link in links if "data.mdb" in str(link)}
+    return {link for link in found if str(path) in link}
+
+
+def test_an_index_that_is_replaced_as_it_is_read_is_read_to_its_end(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a purge or a rebuild: two looks meanwhile closed it."""
+    a = open_store(geometry, **APART)
+    for seed in range(3):
+        ready(a, prompt(128, seed))
+    reader = open_store(geometry, mode="r", **APART)
+    a.close()
+    found = reader.index.spans()
+    next(found)
+    rebuild_store(a.path)
+    look(reader)
+    assert len(list(found)) == 2
+    assert len(open_indexes(a.path)) == 2
+    monkeypatch.setattr(reader._home.others, "_grace_s", 0)
+    reader.follow()
+    assert len(open_indexes(a.path)) == 1
+    check(reader)
