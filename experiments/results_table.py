@@ -139,7 +139,7 @@ def rows_table(report: Mapping[str, Any], columns: Mapping[str, str], cell: str 
 _ACROSS: Final = (
     "recompute", "as", "as_h2o_lfu", "impress", "as_int4", "snapkv", "quality", "exact", "auto",
 )  # fmt: skip
-
+#: And what their ratios go by.
 _BY: Final = ("p50_ms", "mean_ms")
 
 
@@ -161,9 +161,7 @@ def across_table(report: Mapping[str, Any]) -> str:
     for label, systems in by_cell(report["rows"]).items():
         p50 = {name: row["p50_ms"] for name, row in systems.items()}
         lfu, ours = (systems.get(name, {}) for name in ("as_h2o_lfu", "impress"))
-        both = [of in lfu and of in ours for of in _BY]
-        ratios = [times(lfu, ours, of) if there else None
-                  for of, there in zip(_BY, both, strict=True)]  # fmt: skip
+        ratios = [times(lfu, ours, of) if of in lfu and of in ours else None for of in _BY]
         ratios += [worst_of(systems, of) for of in _BY]
         fell = systems["impress"]["fell_back"] if "impress" in systems else ""
         commits = dict.fromkeys(row.get("commit", "") for row in systems.values())

@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -37,29 +38,36 @@ Serve = Callable[..., Served]
 PROMPT = words(300, seed=3)
 
 
+@contextmanager
+def held_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Meanwhile the saver begins nothing."""
+    go, begin = threading.Event(), served.worker.saver._begin
+
+    def stuck(*args: Any) -> Any:
+        assert go.wait(60)
+        return begin(*args)
+
+    monkeypatch.setattr(served.worker.saver, "_begin", stuck)
+    try:
+        yield
+    finally:
+        go.set()
+
+
 def test_a_reset_leaves_blocks_alone_that_are_still_to_be_stored(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that a reset met gave its blocks back while the saver had yet to read them: what
     the next request wrote there was stored under the first one's name."""
     served = serve()
-    saver, engine = served.worker.saver, served.llm.llm_engine
-    go, begin = threading.Event(), saver._begin
-
-    def stuck(*args: Any) -> Any:
-        assert go.wait(60)
-        return begin(*args)
-
-    monkeypatch.setattr(saver, "_begin", stuck)
-    try:
+    engine = served.llm.llm_engine
+    with held_back(served, monkeypatch):
         engine.add_request("first", {"prompt_token_ids": PROMPT}, params(5))
         engine.step()
         served.scheduler.reset_prefix_cache(reset_connector=True)
         while engine.has_unfinished_requests():
             engine.step()
         assert served.used_blocks() > 0
-    finally:
-        go.set()
     served.settle()
     assert served.used_blocks() == 0
     assert served.store.lookup(PROMPT) == 256  # by its name from before the reset
@@ -71,23 +79,14 @@ def test_a_pause_is_not_over_while_blocks_are_still_to_be_read(
     """A pause that keeps what runs was over at once. `sleep` then unmaps the KV cache on CUDA,
     where the saver had yet to read it. (As docs/VLLM.md says of engines in this process.)"""
     served = serve()
-    saver, engine, scheduler = served.worker.saver, served.llm.llm_engine, served.scheduler
-    go, begin = threading.Event(), saver._begin
-
-    def stuck(*args: Any) -> Any:
-        assert go.wait(60)
-        return begin(*args)
-
-    monkeypatch.setattr(saver, "_begin", stuck)
-    try:
+    engine, scheduler = served.llm.llm_engine, served.scheduler
+    with held_back(served, monkeypatch):
         engine.add_request("kept", {"prompt_token_ids": PROMPT}, params(5))
         engine.step()
         served.llm.sleep(0, mode="keep")
         for _ in range(3):
             assert scheduler.has_requests()
             engine.step()
-    finally:
-        go.set()
     served.worker.flush()
     engine.step()
     assert not scheduler.has_requests()
