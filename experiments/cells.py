@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from experiments.common import Row, Unable, console, named
+from experiments.common import Row, Unable, named
 from impress.report import commit, host
 
 
@@ -31,16 +33,19 @@ class Cells:
 
     def __init__(self, report: Path | None, *, resume: bool) -> None:
         """`resume` keeps what the file holds; otherwise it begins empty, and what it held is put
-        aside: hours may have gone into it."""
+        aside, under a name that nothing has: hours may have gone into it."""
         self._path = state_file(report)
         self._done: dict[str, list[dict[str, Any]]] = {}
         if self._path is None:
             return
         if not resume and self._path.exists() and self._path.stat().st_size:
-            aside = self._path.with_name(f"before.{self._path.name}")
+            aside = _aside(self._path)
             with named(self._path):
                 self._path.replace(aside)
-            console.print(f"without --resume all is measured anew; cells of before: {aside}")
+            print(
+                f"without --resume all is measured anew; cells of before: {aside} (renamed to "
+                f"{self._path.name}, --resume takes them up)", file=sys.stderr,
+            )  # fmt: skip
         kept = _lines(self._path) if resume and self._path.exists() else []
         for cell in kept:
             if cell.get("host", _machine()) != _machine():
@@ -89,6 +94,12 @@ class Cells:
         """The commits that these cells were measured at, in order of first use."""
         times = (cell for params in cells for cell in self._done[_key(params)])
         return list(dict.fromkeys(cell["commit"] for cell in times))
+
+
+def _aside(path: Path) -> Path:
+    """Where nothing is: before.NAME, before1.NAME, …"""
+    names = (path.with_name(f"before{n or ''}.{path.name}") for n in count())
+    return next(name for name in names if not name.exists())
 
 
 def _machine() -> str:

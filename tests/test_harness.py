@@ -201,12 +201,32 @@ def test_without_resume_everything_is_measured_again(
     assert again.run(tmp_path, "--json", str(report)) == 130
     assert not state.read_text()
     aside = tmp_path / "before.doubling.cells.jsonl"
-    assert aside.read_text() == before and aside.name in capsys.readouterr().out
+    assert aside.read_text() == before and aside.name in capsys.readouterr().err
     assert again.run(tmp_path, "--json", str(report)) == 130
     assert aside.read_text() == before  # of nothing
     again = Doubling([1])
     assert again.run(tmp_path, "--json", str(report)) == 0
     assert again.measured == [1]
+
+
+def test_quick_runs_leave_the_cells_of_a_full_run_to_a_later_resume(
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second of two quick runs put the first one's cells over those of a full run."""
+    assert Doubling([1, 2, 3]).run(tmp_path, "--json", str(report)) == 0
+    state = tmp_path / "doubling.cells.jsonl"
+    full = state.read_text()
+    said = ""
+    for _ in range(3):
+        assert Doubling([1]).run(tmp_path, "--json", str(report), "--quick") == 0
+        said += capsys.readouterr().err
+    asides = sorted(tmp_path.glob("before*.cells.jsonl"))
+    assert len(asides) == 3 and all(str(aside) in said for aside in asides)
+    (aside,) = (aside for aside in asides if aside.read_text() == full)
+    aside.replace(state)
+    again = Doubling([1, 2, 3])
+    assert again.run(tmp_path, "--json", str(report), "--resume") == 0
+    assert again.measured == []
 
 
 def test_cells_that_a_report_leaves_out_are_counted(
