@@ -243,17 +243,22 @@ def _cells(options: Options) -> list[Cell]:
 
 
 def _figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
-    parts = {part: [row for row in rows if row["part"] == part] for part in ("reads", "writes")}
-    reads = _table(parts["reads"], "verified", "believed")
-    writes = _table(parts["writes"], "durable", "not durable")
-    digests = [row for row in rows if row["part"] == "digest"]
-    print_rows("Read cold; wall: what believing saves in the same round", reads)
-    print_rows("Stored and flushed", writes)
-    shown = ("piece", "CPU s/GB", "least", "most", "in cache", "floor")
-    print_rows("The digest alone, one core", [{key: row[key] for key in shown} for row in digests])
-    verified, loaded = reads[0], reads[2]
-    share = float(np.median(_saved(parts["reads"], "verified", "believed")))
-    fsync_share = float(np.median(_saved(parts["writes"], "durable", "not durable")))
+    """Of each part that was measured: --cells may leave out the others."""
+    said: Figures = {}
+    tables: list[Row] = []
+    for part, figures in (("reads", _of_reads), ("writes", _of_writes), ("digest", _of_digests)):
+        if mine := [row for row in rows if row["part"] == part]:
+            more, lines = figures(mine)
+            said |= more
+            tables += lines
+    return said, [*tables, *(row for row in rows if row["part"] != "digest")]
+
+
+def _of_reads(rows: list[Row]) -> tuple[Figures, list[Row]]:
+    lines = _table(rows, "verified", "believed")
+    print_rows("Read cold; wall: what believing saves in the same round", lines)
+    verified, _, loaded = lines
+    share = float(np.median(_saved(rows, "verified", "believed")))
     print_rows("Verification of cold reads, pieces of 8 KiB", [
         {"": "CPU s/GB, where it happens", "measured": verified["inside s/GB"], "wanted": 0.06},
         {"": "of which loading the bytes", "measured": loaded["inside s/GB"], "wanted": 0.0},
@@ -263,8 +268,20 @@ def _figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
         "checksum_cpu_s_per_gb": verified["inside s/GB"],
         "checksum_wall_share": share,
         "load_cpu_s_per_gb": loaded["inside s/GB"],
-        "durability_wall_share": fsync_share,
-    }, [*reads, *writes, *digests, *parts["reads"], *parts["writes"]]  # fmt: skip
+    }, lines
+
+
+def _of_writes(rows: list[Row]) -> tuple[Figures, list[Row]]:
+    lines = _table(rows, "durable", "not durable")
+    print_rows("Stored and flushed", lines)
+    share = float(np.median(_saved(rows, "durable", "not durable")))
+    return {"durability_wall_share": share}, lines
+
+
+def _of_digests(rows: list[Row]) -> tuple[Figures, list[Row]]:
+    shown = ("piece", "CPU s/GB", "least", "most", "in cache", "floor")
+    print_rows("The digest alone, one core", [{key: row[key] for key in shown} for row in rows])
+    return {}, rows
 
 
 def _saved(rows: list[Row], full: str, less: str) -> list[float]:

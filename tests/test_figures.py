@@ -20,6 +20,7 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 CELLS = {
     "ablation": ("part", "cell"), "chunks": ("row_kib", "mix"), "hashpool": ("p",),
     "hits": ("ratio", "zipf"), "repack": ("part",), "scale": ("part", "cell"),
+    "reliability/load": ("threads", "processes", "engine"), "reliability/overhead": ("part",),
     "trace": ("size", "policy"), "ttft": ("part", "cell"),
     "vbuffers": ("part", "page_bytes", "context", "batch"),
     "zero_hit": ("hit", "storing", "policy"),
@@ -38,9 +39,14 @@ def _one_by_one(wanted: dict[str, tuple[str, ...]]) -> list[Any]:
         params += [
             pytest.param(name, rows, id=" ".join(map(str, (name, *label))))
             for label, rows in found.items()
-            if "all" not in label  # never without the others
+            if label and "all" not in label  # a table of its own; never without the others
         ]
     return params
+
+
+def _experiment(name: str) -> Experiment:
+    made: Experiment = import_module(f"experiments.{Path(name).name}").EXPERIMENT
+    return made
 
 
 def _plot(experiment: Experiment, said: dict[str, float], rows: list[Row]) -> None:
@@ -58,7 +64,7 @@ def _plot(experiment: Experiment, said: dict[str, float], rows: list[Row]) -> No
 def test_a_cell_alone_has_figures_and_plots(name: str, rows: list[Row], tmp_path: Path) -> None:
     """`--cells` measured for an hour, then ended in a traceback, without a report: a figure was
     taken from rows of other cells. A curve without a point was the word "o-" on its axis."""
-    experiment: Experiment = import_module(f"experiments.{name}").EXPERIMENT
+    experiment = _experiment(name)
     quick = json.loads((RESULTS / f"{name}.json").read_text())["meta"]["quick"]
     options = Options(
         quick, None, None, False, tmp_path, 1, Disk(1.5, "given"),
@@ -72,4 +78,4 @@ def test_a_cell_alone_has_figures_and_plots(name: str, rows: list[Row], tmp_path
 
 @pytest.mark.parametrize(("name", "rows"), _one_by_one(LINES))
 def test_a_group_alone_has_plots(name: str, rows: list[Row]) -> None:
-    _plot(import_module(f"experiments.{name}").EXPERIMENT, {}, rows)
+    _plot(_experiment(name), {}, rows)
