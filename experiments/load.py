@@ -152,9 +152,9 @@ _SHOWN: Final = {
 
 
 def _figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
-    print_rows("Load; 0 processes: all in one", [
-        {name: row[key] for key, name in _SHOWN.items()} for row in rows
-    ])  # fmt: skip
+    shown = [{name: row[key] for key, name in _SHOWN.items()} for row in rows]
+    if shown:
+        print_rows("Load; 0 processes: all in one", shown)
     most = [row for row in rows if row["threads"] == 64]
     if not most:
         return {}, rows

@@ -49,6 +49,11 @@ def _experiment(name: str) -> Experiment:
     return made
 
 
+def _options(folder: Path, *, quick: bool) -> Options:
+    more = argparse.Namespace(unchecked=False)
+    return Options(quick, None, None, False, folder, 1, Disk(1.5, "given"), more, ExitStack())
+
+
 def _plot(experiment: Experiment, said: dict[str, float], rows: list[Row]) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
@@ -66,11 +71,7 @@ def test_a_cell_alone_has_figures_and_plots(name: str, rows: list[Row], tmp_path
     taken from rows of other cells. A curve without a point was the word "o-" on its axis."""
     experiment = _experiment(name)
     quick = json.loads((RESULTS / f"{name}.json").read_text())["meta"]["quick"]
-    options = Options(
-        quick, None, None, False, tmp_path, 1, Disk(1.5, "given"),
-        argparse.Namespace(unchecked=False), ExitStack(),
-    )  # fmt: skip
-    said, lines = experiment.figures(rows, options)
+    said, lines = experiment.figures(rows, _options(tmp_path, quick=quick))
     assert lines
     assert all(np.isfinite(value) for value in said.values())
     _plot(experiment, said, lines)
@@ -79,3 +80,9 @@ def test_a_cell_alone_has_figures_and_plots(name: str, rows: list[Row], tmp_path
 @pytest.mark.parametrize(("name", "rows"), _one_by_one(LINES))
 def test_a_group_alone_has_plots(name: str, rows: list[Row]) -> None:
     _plot(_experiment(name), {}, rows)
+
+
+def test_an_engine_that_this_machine_has_not_leaves_a_load_without_rows(tmp_path: Path) -> None:
+    """`--cells io_uring` without io_uring skipped the cell and ended in an IndexError."""
+    options = _options(tmp_path, quick=True)
+    assert _experiment("load").figures([], options) == ({}, [])
