@@ -9,24 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 import impress
 from experiments.accuracy_measure import Prompts, Query
 from experiments.arms import Arm, probes
 from experiments.common import Row
 from experiments.harness import Cell, Options
-from experiments.selection import CHECKPOINTS, N_TOKENS, asked, digest_of
+from experiments.selection import CHECKPOINTS, N_TOKENS, asked, digest_of, model_of
 from impress.demo.lookup.tasks import document
 from impress.engines import hf
 from impress.policy import Exact, Quality
 
-_LOOKUP: Final = Path(impress.__file__).parent / "demo" / "lookup"
 N_DOCUMENTS: Final = {False: 252, True: 6}  # by `quick`
 #: Seconds of one arm on one question, on one busy core: for the estimate.
 _ARM_S: Final = 0.05
@@ -41,9 +37,10 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
     def engine(checkpoint: str) -> hf.Engine:
         return options.exits.enter_context(_opened(checkpoint, options, arms))
 
-    seconds = _ARM_S * _QUESTIONS * len(arms)
+    seconds, weights = _ARM_S * _QUESTIONS * len(arms), _weights()
     return [
-        Cell({"group": checkpoint, "document": index, "arms": sorted(arms)},
+        Cell({"group": checkpoint, "document": index, "arms": sorted(arms),
+              "weights": weights[checkpoint]},
              _measure(engine, checkpoint, index, arms), seconds)
         for index in range(N_DOCUMENTS[options.quick])
         for checkpoint in CHECKPOINTS
@@ -52,16 +49,19 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
 
 def meta() -> dict[str, Any]:
     """What a reader needs to know of the models."""
-    return {"weights": {name: digest_of(name) for name in CHECKPOINTS}, "n_tokens": N_TOKENS}
+    return {"weights": _weights(), "n_tokens": N_TOKENS}
+
+
+def _weights() -> dict[str, str]:
+    return {name: digest_of(name) for name in CHECKPOINTS}
 
 
 def _opened(checkpoint: str, options: Options, arms: dict[str, Arm]) -> hf.Engine:
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(_LOOKUP / checkpoint, dtype=torch.float16).eval()
     config = impress.Config(
         probes=probes(arms), dram_bytes=0, mode="sparse", durable=False, io_threads=2,
         segment_bytes=64 << 20, disk_bytes=256 << 20,
     )  # fmt: skip
+    model = model_of(checkpoint)
     return hf.attach(model, options.folder / checkpoint, Quality(), config=config)
 
 

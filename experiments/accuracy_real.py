@@ -67,6 +67,7 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
         "group": where.name.replace(".", "_"), "task": more.task, "shots": more.shots,
         "items": len(queries), "arms": sorted(arms),
         "model": str(where.resolve()) if where.exists() else more.model,
+        "weights": _weights(more.model, config),
         "asked": blake2b(repr(queries).encode(), digest_size=8).hexdigest(),
     }  # fmt: skip
     return [
@@ -74,6 +75,15 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
              len(queries)))), _ARM_S * _CELL_ITEMS * len(arms))
         for first in range(0, len(queries), _CELL_ITEMS)
     ]  # fmt: skip
+
+
+def _weights(model: str, config: Any) -> str:
+    """What tells these weights from others of the same name: of a folder what it holds, of the hub
+    the commit."""
+    if not Path(model).is_dir():
+        return str(getattr(config, "_commit_hash", None) or "")
+    with loading(model, "weights do"):
+        return impress.namespace_of(model).hex()
 
 
 def query_of(tokenizer: Any, drawn: Drawn, item: Item, task: str) -> Query:

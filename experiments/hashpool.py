@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any, Final
 
@@ -21,10 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
-import impress
+from experiments import selection
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
-from experiments.selection import digest_of
 from impress.blockhash import as_tokens, chain, labels_of, namespace_digest
 from impress.demo.lookup.tokenizer import N_TOKENS, START_ID
 from impress.lineage.hashpool import HashPool
@@ -53,7 +51,11 @@ def cells(options: Options) -> list[Cell]:
     n = N_REQUESTS[options.quick]
     seconds = n * 2 * _REQUEST_S
     shares = (0.1, 0.5, 1.0) if options.quick else tuple(i / 10 for i in range(1, 11))
-    return [Cell({"p": p}, partial(measure, p, n, options.seed), seconds) for p in shares]
+    weights = selection.digest_of(CHECKPOINT)
+    return [
+        Cell({"p": p, "weights": weights}, partial(measure, p, n, options.seed), seconds)
+        for p in shares
+    ]
 
 
 def prompts(p: float, n: int, seed: int) -> list[np.ndarray]:
@@ -120,7 +122,7 @@ def _keys(tokens: np.ndarray) -> list[bytes]:
 
 def _model() -> Any:
     logging.disable_progress_bar()
-    folder = Path(impress.__file__).parent / "demo" / "lookup" / CHECKPOINT
+    folder = selection.LOOKUP / CHECKPOINT
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -154,7 +156,8 @@ def _block(cache: DynamicCache, index: int) -> Block:
 
 
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
-    print_rows("Random prompts of which a share p comes again", rows)
+    shown = [{name: row[name] for name in row if name != "weights"} for row in rows]
+    print_rows("Random prompts of which a share p comes again", shown)
     large = [row for row in rows if row["arm"] == POOL]
     hits = {row["p"]: row["hit"] for row in large}
     said = {name: hits[p] for name, p in (("hit_p01", 0.1), ("hit_p10", 1.0)) if p in hits}
@@ -190,7 +193,7 @@ def draw(figure: Any, _said: Figures, rows: list[Row]) -> None:
 
 def meta(_options: Options) -> dict[str, Any]:
     return {
-        "weights": {CHECKPOINT: digest_of(CHECKPOINT)}, "prompt_tokens": PROMPT_TOKENS,
+        "weights": {CHECKPOINT: selection.digest_of(CHECKPOINT)}, "prompt_tokens": PROMPT_TOKENS,
         "block_tokens": BLOCK_TOKENS, "n_frequent": N_FREQUENT,
     }  # fmt: skip
 

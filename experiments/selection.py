@@ -55,7 +55,8 @@ CONFIG: Final = impress.Config(
     probes=("heads3-v1", "int4-v1"), dram_bytes=0, mode="sparse", durable=False, io_threads=2,
     segment_bytes=64 << 20, disk_bytes=256 << 20,
 )  # fmt: skip
-_LOOKUP: Final = Path(impress.__file__).parent / "demo" / "lookup"
+#: Where the checkpoints are.
+LOOKUP: Final = Path(impress.__file__).parent / "demo" / "lookup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +300,7 @@ def _reads(row: Row) -> Row:
 def model_of(checkpoint: str) -> Any:
     """A checkpoint's model in float16."""
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(_LOOKUP / checkpoint, dtype=torch.float16).eval()
+    model = AutoModelForCausalLM.from_pretrained(LOOKUP / checkpoint, dtype=torch.float16).eval()
     assert geometry_of(model.config, model.dtype).dtype == "float16"
     return model
 
@@ -311,7 +312,7 @@ def opened(checkpoint: str, folder: Path) -> hf.Engine:
 
 def digest_of(checkpoint: str) -> str:
     """The first 12 hex digits of SHA-256 of a checkpoint's weights."""
-    weights = (_LOOKUP / checkpoint / "model.safetensors").read_bytes()
+    weights = (LOOKUP / checkpoint / "model.safetensors").read_bytes()
     return hashlib.sha256(weights).hexdigest()[:12]
 
 

@@ -156,6 +156,15 @@ def flip_a_bit(path: Path, extent: Extent, off: int = 0) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+def other_weights(model: Path) -> None:
+    """A weight of a model's directory becomes another, in a new file: the old may still be read."""
+    file, fresh = model / "model.safetensors", model / "fresh"
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1  # the lowest bit of a float16
+    fresh.write_bytes(data)
+    fresh.replace(file)
+
+
 class _Failing(logging.Handler):
     def emit(self, _record: logging.LogRecord) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

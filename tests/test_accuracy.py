@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import wait_for_promotions
+from conftest import other_weights, wait_for_promotions
 from test_engine_hf import attach, prompts, tiny
 
-from experiments import accuracy
+from experiments import accuracy, hashpool, selection, threshold
 from experiments.accuracy_figures import all_figures
 from experiments.arms import KEPT, SELECTORS, Quantised, arms, probes
 from experiments.behind import GivenRows, behind, stored_prefix, stored_rows
@@ -178,7 +180,39 @@ def test_other_shares_are_other_cells(
         figures = json.loads((tmp_path / "accuracy.json").read_text())["figures"]
         assert figures[f"specialised.all.{kept}.recency.rows_share"] == int(kept) / 100
     assert main(accuracy.EXPERIMENT, [*args, "--cells", "nothing"]) == 2
-    assert capsys.readouterr().err.endswith("there are: specialised, 0\n")
+    known = f"specialised, 0, {selection.digest_of('specialised')}"
+    assert capsys.readouterr().err.endswith(f"there are: {known}\n")
+
+
+@pytest.mark.parametrize("experiment", [accuracy, threshold, hashpool])
+def test_other_weights_of_a_checkpoint_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    experiment: Any,
+) -> None:  # fmt: skip
+    """`--resume` kept what the weights of before had answered, under the digest of the new ones."""
+    lookup = tmp_path / "lookup"
+    for name in ("specialised", hashpool.CHECKPOINT):
+        shutil.copytree(selection.LOOKUP / name, lookup / name)
+    monkeypatch.setattr(selection, "LOOKUP", lookup)
+    monkeypatch.setattr(accuracy.accuracy_lookup, "N_DOCUMENTS", {True: 1})
+    monkeypatch.setattr(accuracy.accuracy_lookup, "CHECKPOINTS", ("specialised",))
+    monkeypatch.setattr(accuracy, "arms", lambda kept: {"exact": Exact()})
+    monkeypatch.setattr(threshold, "ALPHAS", (0.0, 4.0))
+    monkeypatch.setattr(hashpool, "N_REQUESTS", {True: 40})
+
+    def measured() -> tuple[int, int]:
+        """How many cells, and of how many."""
+        args = ["--quick", "--resume", "--dir", str(tmp_path), "--json", str(tmp_path / "out.json")]
+        assert main(experiment.EXPERIMENT, args) == 0
+        found = re.search(r"\((\d+) of (\d+) cells", capsys.readouterr().out)
+        assert found is not None
+        return int(found[1]), int(found[2])
+
+    n, _ = measured()
+    assert n and measured() == (0, n)
+    for checkpoint in lookup.iterdir():
+        other_weights(checkpoint)
+    assert measured() == (n, n)
 
 
 @pytest.mark.parametrize(

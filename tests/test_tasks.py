@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from conftest import other_weights
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from experiments import accuracy, accuracy_measure
@@ -268,8 +269,8 @@ def test_a_real_run_scores_as_one_forward_of_prompt_and_choice_does(
 def test_another_model_of_the_name_and_other_questions_are_measured_again(
     tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--resume` took a fine-tuned model, in a directory of the same name, for the one before; and
-    one split of a task for the other."""
+    """`--resume` took a fine-tuned model, in the same directory or one of that name, for the one
+    before; and one split of a task for the other."""
     other, data = tmp_path / model_dir.name, tmp_path / "copa.jsonl"
     shutil.copytree(model_dir, other)
     rows = (DATA / "copa" / "train.jsonl").read_text().splitlines(keepends=True)
@@ -287,6 +288,8 @@ def test_another_model_of_the_name_and_other_questions_are_measured_again(
     assert "(0 of 1 cells" in measured(model_dir, questions[0])
     assert "(1 of 1 cells" in measured(other, questions[0])
     assert "(1 of 1 cells" in measured(model_dir, questions[1])
+    other_weights(other)
+    assert "(1 of 1 cells" in measured(other, questions[0])
 
 
 @pytest.mark.parametrize(
