@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.common import Unable
 from experiments.lookup_model.batches import Batch, stream
 from experiments.lookup_model.llama import LookupLlama
 from experiments.lookup_model.model import LookupOPT, Shape, Trace, hint_log_mass
@@ -41,6 +43,8 @@ N_AUX_STAGES = 4
 #: The heads hinted in the specialised variant, none of the first three. With head 5 alone COPA was
 #: learnt and RTE still at chance after 720 steps; all eight heads take about 250.
 SPECIALISTS = (4, 5, 6, 7)
+#: What makes a run another one: it is not gone on with.
+_SAME: Final = ("variant", "layers", "seed")
 
 
 @dataclass
@@ -241,10 +245,15 @@ class Run:
         fresh.rename(self.work / "state.pt")
 
     def resume(self) -> None:
+        """Go on from the state in `work`, if it has one. Raises Unable: it is another run's."""
         path = self.work / "state.pt"
         if not path.exists():
             return
         state = torch.load(path)
+        for name in _SAME:
+            of, asked = state["args"][name], getattr(self.args, name)
+            if of != asked:
+                raise Unable(f"{path} is of {name} {of}, not {asked}: name another --work")
         self.model.load_state_dict(state["model"])
         self.aux.load_state_dict(state["aux"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -253,7 +262,7 @@ class Run:
         print(f"resumed at {json.dumps(vars(self.at))}", flush=True)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("variant", choices=("agreeing", "specialised", "grouped"))
     parser.add_argument("--work", required=True, help="folder of the resumable state")
@@ -269,20 +278,26 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--entropy-weight", type=float, default=0.01)
     parser.add_argument("--aux-weight", type=float, default=0.3)
     parser.add_argument("--diffuse-bar", type=float, default=0.75)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    args = arguments()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, and export to --out. The exit status: 0, or 2 where the state is another run's."""
+    args = arguments(argv)
     torch.set_num_threads(1)
     run = Run(args)
-    run.resume()
+    try:
+        run.resume()
+    except Unable as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 2
     run.train()
     if args.out:
         from experiments.lookup_model.export import export
 
         export(run.model, Path(args.out))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

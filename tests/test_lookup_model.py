@@ -1,0 +1,34 @@
+"""Training of the lookup model: who goes on from what stands in --work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.lookup_model.train import Run, arguments, main
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (["specialised"], "is of variant agreeing, not specialised"),
+        (["agreeing", "--layers", "2"], "is of layers 1, not 2"),
+        (["agreeing", "--seed", "1"], "is of seed 0, not 1"),
+    ],
+)
+def test_a_state_of_another_run_is_refused(
+    tmp_path: Path, other: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was trained on, and exported under the name of what was asked for."""
+    work, out = tmp_path / "work", tmp_path / "out"
+    given = ["--work", str(work), "--out", str(out), "--steps", "0", "--layers", "1"]
+    Run(arguments([*given, "agreeing"])).save()
+    assert main([*given, *other]) == 2
+    err = capsys.readouterr().err
+    assert f"{work}" in err and says in err and err.count("\n") == 1
+    assert not out.exists()
+    assert main([*given, "agreeing"]) == 0
+    assert "resumed at" in capsys.readouterr().out and out.exists()
