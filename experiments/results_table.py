@@ -71,7 +71,8 @@ class Reports:
             if error is not None:
                 off = f"{error:.1%}{_failed(report['rows'])}"
             size = "quick" if meta.get("quick") else "full"
-            commits = ", ".join(f"`{one}`" for one in meta["cells"]["commits"])
+            measured = meta.get("cells", {}).get("commits", [meta["commit"]])
+            commits = ", ".join(f"`{one}`" for one in measured)
             machine = _processor(meta["host"])
             lines.append(
                 f"| {name} | {meta['date'][:10]} | {commits} | {size} | {machine} | {off} |"

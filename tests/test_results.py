@@ -116,6 +116,13 @@ def test_what_was_emulated_without_a_check_says_so_and_every_commit_is_named(
     assert "| hits | 2030-01-02 | `abc` | quick | AMD EPYC |  |" in text
 
 
+def test_a_report_of_an_experiment_without_cells_has_its_line(tmp_path: Path) -> None:
+    """With one in the folder of reports `experiments.all` ended in a KeyError, hours later."""
+    meta = {name: value for name, value in META.items() if name != "cells"}
+    text = _filled(tmp_path, "runs", {"tiers": {"figures": {}, "meta": meta}})
+    assert "| tiers | 2030-01-02 | `abc` | quick | AMD EPYC |  |" in text
+
+
 def test_checks_that_failed_are_said_beside_those_behind_which_cells_were_measured(
     tmp_path: Path,
 ) -> None:
