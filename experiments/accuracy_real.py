@@ -8,7 +8,7 @@ computed with each question. Rows are chosen by the question; its choices are co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -56,6 +56,7 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
         config = AutoConfig.from_pretrained(more.model)
     check_family(config)
     queries = [query_of(tokenizer, drawn, item, more.task) for item in drawn.items]
+    documents = documents_of(drawn.items)
     shared = shared_tokens(queries)
     _check_lengths(queries, shared, config)
 
@@ -71,8 +72,9 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
         "asked": blake2b(repr(queries).encode(), digest_size=8).hexdigest(),
     }  # fmt: skip
     return [
-        Cell({**params, "first": first}, _measure(asking, range(first, min(first + _CELL_ITEMS,
-             len(queries)))), _ARM_S * _CELL_ITEMS * len(arms))
+        Cell({**params, "first": first},
+             _measure(asking, documents, range(len(queries))[first : first + _CELL_ITEMS]),
+             _ARM_S * _CELL_ITEMS * len(arms))
         for first in range(0, len(queries), _CELL_ITEMS)
     ]  # fmt: skip
 
@@ -100,6 +102,12 @@ def query_of(tokenizer: Any, drawn: Drawn, item: Item, task: str) -> Query:
         raise Unable(f"a choice of {item.choices} adds no token to its prompt with this tokenizer")
     lengths = tuple(len(choice) - 1 for choice in item.choices)
     return Query(task, prompt, choices, item.gold, lengths if FORMATS[task].normalised else ())
+
+
+def documents_of(items: Sequence[Item]) -> list[int]:
+    """Of each question the number of the first about the same thing. Pure."""
+    first: dict[str, int] = {}
+    return [first.setdefault(item.about, i) for i, item in enumerate(items)]
 
 
 def shared_tokens(queries: list[Query]) -> tuple[int, ...]:
@@ -144,9 +152,11 @@ def _opened(
     return Asking(Prompts(model, engine.store, arms, shared), queries)
 
 
-def _measure(asking: Callable[[], Asking], items: range) -> Callable[[], list[Row]]:
+def _measure(
+    asking: Callable[[], Asking], documents: Sequence[int], items: range
+) -> Callable[[], list[Row]]:
     def measure() -> list[Row]:
         prompts, queries = asking()
-        return [{"document": i, **prompts.ask(queries[i])} for i in items]
+        return [{"document": documents[i], **prompts.ask(queries[i])} for i in items]
 
     return measure

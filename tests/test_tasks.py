@@ -17,10 +17,11 @@ from conftest import other_weights
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from experiments import accuracy, accuracy_measure
-from experiments.accuracy_real import query_of, shared_tokens
+from experiments.accuracy_real import documents_of, query_of, shared_tokens
 from experiments.harness import main
 from experiments.tasks import FORMATS, Rows, draw, load
 from impress.errors import BadInput
+from impress.policy import Exact
 
 DATA = Path(__file__).parent / "data"
 TASKS = ("rte", "copa", "piqa", "openbookqa")
@@ -290,6 +291,45 @@ def test_another_model_of_the_name_and_other_questions_are_measured_again(
     assert "(1 of 1 cells" in measured(model_dir, questions[1])
     other_weights(other)
     assert "(1 of 1 cells" in measured(other, questions[0])
+
+
+def test_questions_about_one_premise_are_of_one_document(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RTE's questions about one premise counted as independent, and intervals came out narrow."""
+    monkeypatch.setattr(accuracy, "arms", lambda kept: {"exact": Exact()})
+    data = tmp_path / "rte"
+    shutil.copytree(DATA / "rte", data)
+    rows = [json.loads(line) for line in (data / "val.jsonl").read_text().splitlines()]
+    rows[2]["premise"] = rows[0]["premise"]
+    (data / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = ["--model", str(model_dir), "--task", "rte", "--data", str(data), "--shots", "2",
+            "--seed", "5", "--dir", str(tmp_path),
+            "--json", str(tmp_path / "out.json")]  # fmt: skip
+    assert main(accuracy.EXPERIMENT, args) == 0
+    (cell,) = map(json.loads, (tmp_path / "out.cells.jsonl").read_text().splitlines())
+    assert [row["document"] for row in cell["rows"]] == [0, 1, 0]
+
+
+ABOUT = [
+    ("rte", "premise", {"premise": "It rained.", "hypothesis": "a", "label": 0},
+     {"hypothesis": "b"}),
+    ("copa", "premise", {"premise": "It rained.", "question": "cause", "choice1": "a",
+                         "choice2": "b", "label": 0}, {"question": "effect"}),
+    ("piqa", "goal", {"goal": "dry a coat", "sol1": "a", "sol2": "b", "label": 0}, {"sol1": "c"}),
+    ("piqa", "query", {"query": "dry a coat", "choices": ["a", "b"], "gold": 0}, {"gold": 1}),
+    ("openbookqa", "question_stem",
+     {"question_stem": "Rain is", "choices": {"text": ["a", "b"], "label": ["A", "B"]},
+      "answerKey": "A"}, {"answerKey": "B"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "subject", "row", "changes"), ABOUT)
+def test_questions_about_the_same_thing_are_of_one_document(
+    task: str, subject: str, row: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    rows = [row, {**row, subject: "another thing"}, {**row, **changes}]
+    assert documents_of([FORMATS[task].parse(one, "row") for one in rows]) == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

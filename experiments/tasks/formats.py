@@ -17,11 +17,15 @@ from impress.errors import BadInput
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question: text before the answer, the continuations to choose among, the right one."""
+    """One question: text before the answer, the continuations to choose among, the right one.
+
+    `about`: the same of questions about the same thing, which are not independent.
+    """
 
     context: str
     choices: tuple[str, ...]
     gold: int
+    about: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,8 @@ def _rte(row: Mapping[str, Any], where: str) -> Item:
     label = row.get("label")
     gold = names.index(label) if label in names else _index(row, "label", 2, where)
     premise, hypothesis = _text(row, "premise", where), _text(row, "hypothesis", where)
-    return Item(
-        f"{premise}\nQuestion: {hypothesis} True or False?\nAnswer:", (" True", " False"), gold
-    )
+    context = f"{premise}\nQuestion: {hypothesis} True or False?\nAnswer:"
+    return Item(context, (" True", " False"), gold, premise)
 
 
 def _copa(row: Mapping[str, Any], where: str) -> Item:
@@ -51,10 +54,11 @@ def _copa(row: Mapping[str, Any], where: str) -> Item:
     asked = _text(row, "question", where)
     if asked not in connectors:
         raise BadInput(f"{where}: field 'question' must be 'cause' or 'effect', got {asked!r}")
-    context = f"{_text(row, 'premise', where).strip()[:-1]} {connectors[asked]}"
+    premise = _text(row, "premise", where)
+    context = f"{premise.strip()[:-1]} {connectors[asked]}"
     offered = [_text(row, name, where) for name in ("choice1", "choice2")]
     choices = tuple(f" {text[0].lower()}{text[1:]}" for text in offered)  # it ends a sentence
-    return Item(context, choices, _index(row, "label", 2, where))
+    return Item(context, choices, _index(row, "label", 2, where), premise)
 
 
 def _piqa(row: Mapping[str, Any], where: str) -> Item:
@@ -63,7 +67,7 @@ def _piqa(row: Mapping[str, Any], where: str) -> Item:
         return _chosen(context, row, where)
     choices = tuple(f" {_text(row, name, where)}" for name in ("sol1", "sol2"))
     context = f"Question: {_text(row, 'goal', where)}\nAnswer:"
-    return Item(context, choices, _index(row, "label", 2, where))
+    return Item(context, choices, _index(row, "label", 2, where), context)
 
 
 def _openbookqa(row: Mapping[str, Any], where: str) -> Item:
@@ -77,7 +81,8 @@ def _openbookqa(row: Mapping[str, Any], where: str) -> Item:
     if key not in labels or len(labels) != len(texts):
         raise BadInput(f"{where}: field 'answerKey' must be one of {list(labels)}, got {key!r}")
     choices = tuple(f" {text}" for text in texts)
-    return Item(_text(row, "question_stem", where), choices, labels.index(key))
+    context = _text(row, "question_stem", where)
+    return Item(context, choices, labels.index(key), context)
 
 
 FORMATS: Final[dict[str, Format]] = {
@@ -94,7 +99,7 @@ FORMATS: Final[dict[str, Format]] = {
 def _chosen(context: str, row: Mapping[str, Any], where: str) -> Item:
     """llm-foundry's form: choices and the index of the right one."""
     choices = tuple(f" {text}" for text in _texts(row, "choices", where))
-    return Item(context, choices, _index(row, "gold", len(choices), where))
+    return Item(context, choices, _index(row, "gold", len(choices), where), context)
 
 
 def _text(row: Mapping[str, Any], name: str, where: str) -> str:
