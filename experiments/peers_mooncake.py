@@ -79,7 +79,7 @@ class Mooncake(Pooled):
         time.sleep(self._LEASE_S + 0.5)  # what is leased is not cleared
         cleared = self._client.batch_replica_clear(keys, segment)
         assert len(cleared) == len(keys), "its copies in memory stay"
-        self.pool[:] = 0
+        super().settled(prefix)
 
     def restore(self, prefix: int) -> None:
         keys, *where = self._request(prefix)

@@ -2,7 +2,8 @@
 
     fill     rows lie where the system takes them from (its pool in memory)        not timed
     store    on return the system says that they are stored                        timed
-    settled  whatever has to pass before they can be read from the medium          not timed
+    settled  whatever has to pass before they can be read from the medium; what
+             was stored is cleared from a pool that a restore ends in              not timed
     restore  on return they lie in memory, where an engine would take them from    timed
 
 All end in memory of their own, so the copy from there to an engine's KV cache is in nobody's time.
@@ -246,7 +247,6 @@ class VllmFiles(Pooled):
 
     def store(self, prefix: int) -> None:
         self._run(prefix, load=False)
-        self.pool[:] = 0
 
     def restore(self, prefix: int) -> None:
         self._run(prefix, load=True)

@@ -74,6 +74,10 @@ class Pooled(System):
     def fill(self, prefix: int, rows: npt.NDArray[np.uint8]) -> None:
         self.pool[:] = rows
 
+    def settled(self, prefix: int) -> None:
+        """What was stored lies in the pool no more: a restore that reads nothing shows."""
+        self.pool[:] = 0
+
     def same(self, prefix: int, rows: npt.NDArray[np.uint8]) -> bool:
         same = np.array_equal(self.pool, rows)
         self.pool[:] = 0

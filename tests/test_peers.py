@@ -8,14 +8,15 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from experiments import peers
+from experiments import peers, peers_systems
 from experiments.peers import ROUNDS, SHAPE_TMPFS, SYSTEMS, Field, Worker, figures, run
-from experiments.peers_worker import Shape, rows_of
+from experiments.peers_worker import Pooled, Shape, answer, rows_of, timed
 
 TINY = Shape(2, 2, 64, 256, 128)
 
@@ -126,3 +127,73 @@ def test_what_a_table_has_not_is_left_empty(small: None, capsys: Any) -> None:
     assert said == {"disk.impress.cold": 1.0}
     assert [line["cold"] for line in lines] == [1.0, ""]
     assert "sglang: not run: no wheel" in capsys.readouterr().out
+
+
+class _Idle(Pooled):
+    """Says that it stores and restores, and does neither."""
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        super().__init__(folder, shape)
+        self.pool = np.zeros((shape.n_chunks, shape.chunk_bytes), dtype=np.uint8)
+
+    def store(self, prefix: int) -> None:
+        """It was not."""
+
+    restore = store
+
+
+def _hicache(folder: Path, shape: Shape, patch: pytest.MonkeyPatch) -> Pooled:
+    """SGLang's, on a backend whose pages come back as they went."""
+    backend = SimpleNamespace(
+        batch_set=lambda keys, pages: True, batch_get=lambda keys, pages: pages
+    )  # fmt: skip
+    names = {"HiCacheFile": lambda _config: backend, "HiCacheStorageConfig": dict}
+    module = "sglang.srt.mem_cache.hicache_storage"
+    patch.setitem(sys.modules, module, SimpleNamespace(**names))
+    patch.setattr(peers_systems, "version", lambda _package: "1")
+    return peers_systems.HiCacheFile(folder, shape)
+
+
+def _vllm(folder: Path, shape: Shape, patch: pytest.MonkeyPatch) -> Pooled:
+    """vLLM's file tier, on one whose jobs are done and did nothing."""
+    tier = SimpleNamespace(
+        submit_store=lambda _job: None, submit_load=lambda _job: None,
+        get_finished_jobs=lambda: [SimpleNamespace(success=True)],
+    )  # fmt: skip
+    fakes = {
+        "vllm.v1.kv_offload.base": {"make_offload_key": lambda key, _group: key},
+        "vllm.v1.kv_offload.tiering.base": {"TransferJob": lambda *job: job},
+        "vllm.v1.kv_offload.tiering.fs.manager": {"FileSystemTierManager": lambda *_: tier},
+        "vllm.version": {"__version__": "1"},
+    }
+    for module, names in fakes.items():
+        patch.setitem(sys.modules, module, SimpleNamespace(**names))
+    patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # which it sets
+    return peers_systems.VllmFiles(folder, shape)
+
+
+POOLED = [lambda folder, shape, _patch: _Idle(folder, shape), _hicache, _vllm]
+
+
+@pytest.mark.parametrize("make", POOLED, ids=["any", "sglang", "vllm files"])
+def test_a_restore_that_reads_nothing_is_found(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was stored still lay in SGLang's pool: its cold restores could not come back changed."""
+    system = make(tmp_path, TINY, monkeypatch)
+    answer(system, tmp_path, TINY, 1, {"do": "store", "prefix": 0})
+    with pytest.raises(ValueError, match="prefix 0 came back changed"):
+        answer(system, tmp_path, TINY, 1, {"do": "cold", "prefix": 0})
+
+
+@pytest.mark.parametrize("make", POOLED, ids=["any", "sglang", "vllm files"])
+def test_a_store_ends_with_its_rows_in_the_pool(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's pool was cleared in the time of its stores, where others had nothing to clear."""
+    system, rows = make(tmp_path, TINY, monkeypatch), rows_of(TINY, 1, 0)
+    system.fill(0, rows)
+    timed(system, tmp_path, lambda: system.store(0), settle=True)
+    assert np.array_equal(system.pool, rows)
+    system.settled(0)
+    assert not system.pool.any()
