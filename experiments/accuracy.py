@@ -33,6 +33,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--shots", type=int, metavar="N", help=f"in the shared prefix (default {_SHOTS})")
     add("--items", type=int, metavar="N", help="ask so many (default: all, 20 with --quick)")
     add(
+        "--documents",
+        type=int,
+        metavar="N",
+        help="of the lookup models' (default: all; few with --quick)",
+    )
+    add(
         "--kept", type=_percents, default=KEPT, metavar="LIST",
         help=f"percent of the rows (default {','.join(map(str, KEPT))})",
     )  # fmt: skip
@@ -53,7 +59,13 @@ def _cells(options: Options) -> Sequence[Cell]:
     if more.model is None:
         if {more.task, more.data, more.items, more.shots} != {None}:
             raise Unable("--task, --data, --shots and --items go with --model")
-        return accuracy_lookup.cells(options, arms(more.kept))
+        n_most = accuracy_lookup.N_DOCUMENTS[options.quick]
+        n = n_most if more.documents is None else more.documents
+        if not 0 < n <= n_most:
+            raise Unable(f"--documents wants 1 to {n_most}, got {n}")
+        return accuracy_lookup.cells(options, arms(more.kept), n)
+    if more.documents is not None:
+        raise Unable("--documents goes with the lookup models, --items with --model")
     if more.task is None or more.data is None:
         raise Unable("--model needs --task and --data")
     if more.shots is None:

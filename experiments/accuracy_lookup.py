@@ -29,8 +29,8 @@ _ARM_S: Final = 0.05
 _QUESTIONS: Final = 4
 
 
-def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
-    """A cell for each document of each checkpoint."""
+def cells(options: Options, arms: dict[str, Arm], n_documents: int | None = None) -> list[Cell]:
+    """A cell for each document of each checkpoint; n_documents None: all of this size."""
     torch.set_num_threads(1)
 
     @cache
@@ -42,7 +42,7 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
         Cell({"group": checkpoint, "document": index, "arms": sorted(arms),
               "weights": weights[checkpoint]},
              _measure(engine, checkpoint, index, arms), seconds)
-        for index in range(N_DOCUMENTS[options.quick])
+        for index in range(n_documents or N_DOCUMENTS[options.quick])
         for checkpoint in CHECKPOINTS
     ]  # fmt: skip
 

@@ -184,6 +184,20 @@ def test_other_shares_are_other_cells(
     assert capsys.readouterr().err.endswith(f"there are: {known}\n")
 
 
+def test_more_documents_are_added_to_those_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All 252 take hours: fewer give wider intervals, and a longer run goes on from them."""
+    monkeypatch.setattr(accuracy.accuracy_lookup, "CHECKPOINTS", ("specialised",))
+    monkeypatch.setattr(accuracy, "arms", lambda kept: {"exact": Exact()})
+    args = ["--quick", "--dir", str(tmp_path), "--json", str(tmp_path / "accuracy.json")]
+    for n, todo in ((1, "1 of 1"), (2, "1 of 2")):
+        assert main(accuracy.EXPERIMENT, [*args, "--resume", "--documents", str(n)]) == 0
+        assert f"({todo} cells" in capsys.readouterr().out
+        rows = json.loads((tmp_path / "accuracy.json").read_text())["rows"]
+        assert next(row["n"] for row in rows if row["task"] == "all") == 4 * n
+
+
 @pytest.mark.parametrize("experiment", [accuracy, threshold, hashpool])
 def test_other_weights_of_a_checkpoint_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -220,6 +234,9 @@ def test_other_weights_of_a_checkpoint_are_measured_again(
     [
         (["--task", "rte"], "--task, --data, --shots and --items go with --model"),
         (["--items", "20"], "--task, --data, --shots and --items go with --model"),
+        (["--documents", "253"], "--documents wants 1 to 252, got 253"),
+        (["--documents", "0"], "--documents wants 1 to 252, got 0"),
+        (["--model", "x", "--documents", "3"], "--documents goes with the lookup models"),
         (["--shots", "5"], "--task, --data, --shots and --items go with --model"),
         (["--model", "somewhere"], "--model needs --task and --data"),
         (["--model", "./gone", "--task", "rte", "--data", "x"], "--model ./gone: no such folder"),
