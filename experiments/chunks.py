@@ -3,7 +3,8 @@
 Rows of 1, 4 and 16 KiB, choices that follow the average order more or less (the overlap is
 measured), each request read once from rows in position order, once from packed ones, beside a
 sequential read of everything, and beside the packed one's requests sent to the disk alone. All is
-real: no compute is in it.
+real: no compute is in it. Where on the curve the small trained models' choices lie is measured, too
+(experiments/overlap.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
+from experiments.overlap import measure as measure_models
+from experiments.selection import CHECKPOINTS, digest_of
 from experiments.systems.rows import Positions, Rows, choices, measured_overlap
 
 ROW_KIB: Final = (1, 4, 16)
@@ -37,13 +40,22 @@ PACKED_FROM: Final = 0.9
 
 
 def cells(options: Options) -> list[Cell]:
-    return [
+    reads = [
         Cell(  # alone: cells of before had its reads sent by eight threads alone
             {"row_kib": kib, "mix": mix, "alone": "by the quicker"},
             partial(measure, options, kib, mix), 2.0 + 0.8 * kib,
         )
         for kib in ROW_KIB for mix in MIXES[options.quick]
     ]  # fmt: skip
+    models = [  # last: nothing is timed behind what computes
+        Cell(
+            {"part": "models", "checkpoint": name, "weights": digest_of(name)},
+            partial(measure_models, options, name),
+            5.0 if options.quick else 30.0,
+        )
+        for name in CHECKPOINTS
+    ]
+    return reads + models
 
 
 def measure(options: Options, kib: int, mix: float) -> list[Row]:
@@ -87,6 +99,34 @@ def _read(rows: Rows, way: str, chosen: Sequence[Positions]) -> Row:
 
 
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
+    said = _overlaps([row for row in rows if row.get("others") is not None])
+    reads = [row for row in rows if "row_kib" in row]
+    if reads:
+        said |= _of_reads(reads)
+    return said, rows
+
+
+def _overlaps(models: Sequence[Row]) -> Figures:
+    """overlap.CHECKPOINT.POLICY, and with .stored behind it by the order at storing; of those that
+    chose rows."""
+    if models:
+        print_rows("Share of a choice that is first in an average order, trained models", [
+            {
+                "model": r["checkpoint"], "policy": r["policy"],
+                "by the other questions": f"{r['others']:.2f}",
+                "by the importance at storing": f"{r['stored']:.2f}",
+                "rows kept": f"{r['kept']:.2f}", "loaded whole": f"{r['whole']:.2f}",
+            }
+            for r in models
+        ])  # fmt: skip
+    said: Figures = {}
+    for row in models:
+        name = f"overlap.{row['checkpoint']}.{row['policy']}"
+        said |= {name: row["others"], f"{name}.stored": row["stored"]}
+    return said
+
+
+def _of_reads(rows: Sequence[Row]) -> Figures:
     print_rows("A sparse read of 25 % of the rows: in position order -> packed", [
         {
             "row": f"{r['row_kib']} KiB", "overlap": f"{r['overlap']:.2f}",
@@ -115,7 +155,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
         for unit in UNITS:
             fewer = typical[f"before_unit_{unit}"] / typical[f"after_unit_{unit}"]
             said[f"chunks_times_fewer.{unit}"] = fewer
-    return said, rows
+    return said
 
 
 def _pair(row: Row, name: str) -> str:
@@ -125,13 +165,18 @@ def _pair(row: Row, name: str) -> str:
 def draw_curve(figure: Any, _said: Figures, rows: list[Row]) -> None:
     """I/O time over the floor, against the measured overlap."""
     axes = figure.subplots()
-    for kib in dict.fromkeys(row["row_kib"] for row in rows):
-        mine = sorted((r["overlap"], r["io_vs_floor_after"]) for r in rows if r["row_kib"] == kib)
-        axes.plot(*np.array(mine).T, "o-", label=f"packed, rows of {kib} KiB")
-        mine = sorted((r["overlap"], r["io_vs_floor_before"]) for r in rows if r["row_kib"] == kib)
-        axes.plot(*np.array(mine).T, "x:", label=f"in position order, {kib} KiB")
-        mine = sorted((r["overlap"], r[_ALONE]) for r in rows if r["row_kib"] == kib)
-        axes.plot(*np.array(mine).T, ".--", label=f"the packed one's requests alone, {kib} KiB")
+    reads = [row for row in rows if "row_kib" in row]
+    lines = (("io_vs_floor_after", "o-", "packed, rows of"),
+             ("io_vs_floor_before", "x:", "in position order,"),
+             (_ALONE, ".--", "the packed one's requests alone,"))  # fmt: skip
+    for kib in dict.fromkeys(row["row_kib"] for row in reads):
+        for name, style, label in lines:
+            mine = sorted((r["overlap"], r[name]) for r in reads if r["row_kib"] == kib)
+            axes.plot(*np.array(mine).T, style, label=f"{label} {kib} KiB")
+    chosen = [row for row in rows if row.get("policy") == "paper" and row["others"] is not None]
+    for row, style in zip(chosen, ("--", "-.", ":"), strict=False):
+        label = f"the paper's selector, model {row['checkpoint']}"
+        axes.axvline(row["others"], color="tab:red", linestyle=style, label=label)
     axes.axhline(1.3, color="grey", linewidth=0.8)
     axes.axvspan(0.9, 1.0, alpha=0.1, color="green")
     axes.axvline(0.8, color="black", linestyle="--", label="the paper's recall of a static order")
@@ -145,7 +190,7 @@ def draw_units(figure: Any, _said: Figures, rows: list[Row]) -> None:
     """Rows of touched chunks over rows chosen, by chunk size (computed)."""
     axes = figure.subplots()
     for row in rows:
-        if row["row_kib"] == 4:
+        if row.get("row_kib") == 4:
             for name, style in (("before", "x:"), ("after", "o-")):
                 y = [row[f"{name}_unit_{unit}"] for unit in UNITS]
                 axes.plot(UNITS, y, style, label=f"{name}, overlap {row['overlap']:.2f}")
@@ -164,6 +209,9 @@ EXPERIMENT: Final = Experiment(
         "floor": "selected bytes ÷ the rate at which the same session reads everything",
         "alone": "the packed read's requests, sent by eight threads or by one, whichever is the "
                  "quicker, planned beforehand and neither verified nor put in order",
+        "models": "what trained models' questions choose by the paper's selector without its gate, "
+                  "and by ours: share of it first by what the document's others chose (others), or "
+                  "by the importance at storing (stored); mean over documents, layers, questions",
         "units": "computed from where rows lie; the store reads pieces, not whole chunks",
     },
 )  # fmt: skip
