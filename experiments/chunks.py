@@ -183,7 +183,7 @@ def draw_curve(figure: Any, _said: Figures, rows: list[Row]) -> None:
     axes.set_xlabel("measured overlap of a request's choice with the average order")
     axes.set_ylabel("I/O time ÷ (selected bytes ÷ sequential rate)")
     axes.set_yscale("log")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=6, ncols=2, loc="lower left")  # where no line is
 
 
 def draw_units(figure: Any, _said: Figures, rows: list[Row]) -> None:

@@ -120,8 +120,11 @@ def _ours(line: Line, reports: Reports) -> str:
 _BEFORE: Final = {"policy": "exact"}
 
 
-def rows_table(report: Mapping[str, Any], columns: Mapping[str, str], cell: str = "") -> str:
-    """Some columns of a report's rows; `cell`: of that one only. Those of other tables lack some.
+def rows_table(
+    report: Mapping[str, Any], columns: Mapping[str, str],
+    only: Callable[[Mapping[str, Any]], bool] = lambda row: True,
+) -> str:  # fmt: skip
+    """Some columns of `only` some of a report's rows. Those of other tables lack columns.
 
     Empty where no row has them all: that part was not run, or a column is called otherwise.
     """
@@ -131,7 +134,7 @@ def rows_table(report: Mapping[str, Any], columns: Mapping[str, str], cell: str 
     if not whole:
         return ""
     for row in whole:
-        if cell in ("", row.get("cell")):
+        if only(row):
             made.append(f"| {' | '.join(_cell(row[name]) for name in columns.values())} |")
     return "\n".join(dict.fromkeys(made)) + "\n"  # what two cells say alike is said once
 
@@ -199,6 +202,11 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
         "MB moved": "mb", "MB from SSD": "ssd_mb", "HBM": "hbm", "DRAM": "dram", "rows": "rows",
         "fell back": "fell_back",
     },
+    "accuracy": {
+        "model": "group", "way": "arm", "questions": "n", "right": "accuracy",
+        "points lost": "lost_points", "from": "lost_points_low", "to": "lost_points_high",
+        "KL": "kl", "agreement over 64 tokens": "agreement64", "bytes": "bytes_share",
+    },
     "ablation": {"cell": "cell", "system": "system", "p50 ms": "p50_ms", "I/O ms": "io_ms",
                  "MB moved": "mb", "HBM": "hbm", "DRAM": "dram"},
     "scale": {"cell": "cell", "system": "system", "p50 ms": "p50_ms", "I/O ms": "io_ms",
@@ -233,8 +241,16 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
 }  # fmt: skip
 
 
-#: Tables of one cell of their report; the others stand in a table of their own.
-_ONLY: Final = {"ttft": "base"}
+#: Of `accuracy`'s ways to a prefix, those in the table: a quarter of the rows, and what needs none.
+_ARMS: Final = (
+    "exact", "int8", "int4", "quality05", "25.paper", "25.all_heads", "25.pages", "25.snap",
+    "25.contiguous", "25.static_h2o",
+)  # fmt: skip
+#: Tables of some of their report's rows; the others stand in a table of their own, or in none.
+_ONLY: Final[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {
+    "ttft": lambda row: row.get("cell") == "base",
+    "accuracy": lambda row: row["task"] == "all" and row["arm"] in _ARMS,
+}
 
 
 def _made(reports: Reports, name: str) -> str | None:
@@ -248,7 +264,7 @@ def _made(reports: Reports, name: str) -> str | None:
         return across_table(reports.by_name[report])
     if name not in _COLUMNS:
         return None
-    return rows_table(reports.by_name[report], _COLUMNS[name], _ONLY.get(name, ""))
+    return rows_table(reports.by_name[report], _COLUMNS[name], *filter(None, [_ONLY.get(name)]))
 
 
 def fill(page: Path, folder: Path, make: Callable[[Reports, str], str | None] = _made) -> None:

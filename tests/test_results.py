@@ -56,11 +56,13 @@ def test_figures_of_cells_stand_in_the_lines_they_are_for(tmp_path: Path) -> Non
             "in_a_row 8.p50_vs_as_h2o_lfu": 1.25,
             "worst_vs_best_of_three": 1.25, "worst_mean_vs_best_of_three": 1.125,
             "p50_vs_as_int4": 0.5, "p50_vs_as_int4_low": 0.25, "p50_vs_as_int4_high": 0.75,
+            "shape opt-30b.p50_vs_as_h2o_lfu": 1.5,
         }},
-        "ttft_epyc": {"figures": {"shape opt-30b.p50_vs_as_h2o_lfu": 1.5}},
+        "ttft_epyc": {"figures": {"ratio 400.p50_vs_as_h2o_lfu": 1.75}},
     })  # fmt: skip
     lines = text.splitlines()
-    assert [row for row in lines if "OPT-30B" in row and "ttft, older 1.50×" in row]
+    assert [row for row in lines if "OPT-30B" in row and "ttft 1.50×" in row]
+    assert [row for row in lines if "400 GB" in row and "ttft, older 1.75×" in row]
     assert [row for row in lines if "eight requests in a row" in row and " 1.25× " in row]
     (line,) = [row for row in lines if "the chosen mode" in row]
     assert "| p50 1.25×; mean 1.12×; older" in line
