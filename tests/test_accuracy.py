@@ -15,7 +15,7 @@ import torch
 from conftest import other_weights, wait_for_promotions
 from test_engine_hf import attach, prompts, tiny
 
-from experiments import accuracy, hashpool, selection, threshold
+from experiments import accuracy, accuracy_measure, hashpool, selection, threshold
 from experiments.accuracy_figures import all_figures
 from experiments.arms import KEPT, SELECTORS, Quantised, arms, probes
 from experiments.behind import GivenRows, behind, stored_prefix, stored_rows
@@ -210,9 +210,11 @@ def test_other_weights_of_a_checkpoint_are_measured_again(
     monkeypatch.setattr(selection, "LOOKUP", lookup)
     monkeypatch.setattr(accuracy.accuracy_lookup, "N_DOCUMENTS", {True: 1})
     monkeypatch.setattr(accuracy.accuracy_lookup, "CHECKPOINTS", ("specialised",))
+    monkeypatch.setattr(accuracy.accuracy_lookup, "N_TOKENS", 256)
+    monkeypatch.setattr(accuracy_measure, "N_DECODED", 2)
     monkeypatch.setattr(accuracy, "arms", lambda kept: {"exact": Exact()})
     monkeypatch.setattr(threshold, "ALPHAS", (0.0, 4.0))
-    monkeypatch.setattr(hashpool, "N_REQUESTS", {True: 40})
+    monkeypatch.setattr(hashpool, "N_REQUESTS", {True: 20})
 
     def measured() -> tuple[int, int]:
         """How many cells, and of how many."""

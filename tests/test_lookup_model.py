@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ("other", "says"),
     [
         (["specialised"], "is of variant agreeing, not specialised"),
-        (["agreeing", "--layers", "2"], "is of layers 1, not 2"),
+        (["agreeing", "--layers", "3"], "is of layers 2, not 3"),
         (["agreeing", "--seed", "1"], "is of seed 0, not 1"),
     ],
 )
@@ -24,7 +24,7 @@ def test_a_state_of_another_run_is_refused(
 ) -> None:
     """It was trained on, and exported under the name of what was asked for."""
     work, out = tmp_path / "work", tmp_path / "out"
-    given = ["--work", str(work), "--out", str(out), "--steps", "0", "--layers", "1"]
+    given = ["--work", str(work), "--out", str(out), "--steps", "0", "--layers", "2"]
     Run(arguments([*given, "agreeing"])).save()
     assert main([*given, *other]) == 2
     err = capsys.readouterr().err
