@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import re
+import sys
 import threading
+import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -1309,6 +1311,23 @@ def a_forward_of_its_own(model):
     return lambda: delattr(layer, "forward")
 
 
+def a_generate_of_its_own(model):
+    model.generate = functools.partial(type(model).generate, model, min_new_tokens=1)
+    return lambda: delattr(model, "generate")
+
+
+def shifted(model, *args, **kwargs):
+    inputs = type(model).prepare_inputs_for_generation(model, *args, **kwargs)
+    n = inputs["past_key_values"].get_seq_length()
+    positions = torch.arange(n, n + inputs["input_ids"].shape[1])[None] + 7
+    return {**inputs, "position_ids": positions}
+
+
+def inputs_of_its_own(model):
+    model.prepare_inputs_for_generation = types.MethodType(shifted, model)
+    return lambda: delattr(model, "prepare_inputs_for_generation")
+
+
 def a_hook_under_accelerate(model):
     return dispatched(model.model.layers[0], Louder())
 
@@ -1370,6 +1389,8 @@ CODE = [
     (a_hook_before, r"model\.layers\.1\.input_layernorm has a forward hook"),
     (a_hook_of_every_module, "every module has a forward hook"),
     (a_forward_of_its_own, r"model\.layers\.0 has a forward of its own"),
+    (a_generate_of_its_own, "the model has a generate of its own"),
+    (inputs_of_its_own, "the model has a prepare_inputs_for_generation of its own"),
     (a_hook_under_accelerate, r"model\.layers\.0 has a forward of its own"),
     (a_hook_held_by_one_of_accelerates, r"model\.layers\.0 has a forward of its own"),
     (a_forward_of_its_own_under_accelerate, r"model\.layers\.0 has a forward of its own"),
@@ -1400,6 +1421,26 @@ def test_a_model_of_code_that_came_with_its_files_is_refused(tmp_path, path):
     module.__class__ = type("Mine", (type(module),), {"__module__": "transformers_modules.my.code"})
     with pytest.raises(Unsupported, match=f"{path or 'the model'} is of code .* trust_remote_code"):
         attach(model, tmp_path)
+
+
+def test_a_decoding_loop_that_came_with_a_models_files_is_refused(tmp_path, monkeypatch):
+    """With trust_remote_code it is put in the place of a stock model's generate(), and may pass any
+    positions: what it had stored was a hit of the model loaded without it."""
+    cache = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    tiny().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "custom_generate").mkdir()
+    (tmp_path / "model" / "custom_generate" / "generate.py").write_text(
+        "def generate(model, *args, **kwargs):\n"
+        "    return type(model).generate(model, *args, **kwargs)\n"
+    )
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with_its_loop = load(tmp_path / "model", trust_remote_code=True)
+    with pytest.raises(Unsupported, match=r"^generate of the model is of code .*trust_remote_code"):
+        attach(with_its_loop, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+    attach(load(tmp_path / "model"), tmp_path / "store").close()
 
 
 @pytest.mark.parametrize(("change", "said"), CODE)
@@ -1464,6 +1505,12 @@ def a_device_map_taken_back(model):
     dispatched(model.model.layers[0], accelerates("AlignDevicesHook"))()
 
 
+def what_peft_puts_back(model):
+    """Behind each generate(): the model's own, in the model or in the module around it."""
+    bound = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = model.model.prepare_inputs_for_generation = bound
+
+
 def outputs_captured(model):
     """From here on Transformers has hooks of its own in every layer."""
     model(prompts(4), output_hidden_states=True, output_attentions=False)
@@ -1471,7 +1518,11 @@ def outputs_captured(model):
 
 
 @pytest.mark.parametrize(
-    "change", [a_device_map, two_hooks_of_accelerates, a_device_map_taken_back, outputs_captured]
+    "change",
+    [
+        *(a_device_map, two_hooks_of_accelerates, a_device_map_taken_back),
+        *(outputs_captured, what_peft_puts_back),
+    ],
 )
 def test_code_that_leaves_rows_as_they_are_is_served(tmp_path, change):
     model, ids = tiny(), prompts(200)

@@ -1,9 +1,9 @@
 """Whether each module of a model computes what its class and its tensors say: keys hold no more.
 
-Dropout in training mode is beyond that, and so are hooks, a `forward` of a module's own and classes
-that came with a model's files: no digest tells what code does. What leaves rows as they are passes:
-Transformers' own hooks (they capture outputs), accelerate's that bring tensors to a device, what
-torch.compile puts around.
+Dropout in training mode is beyond that, and so are hooks, a `forward` or a decoding loop of a
+module's own and what came with a model's files: no digest tells what code does. What leaves rows as
+they are passes: Transformers' own hooks (they capture outputs), accelerate's that bring tensors to
+a device, what torch.compile puts around, what PEFT puts back.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _REMOTE: Final = "transformers_modules"
 #: Classes of accelerate's hooks that bring tensors to a device, or hold such hooks. CpuOffload is
 #: none: it moves the parameters themselves, and a model is known by where they lie (hf_weights).
 _MOVING: Final = {"ModelHook", "AlignDevicesHook", "SequentialHook"}
+#: What a module may have of its own in place of its class's: generate() is these, pass after pass.
+_CALLED: Final = ("forward", "generate", "prepare_inputs_for_generation")
 
 
 def modules_of(model: Any) -> list[Any]:
@@ -78,23 +80,58 @@ def foreign_code(model: Any, modules: Sequence[Any]) -> str:
         said = "every module has a forward hook"
     for module in modules:
         if type(module).__module__.partition(".")[0] == _REMOTE:
-            return (
-                f"{_name(model, module)} is of code that came with its files, and no key tells "
-                "what that computes: load it without trust_remote_code"
-            )
+            return _remote(_name(model, module))
         hooks, before = module._forward_hooks, module._forward_pre_hooks
         if (hooks or before) and _foreign([*hooks.values(), *before.values()]):
             said = f"{_name(model, module)} has a forward hook"
-        elif "forward" in module.__dict__ and not _comes_to_its_class(module, module.forward):
-            said = f"{_name(model, module)} has a forward of its own"
+        elif name := _replaced(module, modules):
+            own = module.__dict__[name]  # custom_generate/generate.py comes in a partial
+            if _package(getattr(own, "func", own)) == _REMOTE:
+                return _remote(f"{name} of {_name(model, module)}")
+            said = f"{_name(model, module)} has a {name} of its own"
         if said:
             return f"{said}, and no key tells what that computes: remove it"
     return ""
 
 
+def _remote(what: str) -> str:
+    return (
+        f"{what} is of code that came with its files, and no key tells what that computes: load it "
+        "without trust_remote_code"
+    )
+
+
 def _foreign(hooks: Iterable[Any]) -> bool:
-    owners = {str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks}
-    return not owners <= {"transformers"}
+    return not {_package(hook) for hook in hooks} <= {"transformers"}
+
+
+def _package(code: Any) -> str:
+    return str(getattr(code, "__module__", "")).partition(".")[0]
+
+
+def _replaced(module: Any, modules: Sequence[Any]) -> str:
+    """What a module has of its own that does something else than its class's; "" for nothing."""
+    own = module.__dict__
+    for name in _CALLED:
+        if name not in own:
+            continue
+        if name == "forward":
+            same = _comes_to_its_class(module, own[name])
+        else:
+            same = _is_of_a_class(own[name], name, modules)
+        if not same:
+            return name
+    return ""
+
+
+def _is_of_a_class(called: Any, name: str, modules: Sequence[Any]) -> bool:
+    """Whether it is what the class of one of them has: behind each generate() PEFT leaves that of
+    the model under it, bound, in itself."""
+    called = getattr(called, "_torchdynamo_orig_callable", called)  # compiled by itself
+    function, owner = (getattr(called, part, None) for part in ("__func__", "__self__"))
+    if function is None or function is not getattr(type(owner), name, None):
+        return False
+    return any(owner is module for module in modules)
 
 
 def _comes_to_its_class(module: Any, forward: Any) -> bool:
