@@ -37,7 +37,7 @@ from test_engine_hf import (
 
 import impress
 from impress.engines import hf
-from impress.engines.hf_chosen import ATTENTION_NAME
+from impress.engines.hf_chosen import ATTENTION_NAMES
 from impress.errors import BadInput, Unsupported
 from impress.policy import (
     AllHeads,
@@ -389,10 +389,11 @@ def test_a_request_that_cannot_choose_is_refused_in_one_line(tmp_path, batch, op
 def test_another_thread_on_the_model_gets_an_error_not_an_answer(tmp_path):
     model, ids = model_of("llama"), request_ids()
     with attach(model, tmp_path) as engine:
-        model.set_attn_implementation(ATTENTION_NAME)  # as it is while a sparse request runs
+        name = ATTENTION_NAMES["sdpa"]
+        model.set_attn_implementation(name)  # as it is while a sparse request runs
         with pytest.raises(impress.ImpressError, match="another thread"):
             model(ids)
-        with pytest.raises(Unsupported, match=ATTENTION_NAME):
+        with pytest.raises(Unsupported, match=name):
             engine.generate(ids)
 
 
@@ -458,3 +459,31 @@ def test_two_engines_on_one_model_take_turns(tmp_path):
         sparse = sparse.result(60)
     assert_same_bits(exact, continued(model, prompts(200), ids, HIT, n_new=16, do_sample=False))
     assert_matches(sparse, reference(model, ids, chosen))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_forward_without_the_engine_keeps_its_mask_beside_a_sparse_request(tmp_path, attention):
+    """Its mask was made under a name that makes none; by its first layer the request had ended, and
+    the model's own attention, back again, let it see what was padded."""
+    model = model_of("llama", attention=attention)
+    chosen = Halting(SIZES["only the last layer whole"])
+    ids, shown = prompts(40, batch=2), torch.ones(2, 40, dtype=torch.bool)
+    shown[0, :20] = False  # padded
+    alone = model(ids, attention_mask=shown.long()).logits[shown]
+    is_masked, go = threading.Event(), threading.Event()
+
+    def wait(module, args):
+        is_masked.set()
+        assert go.wait(60)
+
+    with filled(model, tmp_path) as engine, ThreadPoolExecutor(2) as threads:
+        options = {"max_new_tokens": 1, "policy": Given(chosen)}
+        sparse = threads.submit(engine.generate, request_ids(), **options)
+        assert chosen.reached.wait(60)
+        model.model.layers[0].register_forward_pre_hook(wait)  # which the request is past
+        plain = threads.submit(model, ids, attention_mask=shown.long())
+        assert is_masked.wait(60)
+        chosen.go.set()
+        sparse.result(60)
+        go.set()
+        assert torch.equal(plain.result(60).logits[shown], alone)

@@ -11,15 +11,16 @@ never handed out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from impress.engines import hf_models
 from impress.engines.buffers import Rental
@@ -32,8 +33,9 @@ from impress.selection.probes import codec_of
 from impress.types import Geometry
 from tiers.slots import BufferPool
 
-ATTENTION_NAME = "impress_chosen_rows"
-# Without a mask function registered under this name, the model makes no mask: `attend` does.
+_MASKS: Final = {"sdpa": sdpa_mask, "eager": eager_mask}  # of what hf_models.ATTENTION serves
+#: What ours is called meanwhile, by the model's own.
+ATTENTION_NAMES: Final = {own: f"impress_chosen_rows_{own}" for own in _MASKS}
 
 _serving: ContextVar[ChosenCache] = ContextVar("impress_chosen_cache")
 
@@ -227,7 +229,21 @@ def attend(
     return result
 
 
-AttentionInterface.register(ATTENTION_NAME, attend)
+def _mask_beside(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """No mask for a sparse request: `attend` makes it. Others that run the model meanwhile, without
+    the engine, get that of its own attention, which may be back before their layers attend.
+    """
+
+    @untraced
+    def mask(**asked: Any) -> Any:
+        return stock(**asked) if _serving.get(None) is None else None
+
+    return mask
+
+
+for _own, _name in ATTENTION_NAMES.items():
+    AttentionInterface.register(_name, attend)
+    AttentionMaskInterface.register(_name, _mask_beside(_MASKS[_own]))
 
 
 @contextmanager
@@ -237,10 +253,11 @@ def attending(model: Any, cache: ChosenCache) -> Iterator[None]:
     Raises Unsupported where the model does not let its attention be set.
     """
     before = model.config._attn_implementation
+    ours = ATTENTION_NAMES[before]
     serving = _serving.set(cache)
     try:
-        model.set_attn_implementation(ATTENTION_NAME)
-        if model.config._attn_implementation != ATTENTION_NAME:
+        model.set_attn_implementation(ours)
+        if model.config._attn_implementation != ours:
             raise Unsupported(f"{type(model).__name__} does not let its attention be set")
         yield
     finally:
