@@ -653,6 +653,32 @@ def test_files_that_are_replaced_while_vllm_loads_them_refuse_the_start(
     served.close()
 
 
+def test_a_start_without_the_plug_in_says_that_replaced_files_go_unnoticed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing looks at the files before they are loaded where VLLM_PLUGINS leaves impress out. The
+    documents said that the start is refused."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    def said() -> list[str]:
+        caplog.clear()
+        selector._cached_get_attn_backend.cache_clear()  # vLLM chooses once a process
+        with caplog.at_level("WARNING", "impress"):
+            serve().close()
+        lines = [record.getMessage() for record in caplog.records if record.name == "impress"]
+        return [line for line in lines if "replaced while it loaded them" in line]
+
+    assert not said()
+    with monkeypatch.context() as without:
+        without.setenv("VLLM_PLUGINS", "another")
+        without.setattr("impress.engines.vllm.register", lambda: None)
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+        (line,) = said()
+    assert "let VLLM_PLUGINS name it" in line
+    assert not said()
+
+
 @pytest.mark.parametrize(
     "kind", ["tensor", "pipeline", "data", "prefill_context", "decode_context"]
 )

@@ -113,15 +113,29 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self.worker = WorkerSide(
             self._store, caches, layouts, streams, store_new=self._settings.store_new
         )
+        self._check_attention({name: layers[name] for name in names})
         if self._settings.sparse:
-            for name in names:
-                if not isinstance(layers[name].impl, choosing.Choosing):
-                    kind = type(layers[name].impl).__name__
-                    raise Unsupported(
-                        f"sparse policies need vLLM's CPU_ATTN, or FLASH_ATTN on CUDA, and {name} "
-                        f"has {kind}: drop --attention-backend, or use policy exact"
-                    )
             choosing.serve(self.worker.sparse)
+
+    def _check_attention(self, layers: dict[str, Any]) -> None:
+        """Raises Unsupported where a layer is none of ours and may have to choose rows. Where it
+        need not, says what then goes unnoticed (loading.begins)."""
+        for name, layer in layers.items():
+            if isinstance(layer.impl, choosing.Choosing):
+                continue
+            kind = type(layer.impl).__name__
+            if self._settings.sparse:
+                raise Unsupported(
+                    f"sparse policies need vLLM's CPU_ATTN, or FLASH_ATTN on CUDA, and {name} "
+                    f"has {kind}: drop --attention-backend, or use policy exact"
+                )
+            log.warning(
+                "vLLM did not load the plug-in impress (attention is its own %s), so nothing tells "
+                "whether the model's files were replaced while it loaded them: if they were, start "
+                "it again; to have it noticed, install impress in vLLM's environment and let "
+                "VLLM_PLUGINS name it", kind,
+            )  # fmt: skip
+            return
 
     def handle_preemptions(self, kv_connector_metadata: StepPlan) -> None:
         self._worker().begin(kv_connector_metadata)

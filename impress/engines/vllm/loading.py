@@ -2,6 +2,7 @@
 
 A connector is made once the weights are loaded, and names the model by its files as they are then.
 Where others took their place in between, the old weights' KV would get the new ones' name.
+Noticed where layers are of our attention: nothing else of ours is there before the weights are.
 """
 
 from __future__ import annotations
