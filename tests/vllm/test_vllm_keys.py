@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -733,6 +734,32 @@ def test_weights_that_vllm_may_pass_over_are_refused(
     for given in ("pt", "npcache", "sharded_state", "tensorizer"):
         with pytest.raises(Unsupported, match=f"--load-format {given} .*: drop it"):
             _served(models["opt"], load_format=given)
+
+
+def test_mistrals_own_files_are_refused_by_a_line_to_act_on(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """vLLM takes params.json then, and all that was said is that model type 'transformer' is not
+    supported."""
+    model = tmp_path / "model"
+    shutil.copytree(models["llama"], model)
+    given = {
+        "dim": 256, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 384,
+        "norm_eps": 1e-5, "vocab_size": 512, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    (model / "params.json").write_text(json.dumps(given))
+    shard = model / "model-00001-of-00001.safetensors"
+    (model / "model.safetensors").rename(shard)
+    index = {"weight_map": {"model.embed_tokens.weight": shard.name}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(shard, model / "consolidated.safetensors")
+    with pytest.raises(Unsupported, match=r"consolidated\.safetensors beside model-0.*move away"):
+        _served(model)
+    shard.unlink()
+    (model / "model.safetensors.index.json").unlink()
+    with pytest.raises(Unsupported, match=r"params\.json, .*: start it with --config-format hf$"):
+        _served(model)
+    _served(model, config_format="hf")
 
 
 def test_another_writer_has_a_shard_of_its_own(serve: Serve, tmp_path: Path) -> None:

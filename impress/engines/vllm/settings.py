@@ -191,6 +191,7 @@ def served(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Served
     spec, names = _one_group(kv_cache_config)
     model = vllm_config.model_config
     config = model.hf_text_config
+    _check_files(vllm_config)  # first: of Mistral's own files the config tells no family
     check_kind(config)
     dtype = str(spec.dtype).removeprefix("torch.")
     if spec.dtype != model.dtype or dtype not in DTYPES:
@@ -292,11 +293,7 @@ def _one_group(kv_cache_config: Any) -> tuple[Any, tuple[str, ...]]:
 
 def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
     """The namespace of the model's files, as this configuration computes with them."""
-    model, load = vllm_config.model_config, vllm_config.load_config
-    if load.load_format not in _LOAD_FORMATS:
-        raise Unsupported(
-            f"--load-format {load.load_format} takes weights that do not name the model: drop it"
-        )
+    model = vllm_config.model_config
     changes = {
         "quantization": model.quantization,
         "quantization_config": model.quantization_config,
@@ -309,8 +306,7 @@ def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
     if made and settings.cross_engine:
         raise ConfigError(f"vllm: cross_engine does not go with {', '.join(made)}")
     engine = _family(model) + (json.dumps(made, sort_keys=True, default=str) if made else "")
-    directory = directory_of(model, load)
-    _check_weights(directory, load.load_format)
+    directory = directory_of(model, vllm_config.load_config)
     named = namespace_of(directory, cross_engine=settings.cross_engine, engine=engine, dtype=dtype)
     check_unchanged(model, directory)  # behind it: what it has read of them counts
     return named
@@ -331,8 +327,25 @@ def _family(model: Any) -> str:
     return "vllm" if used in _CLASSES else f"vllm {used}"
 
 
+def _check_files(vllm_config: Any) -> None:
+    """Raises Unsupported where vLLM may load other weights than those that name the model, or has
+    its config from where no family is named."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if load.load_format not in _LOAD_FORMATS:
+        raise Unsupported(
+            f"--load-format {load.load_format} takes weights that do not name the model: drop it"
+        )
+    directory = directory_of(model, load)
+    _check_weights(directory, load.load_format)
+    nameless = model.hf_text_config.model_type in ("", "transformer")  # as vLLM then calls it
+    if nameless and (directory / "params.json").is_file():
+        raise Unsupported(
+            f"vLLM took the config of {model.model} from params.json, which names no family: start "
+            "it with --config-format hf"
+        )
+
+
 def _check_weights(directory: Path, load_format: str) -> None:
-    """Raises Unsupported where vLLM may load other weights than those that name the model."""
     named = weight_files(directory)
     pattern = "*.safetensors"
     if (directory / "model.safetensors.index.json").is_file():  # the rest is passed over
