@@ -14,6 +14,7 @@ import os
 import re
 import struct
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,13 @@ _VOLATILE = frozenset(
 )
 # Attributes of a PEFT layer.
 _ADAPTER_SETTINGS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+# What the config of a PEFT adapter says beside how it computes.
+_ADAPTER_VOLATILE = frozenset(
+    (
+        *("base_model_name_or_path", "revision", "peft_version", "auto_mapping", "task_type"),
+        *("inference_mode", "runtime_config"),
+    )
+)
 # safetensors dtype code -> torch name; a tensor of any other dtype never matches a model's.
 _TORCH_NAMES = {
     "F64": "float64",
@@ -250,20 +258,42 @@ def _made_anew(module: Any, config: Any) -> dict[str, torch.Tensor]:
 
 
 def adapter_settings(model: Any) -> list[list[str]]:
-    """What decides the outcome of PEFT layers beside their tensors: which are active, how scaled.
+    """What decides the outcome of PEFT layers beside their tensors: which are active, how scaled,
+    and what their adapters' configs say: some of it, a seed for one, stands nowhere else.
 
     Pure. Empty for a model without such layers.
     """
-    return [
+    layers = [
         [_uncompiled(name), *(_setting(module, key) for key in _ADAPTER_SETTINGS)]
         for name, module in model.named_modules()
         if type(module).__module__.partition(".")[0] == "peft"
     ]
+    configs = (getattr(model, "peft_config", None) or {}) if layers else {}
+    return [*layers, *([name, _said(config)] for name, config in sorted(configs.items()))]
 
 
 def _setting(module: Any, name: str) -> str:
     value = getattr(module, name, None)
     return "" if callable(value) else repr(value)  # a wrapper's attribute may be a model's method
+
+
+def _said(config: Any) -> str:
+    kept = {key: value for key, value in vars(config).items() if key not in _ADAPTER_VOLATILE}
+    return json.dumps(_plain(kept), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, and the same whether it was loaded or made: a set has no order."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, str | int | float):  # PEFT's enums are texts
+        return value
+    is_settings = is_dataclass(value) and not isinstance(value, type)
+    return _plain(vars(value)) if is_settings else str(value)
 
 
 def _is_of(model: Any, directory: Path) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import dataclass, field
 
 import pytest
 import safetensors.torch
@@ -506,6 +508,75 @@ def test_a_compiled_model_is_the_one_that_was_compiled(saved, compiled, rounded)
             model.model.rotary_emb.to(torch.bfloat16)
         before = namespace_of(model)
         assert namespace_of(compiled(model)) == before
+
+
+class Kind(str, enum.Enum):  # noqa: UP042  # as PEFT's are
+    FOURIERFT = "FOURIERFT"
+    CAUSAL_LM = "CAUSAL_LM"
+
+
+@dataclass
+class AdapterConfig:
+    """As PEFT has one of FourierFT; `norms` stands for what holds settings of its own."""
+
+    peft_type: str = Kind.FOURIERFT
+    task_type: str | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    inference_mode: bool = False
+    auto_mapping: dict[str, str] | None = None
+    runtime_config: object = field(default_factory=object)
+    target_modules: object = field(default_factory=lambda: {"q_proj", "k_proj", "v_proj"})
+    n_frequency: int = 1000
+    scaling: float = 150.0
+    random_loc_seed: int = 777
+    n_frequency_pattern: dict[str, int] = field(default_factory=lambda: {"q_proj": 500, "up": 9})
+    norms: object = None
+
+
+@dataclass
+class Norms:
+    ifft2_norm: str = "backward"
+
+
+def adapted(**changes):
+    """A model with a layer of PEFT's; of all of them every tensor is the same."""
+    model = tiny()
+    body = {"__module__": "peft.tuners.fourierft.layer"}
+    kind = type("FourierFTLinear", (torch.nn.Linear,), body)
+    model.model.layers[0].self_attn.q_proj.__class__ = kind
+    model.peft_config = {"default": AdapterConfig(**{"norms": Norms(), **changes})}
+    return model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"scaling": 100.0}, {"random_loc_seed": 778}, {"norms": Norms("ortho")}),
+        *({"n_frequency_pattern": {"q_proj": 501, "up": 9}}, {"target_modules": {"q_proj"}}),
+    ],
+)
+def test_adapters_that_differ_in_their_settings_alone_are_two_models(change):
+    """Where a FourierFT adapter's frequencies lie comes of a seed, and that is in no tensor: two of
+    them found each other's prefixes."""
+    assert namespace_of(adapted(**change)) != namespace_of(adapted())
+
+
+def test_an_adapter_keeps_its_name_wherever_and_however_it_is_loaded():
+    same = {
+        "peft_type": "FOURIERFT", "task_type": Kind.CAUSAL_LM, "base_model_name_or_path": "x",
+        "revision": "main", "inference_mode": True, "auto_mapping": {"a": "b"},
+        "target_modules": {"v_proj", "k_proj", "q_proj"},
+        "n_frequency_pattern": {"up": 9, "q_proj": 500},
+    }  # fmt: skip
+    assert namespace_of(adapted(**same)) == namespace_of(adapted())
+
+
+def test_settings_without_a_layer_of_the_adapter_name_nothing():
+    """As unload() may leave them."""
+    model = tiny()
+    model.peft_config = {"default": AdapterConfig()}
+    assert namespace_of(model) == namespace_of(tiny())
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")  # but there
