@@ -377,6 +377,26 @@ def test_what_follows_the_end_token_is_not_stored(tmp_path):
             assert engine.store.lookup(row) <= n_held // WINDOW * WINDOW
 
 
+class OnDevice(torch.Tensor):
+    """As numpy finds a tensor on a GPU."""
+
+    def __array__(self, *_args, **_named):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
+def test_an_end_token_on_a_device_costs_no_answer(tmp_path):
+    """generate() takes eos_token_id as a tensor, too. The answer was there, and a TypeError came in
+    its place."""
+    model, ids = tiny(), prompts(120)
+    ends = torch.tensor([int(model.generate(ids, max_new_tokens=30)[0, 149])]).as_subclass(OnDevice)
+    with attach(model, tmp_path) as engine:
+        out = engine.generate(ids, max_new_tokens=80, **ending(ids, ends))
+        engine.flush()
+        assert out.shape[1] <= 150 and out[0, -1] == int(ends)
+        n_held = out.shape[1] - 1
+        assert engine.store.lookup(out[0].numpy().astype(np.int32)) == n_held // WINDOW * WINDOW
+
+
 def test_what_a_processor_rewrites_is_stored_as_the_model_was_given_it(tmp_path):
     """Rows were stored under the rewritten tokens, which the model had never seen there."""
     model, ids = tiny(), prompts(120)

@@ -234,10 +234,7 @@ def _check_mask(mask: Any, ids: torch.Tensor) -> None:
 
 def _check_pads(model: Any, kwargs: Mapping[str, Any], tokens: npt.NDArray[np.int32]) -> None:
     """Without a mask generate() hides every pad token, unless that also ends an answer."""
-    pad, ends = (
-        value.cpu().numpy() if isinstance(value, torch.Tensor) else value
-        for value in (setting(model, kwargs, name) for name in ("pad_token_id", "eos_token_id"))
-    )
+    pad, ends = (on_host(setting(model, kwargs, f"{name}_token_id")) for name in ("pad", "eos"))
     if pad is None or (ends is not None and np.isin(pad, ends).any()):
         return
     if np.isin(tokens, pad).any():
@@ -261,6 +258,11 @@ def _asked(kwargs: Mapping[str, Any], name: str) -> Any:
     if name in kwargs:
         return kwargs[name]
     return getattr(kwargs.get("generation_config"), name, None)
+
+
+def on_host(value: Any) -> Any:
+    """A setting as numpy takes it, from a device too."""
+    return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
 def _check_options(model: Any, kwargs: Mapping[str, Any]) -> None:

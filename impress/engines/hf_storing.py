@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from impress.engines.hf_cache import RowsCache
+from impress.engines.hf_models import on_host
 from impress.errors import ImpressError
 from impress.store import PrefixStore
 from impress.write.draft import Stored
@@ -173,6 +174,7 @@ def whole_windows(
     sequences: torch.Tensor, n_prompt: int, window: int, ends: Any
 ) -> tuple[npt.NDArray[np.int32], ...]:
     """Of each batch row the whole windows up to its end token (`ends`), without what pads it."""
+    ends = on_host(ends)
     rows = []
     for row in sequences.cpu().numpy().astype(np.int32):
         answer = row[n_prompt:]
