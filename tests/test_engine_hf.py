@@ -520,6 +520,32 @@ def test_a_returned_cache_changed_in_place_changes_nothing_of_what_is_stored(
     assert_same_bits(again, continued(model, ids, ids, 192))
 
 
+class OwnCache(transformers.LlamaForCausalLM):
+    """As PEFT's prefix tuning, which puts a cache of its own in the place of the one given."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, *args, past_key_values=None, **named):
+        if not isinstance(past_key_values, transformers.DynamicCache):
+            assert past_key_values.max_cache_len == -1  # as PEFT asks a cache that is not dynamic
+            past_key_values = transformers.DynamicCache()
+        return super().forward(*args, past_key_values=past_key_values, **named)
+
+
+def test_a_model_that_answers_by_a_cache_of_its_own_costs_no_answer(tmp_path):
+    """The cache it had been given was to be returned, and nothing stood in it: an AttributeError
+    came in the answer's place."""
+    model, ids = tiny(), prompts(200)
+    bare = model.generate(ids, max_new_tokens=4)
+    model.__class__ = OwnCache
+    with attach(model, tmp_path) as engine:
+        out = engine.generate(ids, max_new_tokens=4, return_dict_in_generate=True)
+        engine.flush()
+        assert torch.equal(out.sequences, bare)
+        assert out.past_key_values.get_seq_length() == 203
+        assert "the cache holds 0 rows" in engine.last_request.refused
+        assert engine.store.lookup(ids[0].numpy()) == engine.store.buffers.used_bytes == 0
+
+
 def test_a_store_given_stays_open_and_serves_again(tmp_path):
     model, ids = tiny(), prompts(130)
     geometry = hf_models.geometry_of(model.config, model.dtype)

@@ -324,7 +324,7 @@ class Engine:
             cache.release()
             raise
         end_reads(prefix, cache)
-        if prompt.returns_cache:
+        if prompt.returns_cache and cache.length:  # else it answered by a cache of its own
             result.past_key_values = cache.as_dynamic()
         return result, cache
 

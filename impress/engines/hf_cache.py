@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
@@ -264,6 +264,8 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
 
 class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
     """The layers of one request. Serves one generate() call, then storing, then release()."""
+
+    max_cache_len: Final = -1  # it grows; prefix tuning of PEFT asks before it brings its own
 
     def __init__(
         self,
