@@ -687,7 +687,7 @@ def test_a_dry_run_on_a_full_file_system_counts_on_no_new_segment(
     def full(*_args: Any) -> None:
         raise OSError(errno.ENOSPC, "injected")
 
-    monkeypatch.setattr("tiers.ssd.make_full", full)
+    monkeypatch.setattr("tiers.segments.make_full", full)
     for dry_run in (False, True):
         report = store.repack(dry_run=dry_run)
         assert [span.outcome for span in report.spans] == ["no room for a copy"]

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 
 import tiers.segments
-import tiers.ssd
 from tiers.base import PAGE, Bytes, Cache, Pieces, Read, Slot, Sums, Tier, sums_of
 from tiers.coalesce import locate
 from tiers.errors import MediumError, ReadFailed
@@ -39,6 +39,15 @@ def fetch(tier: Tier, slot: Slot, off: int, dest: Bytes, sums: Sums, piece: int)
     n = len(dest) // piece
     starts = [locate(slot, off + at * piece, piece)[0].off for at in range(n)]
     tier.read_pieces(Pieces(np.array(starts), dest, np.arange(n), sums, piece))
+
+
+def opened() -> set[str]:
+    """Files that this process has open, as the system calls them."""
+    names = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that lists them
+            names.add(str(link.readlink()))
+    return names
 
 
 class TierContract:
@@ -239,7 +248,7 @@ class SsdContract(TierContract):
         store ever found room. What was written to one whose file was deleted was in none."""
         tier.write(go := tier.reserve(MIB), 0, noise(MIB))
         tier.free(go)
-        where, name = (tiers.ssd, "make_full") if what == "made" else (Path, "unlink")
+        where, name = (tiers.segments, "make_full") if what == "made" else (Path, "unlink")
         real = getattr(where, name)
 
         def struck(*args: Any, **named: Any) -> None:
@@ -258,6 +267,35 @@ class SsdContract(TierContract):
         assert names == sorted({part.segment for part in slot.parts})
         there = [tier.folder / f"{part.segment:08d}.seg" for part in slot.parts]
         assert b"".join(path.read_bytes() for path in there) == data.tobytes()
+
+    @pytest.mark.parametrize("cut_off", [False, True], ids=["to the end", "cut off"])
+    def test_what_a_late_read_opens_as_its_segment_goes_is_not_written_to(
+        self, tier: SsdTier, cut_off: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It stayed open, deleted, and all that was stored in the next segment of its number was
+        written there, synced and served from there: after a restart the file held zeros."""
+        tier.write(old := tier.reserve(MIB), 0, noise(MIB))
+        tier.free(old)
+        unlink = Path.unlink
+
+        def behind_a_read(path: Path, missing_ok: bool = False) -> None:
+            tier.read([Read(old, 0, aligned(MIB), None, PAGE)])
+            unlink(path, missing_ok=missing_ok)
+            if cut_off:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+            patched.setattr(Path, "unlink", behind_a_read)
+            assert tier.trim() == MIB
+        gone = f"{tier.folder}/00000000.seg (deleted)"
+        if tier.engine not in ("aiofiles", "kvikio"):  # which look when they read next
+            assert (gone in opened()) is cut_off  # else its blocks are back
+        slot, data = tier.reserve(MIB), noise(MIB, 1)
+        assert slot == old
+        tier.write(slot, 0, data)
+        tier.sync([slot])
+        with closing(SsdTier(tier.folder, MIB, None, read_only=True)) as another:
+            another.read([Read(slot, 0, aligned(MIB), sums_of(data, PAGE), PAGE)])
 
     def test_while_a_segment_is_made_files_are_read_and_accounts_told(
         self, tier: SsdTier, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from typing import Final
 from tiers.base import Slot
 from tiers.coalesce import locate
 from tiers.errors import read_failed
-from tiers.files import let_open
+from tiers.files import let_open, make_full
 from tiers.queues import SegmentFile
 
 log = logging.getLogger("impress.ssd")
@@ -23,7 +23,7 @@ SEGMENTS: Final = 1 << 20
 
 
 class SegmentFiles:
-    """`NNNNNNNN.seg` each. Opened when first used, and open until forgotten. Thread-safe."""
+    """`NNNNNNNN.seg` each. Opened when first used, and open until deleted. Thread-safe."""
 
     def __init__(self, folder: Path, number: int, *, read_only: bool) -> None:
         """`number`: this folder's."""
@@ -78,8 +78,17 @@ class SegmentFiles:
                 log.warning("ssd: %s refuses O_DIRECT; reading and writing buffered", self.folder)
         return os.open(path, mode)
 
-    def forget(self, segment: int) -> None:
-        """Its file is deleted, and nobody reads it."""
+    def make(self, segment: int, n_bytes: int, more: int = 0) -> None:
+        """See files.make_full. What went by its number before is open no more. Raises OSError."""
+        make_full(self.path(segment), n_bytes, more)
+        self._forget(segment)  # a late read may have opened it: rows would go to a deleted file
+
+    def delete(self, segment: int) -> None:
+        """Its file, which nobody writes to. Raises OSError."""
+        self.path(segment).unlink(missing_ok=True)
+        self._forget(segment)  # behind: a late read opens it until then, and its blocks would stay
+
+    def _forget(self, segment: int) -> None:
         with self._lock:  # who opened it just before has noted it by now
             fd = self._fds.pop(segment, None)
         if fd is not None:

@@ -22,7 +22,7 @@ from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import RUN_BYTES, Run, batches, locate
 from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError, ReadFailed, read_failed
-from tiers.files import emptied, make_folder, make_full, segment_paths
+from tiers.files import emptied, make_folder, segment_paths
 from tiers.queues import BATCH, ReadQueue, close_all
 from tiers.segments import SegmentFiles
 from tiers.slots import aligned, copied
@@ -288,8 +288,7 @@ class SsdTier:
             with self._lock:
                 n_bytes = self._space.drop(segment) if self._space.is_empty(segment) else 0
             if n_bytes:
-                self._files.forget(segment)  # first: else a new one's rows would go to this
-                path.unlink(missing_ok=True)
+                self._files.delete(segment)
             return n_bytes
         except OSError as err:
             log.warning("ssd: %s is not deleted: %s", path, err.strerror)
@@ -317,7 +316,7 @@ class SsdTier:
             return self._outgrown(OSError(errno.ENOSPC, "no number is left for it"))
         path = self._files.path(segment)
         try:
-            make_full(path, self._segment_bytes, total // 512)  # the index grows with it
+            self._files.make(segment, self._segment_bytes, total // 512)  # the index grows with it
             with self._lock:
                 self._space.add(segment, self._segment_bytes)
         except OSError as err:
