@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from test_threads import Threads
 from impress.engines import hf
 from impress.engines.choice import Rates
 from impress.engines.hf_mode import Modes
+from impress.policy import Exact, Recency
 from impress.store import PrefixStore
+from tiers.ssd import SsdTier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,6 +107,34 @@ def test_a_request_broken_off_beside_its_run_gives_back_prefix_and_memory(
         assert engine.store.buffers.used_bytes == 0
         engine.generate(ids, max_new_tokens=1)
         assert engine.last_request.mode == ("recompute" if kind == "miss" else kind)
+
+
+@pytest.mark.parametrize("policy", [Exact(), Recency(keep=0.9)], ids=lambda policy: policy.name)
+def test_a_read_without_memory_costs_its_prefix_and_holds_no_lease(tmp_path, monkeypatch, policy):
+    """The MemoryError came out of generate(), and of each close: the lease stayed until its time
+    limit, and what it pinned could not be evicted."""
+    model, ids = tiny(), prompts(200)
+    bare = model.generate(ids, max_new_tokens=4, do_sample=False)
+    first, read = threading.Lock(), SsdTier.read
+
+    def short(ssd, reads):
+        if reads[0].sums is not None and first.acquire(blocking=False):  # rows, and no table
+            raise MemoryError
+        read(ssd, reads)
+
+    with hf.attach(model, tmp_path, config=CONFIG) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        engine.store.drop_caches()
+        monkeypatch.setattr(SsdTier, "read", short)
+        out = engine.generate(ids, max_new_tokens=4, do_sample=False, policy=policy)
+        request = engine.last_request
+        assert torch.equal(out, bare)
+        assert (request.lost, request.mode, request.hit_tokens) == ("shortage", "recompute", 0)
+        engine.flush()
+        assert engine.store.stats()["leases"] == 0
+        engine.store.evict(1 << 30)
+        assert engine.store.ssd.usage().used == 0
 
 
 @pytest.fixture

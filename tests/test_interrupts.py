@@ -17,6 +17,7 @@ import pytest
 from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
 
 import impress
+from impress.engines.hf_prefix import find_prefix
 from impress.policy import Exact, Policy, Random
 from impress.read import load as loads
 from impress.read.early import Early
@@ -131,6 +132,20 @@ def test_an_interrupted_close_leaves_nothing_taken(
             patched.setattr(where, what, once(getattr(where, what), n))
     assert taken(store) == before
     assert_serves(store, TOKENS, 256)
+
+
+def test_an_interrupted_close_of_an_engines_prefix_releases_its_leases(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it waited for reads: what they pinned could not be evicted until their time limit."""
+    prefix = find_prefix(store, [np.append(TOKENS, 1).astype(np.int32)] * 2)
+    assert prefix is not None
+    prefix.open(Exact())
+    monkeypatch.setattr(Session, "close", once(Session.close))
+    with pytest.raises(KeyboardInterrupt):
+        prefix.close()
+    assert (store.stats()["leases"], store.stats()["pinned_spans"]) == (0, 0)
+    assert prefix.close()
 
 
 def test_whatever_was_to_follow_a_ticket_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,13 +38,13 @@ class SlowDisk:
         self.now_s, self.hangs = 0.0, False
         self._turns = threading.Semaphore(0)
         self._caller = threading.current_thread()
-        self._read, self._wait = store.ssd.read, Ticket.wait
+        self._read, self._wait = store.ssd.read, Ticket.over
         monkeypatch.setattr(store.ssd, "read", self._slowly)
 
-        def wait(ticket: Ticket, limit_s: float) -> bool:  # a method: bound to the ticket
+        def over(ticket: Ticket, limit_s: float) -> bool:  # a method: bound to the ticket
             return self._waited(ticket, limit_s)
 
-        monkeypatch.setattr(Ticket, "wait", wait)
+        monkeypatch.setattr(Ticket, "over", over)
         for module in (impress.read.load, impress.read.session, impress.read.tickets):
             monkeypatch.setattr(module, "monotonic", lambda: self.now_s)
 

@@ -173,6 +173,37 @@ def test_closed_again_a_session_still_says_that_a_read_is_stuck(
         assert session.close()
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(MemoryError(), impress.PrefixLost), (ValueError("not thought of"), ValueError)],
+    ids=["no memory", "a bug"],
+)
+def test_what_a_read_failed_with_is_said_once_and_not_by_close(
+    store: impress.PrefixStore, geometry: impress.Geometry, error: Exception,
+    said: type[Exception], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Each close raised it again, before whoever closed had released the lease. And where Python
+    had no memory to read with the request failed, where it could have been computed."""
+    first, read = threading.Lock(), store.ssd.read
+
+    def failing(reads: list) -> None:
+        if first.acquire(blocking=False):
+            raise error
+        read(reads)
+
+    with store.lease(prompt(N)) as lease:
+        session = lease.session()
+        monkeypatch.setattr(store.ssd, "read", failing)
+        session.prefetch(pairs(geometry))
+        with pytest.raises(said) as lost:
+            for layer in range(geometry.n_layers):
+                session.retrieve(layer, None)
+        assert getattr(lost.value, "reason", "shortage") == "shortage"
+        assert session.close() and session.close()
+    with store.lease(prompt(N)) as lease:  # nothing was given up over it
+        assert lease.n_tokens == N
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_signal_while_reads_are_queued_leaves_their_memory_to_them(
     store: impress.PrefixStore, geometry: impress.Geometry, gate: Gate, direct: bool,

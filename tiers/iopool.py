@@ -70,13 +70,16 @@ class Ticket:
 
         Raises the first task's error, Cancelled where one did not run.
         """
-        if self._left and not self._wait(timeout_s):
+        if not self.over(timeout_s):
             return False
         if self._error is not None:
             raise self._error
         return True
 
-    def _wait(self, timeout_s: float) -> bool:
+    def over(self, timeout_s: float) -> bool:
+        """Wait as `wait` does, whatever becomes of the tasks: raises none of their errors."""
+        if not self._left:
+            return True
         gate = threading.Lock()
         gate.acquire()
         with self._lock:

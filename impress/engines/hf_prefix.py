@@ -107,11 +107,13 @@ class StoredPrefix:
         True when nothing reads into the cache any more; False when a read is stuck: then its
         memory must not be used again before `is_untouched`. Idempotent.
         """
-        for session in self._sessions:  # else one reads on while another is waited for
-            session.give_up()
-        ended = [session.close() for session in self._sessions]
-        for lease in () if self._is_lent else self._leases:
-            lease.release()
+        try:
+            for session in self._sessions:  # else one reads on while another is waited for
+                session.give_up()
+            ended = [session.close() for session in self._sessions]
+        finally:  # Ctrl-C in a wait, too: they would stay pinned until their time limit
+            for lease in () if self._is_lent else self._leases:
+                lease.release()
         return all(ended)
 
     def is_untouched(self) -> bool:

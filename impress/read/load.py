@@ -26,7 +26,7 @@ from impress.read.plan import (
 )
 from impress.read.reading import Reading
 from impress.read.takes import Ahead, Takes
-from impress.read.tickets import when_all
+from impress.read.tickets import when_all, within_memory
 from impress.spans.layout import K, V
 from impress.spans.rows import address_of, as_tensor, take_rows, unpack
 from impress.stats import Spent
@@ -200,6 +200,7 @@ class Load:
         self, name: str, lane: Lane, tasks: Sequence[Task], after: Ticket | None = None
     ) -> None:
         """Noted before it is queued: `abandon` must know of it whatever comes between."""
+        tasks = [partial(within_memory, task) for task in tasks]
         self.reading.pool.submit(lane, tasks, after, partial(self.tickets.__setitem__, name))
 
     def _submit_home(self, by_part: list[tuple[Part, list[Read]]], n_bytes: int) -> None:

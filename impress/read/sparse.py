@@ -10,6 +10,7 @@ records a policy wants gets them made from its keys, which must then be read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +25,7 @@ from impress.read.parts import in_position_order
 from impress.read.promote import Looked
 from impress.read.reading import Reading
 from impress.read.session import Lease, Session
+from impress.read.tickets import within_memory
 from impress.selection.choices import Selection, checked, whole
 from impress.selection.identify import (
     Asked,
@@ -303,9 +305,9 @@ class SparseSession(Session):
         """Raises MediumError, which `retrieve` takes for a loss."""
         found: list[SpanHeader] = []
         limit_s = self._r.config.read_timeout_s
-        read = [lambda: found.append(read_header(self._r.ssd, held.record))]
+        read = partial(within_memory, lambda: found.append(read_header(self._r.ssd, held.record)))
         try:
-            if self._r.pool.submit(Lane.DEMAND, read).wait(limit_s):
+            if self._r.pool.submit(Lane.DEMAND, [read]).wait(limit_s):
                 return found[0]
         except ReadFailed as err:
             if not err.harmless:

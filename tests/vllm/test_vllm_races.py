@@ -24,8 +24,12 @@ import vllm._custom_ops  # noqa: F401  # the kernels that this processor has
 from impress.config import Config
 from impress.engines.vllm import saving
 from impress.engines.vllm.blocks import BlockLayout, slots_of
-from impress.engines.vllm.step import Prompt, SaveSpec
+from impress.engines.vllm.sparse import SparseRequest
+from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec
+from impress.engines.vllm.working import ExactLoad
 from impress.errors import StoreFailed
+from impress.policy import Recency
+from impress.read.session import Session
 from impress.store import PrefixStore
 from impress.types import Geometry
 from tests.vllm.served import MIB, SMALL, Served, params, words
@@ -337,6 +341,28 @@ def test_a_store_that_cannot_be_given_up_does_not_end_the_thread_that_stores(
         saver.flush()
         assert not left and store.lookup(prompt.tokens) == 128
         saver.close()
+
+
+@pytest.mark.parametrize("policy", [None, Recency(keep=0.5)], ids=["exact", "sparse"])
+def test_an_interrupted_close_of_a_load_releases_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Recency | None
+) -> None:
+    """As it waited for reads: what the lease pinned could not be evicted until its time limit."""
+    geometry, rows = Geometry(2, 2, 2, 32, "float32"), [torch.ones(2, 128, 32)] * 2
+    prompt = Prompt(np.arange(128, dtype=np.int32), {}, "")
+
+    def interrupted(_session: Session) -> None:
+        raise KeyboardInterrupt
+
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
+        assert store.store(prompt.tokens, rows, rows).wait(60)
+        spec = LoadSpec("a", prompt, 0, 128, [1, 2], policy)
+        load = SparseRequest(store, spec) if policy else ExactLoad(store, spec, 64)
+        assert store.stats()["leases"] == 1
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Session, "close", interrupted)
+            load.close()
+        assert store.stats()["leases"] == 0
 
 
 def test_a_saver_without_its_thread_says_so_in_one_line(

@@ -81,10 +81,12 @@ class SparseRequest:
     def close(self) -> None:
         """Give back what was read; it has been copied. Idempotent."""
         session, self._session = self._session, None
-        if session is not None:
-            self.report = session.report()
-            session.close()
-        self._lease.release()
+        try:
+            if session is not None:
+                self.report = session.report()
+                session.close()
+        finally:
+            self._lease.release()
 
 
 class SparseSide:

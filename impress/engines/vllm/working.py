@@ -86,9 +86,11 @@ class ExactLoad:
     def close(self) -> None:
         """Give everything back. Idempotent."""
         session, self._session = self._session, None
-        if session is not None:
-            session.close()
-        self._lease.release()
+        try:
+            if session is not None:
+                session.close()
+        finally:
+            self._lease.release()
 
 
 class WorkerSide:
