@@ -10,10 +10,11 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -23,10 +24,12 @@ from test_repack import look
 import impress
 from impress.cache.chunks import ChunkCache, Ids
 from impress.cache.heap import MinHeap
+from impress.read.tickets import nothing
 from impress.tree.radix import RadixTree
 from impress.tree.views import Views
 from impress.write.home import Home
 from tiers.base import Slot
+from tiers.iopool import IoPool, Lane, Ticket
 from tiers.ssd import SsdTier
 
 State = TypeVar("State")
@@ -264,6 +267,41 @@ def test_an_interrupted_repack_can_be_repeated(
     assert store.stats()["pinned_spans"] == 0
     store.evict(1 << 30)
     assert store.ssd.usage().used == 0
+
+
+class Waiting(NamedTuple):
+    """A pool whose one thread is held, three tickets that wait for it, and a fourth of another."""
+
+    pool: IoPool
+    gate: threading.Event
+    tickets: list[Ticket]
+    over: list[int]  # which of them were told to be
+
+
+def test_what_waits_ends_wherever_ctrl_c_comes_as_a_caller_runs_it() -> None:
+    """Between taking tasks out of their queue and the end of the last all of them were lost, of
+    other requests too where the queue was being filled again: closes waited to their limit."""
+
+    def make() -> Waiting:
+        pool, gate, begun, over = IoPool(1), threading.Event(), threading.Event(), list[int]()
+        pool.submit(Lane.PROMOTE, [lambda: begun.set() or (gate.wait(60) and None)])
+        tickets = [pool.submit(Lane.PROMOTE, [nothing] * 2) for _ in range(4)]
+        for i, ticket in enumerate(tickets):
+            ticket.then(partial(over.append, i))
+        assert begun.wait(60)
+        return Waiting(pool, gate, tickets, over)
+
+    def act(state: Waiting) -> None:
+        state.pool.run_here(Lane.PROMOTE, state.tickets[1:])
+
+    def check(state: Waiting) -> None:
+        state.gate.set()
+        assert all(ticket.over(60) for ticket in state.tickets)
+        assert state.pool.close(60)
+        assert sorted(state.over) == [0, 1, 2, 3]
+        assert state.tickets[0].wait(0)
+
+    at_each_step(make, act, check)
 
 
 @pytest.mark.parametrize("n_children", [1, 3, 9])

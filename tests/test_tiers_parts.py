@@ -375,6 +375,31 @@ def test_what_a_caller_cannot_wait_for_it_runs_itself() -> None:
     assert pool.close(60)
 
 
+def test_ctrl_c_in_what_a_caller_runs_itself_leaves_the_rest_to_the_threads() -> None:
+    """It was kept for who waits: the caller went on, and each of its later closes raised it."""
+    pool, gate, begun, ran = IoPool(1), threading.Event(), threading.Event(), list[object]()
+
+    def held() -> None:
+        begun.set()
+        assert gate.wait(60)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    pool.submit(Lane.PROMOTE, [held])
+    others = pool.submit(Lane.PROMOTE, [lambda: ran.append("another's")])
+    tasks = [interrupted, lambda: ran.append(1), lambda: ran.append(2)]
+    mine = [pool.submit(Lane.PROMOTE, [task]) for task in tasks]
+    assert begun.wait(60)
+    with pytest.raises(KeyboardInterrupt):
+        pool.run_here(Lane.PROMOTE, mine)
+    assert mine[0].done and not ran
+    gate.set()
+    assert all(ticket.over(60) for ticket in (*mine, others))
+    assert pool.close(60)
+    assert ran == [1, 2, "another's"]
+
+
 def test_a_callback_that_raises_takes_no_thread_with_it(caplog: pytest.LogCaptureFixture) -> None:
     """The thread was gone, and counted as busy: what comes last had no turn any more."""
     pool, gate, ran = IoPool(1), threading.Event(), []

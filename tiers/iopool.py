@@ -22,6 +22,7 @@ MORE_THREADS: Final = (
 )
 #: Longest that threads which were started in vain are waited for.
 _VAIN_S: Final = 10.0
+_FAILED: Final = "what was to follow a ticket failed"
 
 Task = Callable[[], None]
 Callback = Callable[[], object]
@@ -110,10 +111,14 @@ class Ticket:
             if self._left:
                 self._callbacks.append(callback)
                 return
-        _call([callback])
+        _call(callback)
 
-    def run(self, task: Task) -> None:
-        """One task of this ticket, on a pool thread; its error is kept for wait()."""
+    def run(self, task: Task, due: list[Ticket] | None = None) -> None:
+        """One task of this ticket, on a pool thread; its error is kept for wait().
+
+        `due`: on a thread that signals come to. It holds this ticket until the task is counted, so
+        that a caller which is cut off sees whether it was; and what a signal raises comes out.
+        """
         try:
             if self._cancelled:
                 raise Cancelled("the task was cancelled before it ran")
@@ -122,16 +127,33 @@ class Ticket:
         except BaseException as err:
             with self._lock:
                 self._error = self._error or err
-        with self._lock:
-            self._left -= 1
-            callbacks: list[Callback] = []
-            gates: list[threading.Lock] = []
-            if self._left == 0:  # and it keeps nothing of theirs, which may well keep this ticket
-                callbacks, self._callbacks = self._callbacks, callbacks
-                gates, self._gates = self._gates, gates
-        for gate in gates:
-            gate.release()
-        _call(callbacks)
+            if due is not None and not isinstance(err, Exception):
+                raise
+        finally:
+            self._count([self] if due is None else due)
+
+    def _count(self, due: list[Ticket]) -> None:
+        """A task that is due is over. Behind the last one: let go of who waits, and call back."""
+        try:
+            with self._lock:
+                self._left -= len(due)
+                del due[:]  # no signal comes between: that is looked for behind calls
+                if self._left:
+                    return
+                while self._gates:
+                    gate = self._gates[-1]
+                    del self._gates[-1]
+                    gate.release()
+            while self._callbacks:
+                callback = self._callbacks[0]
+                del self._callbacks[0]  # nothing of theirs is kept: that may well keep this ticket
+                try:
+                    callback()
+                except Exception:
+                    log.exception(_FAILED)
+        except BaseException:  # a signal's: the rest of it all the same
+            self._count(due)
+            raise
 
 
 class Signal:
@@ -162,16 +184,11 @@ def _cancel(jobs: Iterable[tuple[Ticket, Task]]) -> None:
         ticket.run(task)
 
 
-def _call(callbacks: Sequence[Callback]) -> None:
-    """All of them, also where a signal's exception comes in one."""
-    for i, callback in enumerate(callbacks):
-        try:
-            callback()
-        except Exception:
-            log.exception("what was to follow a ticket failed")
-        except BaseException:
-            _call(callbacks[i + 1 :])
-            raise
+def _call(callback: Callback) -> None:
+    try:
+        callback()
+    except Exception:
+        log.exception(_FAILED)
 
 
 def no_more_threads(err: Exception) -> bool:
@@ -200,7 +217,7 @@ class IoPool:
     def __init__(self, n_threads: int, name: str = "impress-io", n_behind: int = 1) -> None:
         """Raises MediumError where it cannot have so many."""
         self.n_threads = n_threads
-        self._lanes: tuple[deque[tuple[Ticket, Task]], ...] = tuple(deque() for _ in Lane)
+        self._lanes: list[deque[tuple[Ticket, Task]]] = [deque() for _ in Lane]
         # Entered bare: Condition.__enter__ is Python, and what a signal raises in it, the lock
         # just taken, would leave it taken for good.
         self._lock = threading.Lock()
@@ -262,18 +279,39 @@ class IoPool:
             _cancel(jobs)
 
     def run_here(self, lane: Lane, tickets: Iterable[Ticket]) -> None:
-        """Run on the caller's thread what no thread has begun of these: it waits for no turn."""
-        wanted = set(tickets)
+        """Run on the caller's thread what no thread has begun of these: it waits for no turn.
+
+        Where a signal raises in between, the task it came in has failed, and the rest of them stay
+        queued, now at the front.
+        """
+        wanted, due = set(tickets), list[Ticket]()
+        try:
+            while (task := self._draw(lane, wanted, due)) is not None:
+                due[0].run(task, due)
+        except BaseException:
+            for ticket in due[:]:  # drawn, and not counted as over
+                ticket.cancel()
+                ticket.run(lambda: None, due)
+            raise
+
+    def _draw(self, lane: Lane, wanted: set[Ticket], due: list[Ticket]) -> Task | None:
+        """A task of these tickets, off its queue, its ticket noted as due; None: all have begun."""
         with self._lock:
             queued = self._lanes[lane]
-            jobs = [job for job in queued if job[0] in wanted]
-            left = [job for job in queued if job[0] not in wanted]
-            queued.clear()
-            queued.extend(left)
-            self._wake.notify_all()  # who waited for these to be gone
-            self._quiet.notify_all()
-        for ticket, task in jobs:
-            ticket.run(task)
+            if not queued or queued[0][0] not in wanted:
+                mine = [job for job in queued if job[0] in wanted]
+                if not mine:
+                    return None
+                # To the front, so that each next one is found at once.
+                others = [job for job in queued if job[0] not in wanted]
+                queued = self._lanes[lane] = deque(mine + others)
+            ticket, task = queued[0]
+            if len(queued) == 1:  # who waits for them to be gone
+                self._wake.notify_all()
+                self._quiet.notify_all()
+            due += [ticket]
+            del queued[0]  # no signal comes between
+            return task
 
     def depth(self) -> list[int]:
         """Queued tasks by lane."""
