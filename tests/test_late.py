@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from conftest import assert_serves, kv_of, prompt, put_prompt, read_limit
 import impress
 import impress.read.load
 import impress.read.session
+import impress.read.sparse
 import impress.read.tickets
 from impress.engines.hf_prefix import find_prefix
-from impress.policy import Exact, Random
+from impress.policy import Exact, Quality, Random
 from impress.read.shadow import Seen, ShadowSession
 from impress.selection.choices import Selection
 from tiers.base import Read
@@ -130,6 +132,50 @@ def test_the_prompts_of_a_batch_wait_for_a_disk_that_hangs_together(
         prefix.wait(0)
     assert not prefix.close()
     assert disk.now_s == LIMIT_S
+
+
+def test_what_a_layer_is_chosen_by_has_the_whole_limit_once_the_one_before_it_is_in(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of all layers are begun at once, and the last ones' were late by a clock that had
+    begun with the first. A disk that gives what is waited for, in 0.6 of the limit each."""
+    store = open_store(
+        DEEP, probes=("int4-v1",), io_threads=8, dram_bytes=0, read_timeout_s=LIMIT_S
+    )
+    put_prompt(store, prompt(N)).wait(60)
+    now_s, caller, at = [0.0], threading.current_thread(), threading.local()
+    asked: dict[Ticket, threading.Event] = {}
+    read, run, over = store.ssd.read, Ticket.run, Ticket.over
+
+    def running(ticket: Ticket, *more: Any) -> None:
+        at.ticket = ticket
+        run(ticket, *more)
+
+    def slowly(reads: Sequence[Read]) -> None:
+        assert asked.setdefault(at.ticket, threading.Event()).wait(60)
+        read(reads)
+
+    def waited(ticket: Ticket, limit_s: float) -> bool:
+        if threading.current_thread() is not caller or ticket.done:
+            return over(ticket, limit_s)
+        now_s[0] += min(limit_s, 0.6 * LIMIT_S)
+        if limit_s < 0.6 * LIMIT_S:
+            return over(ticket, 0)
+        asked.setdefault(ticket, threading.Event()).set()
+        return over(ticket, 60)
+
+    query = torch.zeros(DEEP.n_heads, 1, DEEP.head_dim)
+    lse = torch.zeros(DEEP.n_heads, 1)
+    with store.lease(prompt(N)) as lease, lease.session(Quality()) as session:
+        monkeypatch.setattr(store.ssd, "read", slowly)
+        monkeypatch.setattr(Ticket, "run", running)
+        monkeypatch.setattr(Ticket, "over", waited)
+        for module in (impress.read.load, impress.read.session, impress.read.sparse):
+            monkeypatch.setattr(module, "monotonic", lambda: now_s[0])
+        session.prefetch()
+        for layer in range(DEEP.n_layers):
+            session.retrieve(layer, query, suffix_lse=lse)
+    assert now_s[0] > DEEP.n_layers * LIMIT_S
 
 
 # ---- on the clock of all -------------------------------------------------------------------------

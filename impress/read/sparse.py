@@ -212,7 +212,8 @@ class SparseSession(Session):
 
     def _read(self, load: Load, used: list[Load]) -> Load:
         used.append(load)  # before anything may come between
-        load.wait()
+        load.wait(self._came_s)  # as a layer's rows: it may have been begun with all others
+        self._came_s = monotonic()
         self._climb(load)  # from buffers of its own: close need not wait for the copies
         return load
 
