@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from impress.read.tickets import when_all
 from tiers.base import PAGE, Extent
-from tiers.errors import Cancelled
+from tiers.errors import Cancelled, ReadFailed
 from tiers.iopool import IoPool, Lane, Ticket
 from tiers.slots import BufferPool, aligned, size_class
 from tiers.space import LEAST_PART, Space, outside
@@ -300,6 +301,35 @@ def test_what_is_kept_and_what_is_out_are_at_most_twice_what_was_out_before(now)
             held.append(pool.acquire(int(rng.integers(1, 40)) * PAGE))
         most = max(most, pool.used_bytes)
         assert pool.used_bytes + pool.kept_bytes <= 2 * most
+
+
+def test_a_pool_that_gets_no_more_memory_lets_go_of_what_it_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under `ulimit -v` requests were misses beside buffers of another size that nobody used."""
+    live, most, mib = [0], 40, 1 << 20
+
+    def freed(n_bytes: int) -> None:
+        live[0] -= n_bytes
+
+    def short(n_bytes: int) -> np.ndarray:
+        if live[0] + n_bytes > most * mib:
+            raise ReadFailed("shortage", "memory: no more")
+        memory = aligned(n_bytes)
+        live[0] += len(memory)
+        weakref.finalize(memory, freed, len(memory))
+        return memory
+
+    monkeypatch.setattr("tiers.slots.aligned", short)
+    pool = BufferPool(None)
+    pool.acquire(24 * mib).release()
+    assert pool.kept_bytes == 24 * mib
+    held = pool.acquire(32 * mib)
+    assert len(held.array) == 32 * mib and pool.kept_bytes == 0
+    with pytest.raises(ReadFailed):  # nothing is kept: the rest is somebody's
+        pool.acquire(16 * mib)
+    assert pool.used_bytes == 32 * mib
+    held.release()
 
 
 def test_urgent_lanes_go_first() -> None:

@@ -230,7 +230,14 @@ class BufferPool:
             budget is not None and self._kept and self.used_bytes + self.kept_bytes + need > budget
         ):
             self._pop(len(self._kept) - 1)  # kept memory counts: drop the largest
-        return aligned(need)
+        try:
+            return aligned(need)
+        except ReadFailed:
+            if not self._kept:
+                raise
+            # What is kept is the pool's own, and the process may have no more beside it.
+            self._kept, self.kept_bytes = [], 0
+            return aligned(need)
 
     def _pop(self, at: int) -> Bytes:
         size, _, memory = self._kept[at]
