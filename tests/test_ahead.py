@@ -21,8 +21,12 @@ from impress.policy import AllHeads, Contiguous, Paper, Policy, Quality, Random
 from impress.read import tickets
 from impress.read.ahead import Places, cost, preferred, within
 from impress.read.early import Early
+from impress.read.parts import Part
+from impress.read.plan import home_reads
 from impress.read.session import Lease
+from impress.spans.layout import K, V
 from impress.usage.history import Note
+from tiers.base import Read
 from tiers.errors import ReadFailed
 from tiers.iopool import Lane
 
@@ -209,6 +213,25 @@ def test_what_was_chosen_before_is_read_ahead_and_not_again(open_store: Open) ->
     stats = store.stats()
     assert stats["ahead_bytes"] == sum(line["ahead_bytes"] for line in lines + shared)
     assert stats["ahead_used_bytes"] == sum(line["ahead_used_bytes"] for line in lines + shared)
+
+
+def test_no_keys_are_read_ahead_of_a_layer_that_reads_them_all(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ahead of the layer that begins a period they took half of the cap."""
+    store = open_store(DEEP["mha"], dram_bytes=0, prefetch_bytes=64 * MIB, read_gap_bytes=0)
+    fill_deep(store)
+    planes: dict[int, set[int]] = {}
+
+    def noted(part: Part, layer: int, plane: int, *more: Any) -> list[Read]:
+        planes.setdefault(layer, set()).add(plane)
+        return home_reads(part, layer, plane, *more)
+
+    monkeypatch.setattr("impress.read.early.home_reads", noted)
+    with store.lease(prompt(N_TOKENS)) as lease:
+        _, lines = bring(lease, Contiguous(keep=0.25, period=2))
+    assert planes == {1: {K, V}, 2: {V}}
+    assert 0 < lines[2]["ahead_used_bytes"] <= lines[2]["ahead_bytes"]
 
 
 def test_what_requests_chose_is_read_ahead_where_this_one_did_not(open_store: Open) -> None:

@@ -185,10 +185,7 @@ class SparseSession(Session):
             try:
                 self._start_keys(layer + 1)  # behind them
                 self._check_ended()
-                is_known = shares_rows(self.policy, layer + 1)
-                self._foresight.plan(  # while this layer is read
-                    layer + 1, positions, (K, V) if is_known else planes, is_known=is_known
-                )
+                self._foresee(layer + 1, positions, planes)  # while this layer is read
             except BaseException:
                 rows.abandon()
                 raise
@@ -209,6 +206,18 @@ class SparseSession(Session):
                 load.abandon()
             raise
         return k, v, positions
+
+    def _foresee(
+        self, layer: int, chosen: npt.NDArray[np.int64] | None, planes: Sequence[int]
+    ) -> None:
+        """Plan what to read ahead of a layer, when the one before it chose these rows (None: all)
+        and then had to read these planes of them."""
+        is_known = shares_rows(self.policy, layer)
+        if layer < self._r.geometry.n_layers and self._chooses_by_keys(layer):
+            planes = (V,)  # its keys are all read anyway
+        elif is_known:
+            planes = (K, V)
+        self._foresight.plan(layer, chosen, planes, is_known=is_known)
 
     def _read(self, load: Load, used: list[Load]) -> Load:
         used.append(load)  # before anything may come between
