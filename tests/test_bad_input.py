@@ -24,6 +24,7 @@ from conftest import (
 
 import impress
 from impress.config import tenant_secret
+from impress.policy import AllHeads, Pages, Paper, Policy, Quality
 
 Open = Callable[..., impress.PrefixStore]
 CONFIG = impress.Config(**SMALL)
@@ -234,6 +235,22 @@ def test_retrieve_says_what_it_wants(open_store: Open, geometry: impress.Geometr
         pytest.raises(impress.ImpressError, match="miss"),
     ):
         lease.session()
+
+
+@pytest.mark.parametrize(
+    "policy", [Paper(), Quality(), Pages(), AllHeads()], ids=lambda policy: policy.name
+)
+def test_a_query_of_no_rows_chooses_nothing_and_is_refused(
+    open_store: Open, geometry: impress.Geometry, policy: Policy
+) -> None:
+    """It was an AssertionError, deep in the scores."""
+    store = open_store(geometry, probes=("heads3-v1", "int4-v1", "pages16-v1"))
+    put_prompt(store, prompt(128)).wait(60)
+    query, lse = torch.zeros(4, 3, 128), torch.zeros(4, 3)
+    with store.lease(prompt(128)) as lease, lease.session(policy) as session:
+        with pytest.raises(impress.BadInput, match=r"q at least 1, got \[4, 0, 128\] and"):
+            session.retrieve(0, query[:, :0], suffix_lse=lse[:, :0])
+        session.retrieve(0, query, suffix_lse=lse)
 
 
 def test_a_wrong_out_leaves_what_was_read_ahead_where_it_is(

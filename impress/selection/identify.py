@@ -255,10 +255,11 @@ def _seen(asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
     g, shape = asked.geometry, tuple(getattr(asked.query, "shape", ()))
     tensors = all(hasattr(given, "to") for given in (asked.query, asked.suffix_lse))
     fits = len(shape) == 3 and (shape[0], shape[2]) == (g.n_heads, g.head_dim)
-    if not tensors or not fits or tuple(asked.suffix_lse.shape) != shape[:2]:
+    if not tensors or not fits or not shape[1] or tuple(asked.suffix_lse.shape) != shape[:2]:
         raise BadInput(
             f"retrieve: query and suffix_lse want tensors, [{g.n_heads}, q, {g.head_dim}] and "
-            f"[{g.n_heads}, q], got {_given(asked.query)} and {_given(asked.suffix_lse)}"
+            f"[{g.n_heads}, q], q at least 1, got {_given(asked.query)} and "
+            f"{_given(asked.suffix_lse)}"
         )
     return asked.query, asked.suffix_lse
 
