@@ -216,17 +216,16 @@ class PrefixStore:
 
     def store(
         self, token_ids: Any, keys: Sequence[Any], values: Sequence[Any], *, start: int = 0,
-        extra: Mapping[int, bytes] | None = None, importance: Any = None, wait_s: float = 0,
+        extra: Mapping[int, bytes] | None = None, importance: Any = None, wait_s: float = 30,
         tenant: str = "",
     ) -> Stored:  # fmt: skip
         """Store a prompt's KV: lists over layers of [n_kv_heads, n - start, head_dim] tensors.
 
         Copied on return; READY later (`Stored.wait`, `flush`). importance float32
-        [n_layers, n - start]: rows are laid down in its order, highest first. Raises as `writer`,
-        before anything is written.
+        [n_layers, n - start]: rows are laid down in its order, highest first. `wait_s` and what is
+        raised, before anything is written: as `writer`.
         """
-        layers = self.geometry.n_layers
-        tokens = as_tokens(token_ids)
+        tokens, layers = as_tokens(token_ids), self.geometry.n_layers
         n_rows = len(tokens) - an_int(start, "store: start")
         check_layers(keys, values, n_rows, self.geometry)
         importance = importance_of(importance, (layers, n_rows), "store")
@@ -238,14 +237,15 @@ class PrefixStore:
 
     def writer(
         self, token_ids: Any, start: int = 0, extra: Mapping[int, bytes] | None = None,
-        wait_s: float = 0, tenant: str = "",
+        wait_s: float = 30, tenant: str = "",
     ) -> Writer:  # fmt: skip
         """Begin a store of the windows of this prompt that are not stored yet.
 
         Rows will be put from position `start` on, which must not lie beyond what is stored.
         Space is reserved here; when there is none, the day's writes are spent or the disk takes
-        none, `writer.stored.refused` says so. `wait_s`: for a write buffer, in each `put`. Raises
-        BadInput, and ImpressError where the store is closed or only read.
+        none, `writer.stored.refused` says so. `wait_s`: longest wait for each write buffer (a put
+        takes one for every 4 MiB); then the store is refused. Raises BadInput, and ImpressError
+        where the store is closed or only read.
         """
         if self._admission is None or self._closed:
             raise ImpressError("store: closed" if self._closed else 'store: opened with mode="r"')

@@ -35,6 +35,8 @@ import impress
 import tiers.slots
 from impress.policy import AllHeads, Exact, StaticH2O
 from tiers.iopool import Lane
+from tiers.slots import BufferPool
+from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -265,7 +267,7 @@ def test_a_put_that_finds_no_slot_refuses_the_whole_store(
     store = open_store(geometry, write_buffer_bytes=MIB)
     tokens = prompt(64 * 12)
     keys, values = kv_of(tokens, geometry)
-    with store.writer(tokens) as writer:
+    with store.writer(tokens, wait_s=0) as writer:
         for window in range(12):  # half windows: each keeps a slot
             at = 64 * window
             writer.put(0, at, keys[0][:, at : at + 32], values[0][:, at : at + 32])
@@ -274,6 +276,36 @@ def test_a_put_that_finds_no_slot_refuses_the_whole_store(
     assert store.lookup(tokens) == 0
     assert put_prompt(store, tokens, wait_s=60).wait(60)
     assert_serves(store, tokens, 768)
+
+
+def test_a_prompt_larger_than_the_write_buffers_is_stored_by_the_readmes_call(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default nobody waited for a write buffer: beyond `write_buffer_bytes` (512 tokens of the
+    README's geometry) each prompt was refused wherever the disk was slower than the copying."""
+    go, write, acquire = threading.Event(), SsdTier.write, BufferPool.acquire
+
+    def slow(*args: Any) -> None:
+        assert go.wait(60)
+        write(*args)
+
+    def asked(pool: BufferPool, n_bytes: int, wait_s: float = 0.0) -> Any:
+        buffer = acquire(pool, n_bytes)
+        if buffer is None and wait_s:
+            go.set()  # the disk comes round once somebody waits for it
+            buffer = acquire(pool, n_bytes, wait_s)
+        return buffer
+
+    monkeypatch.setattr(SsdTier, "write", slow)
+    monkeypatch.setattr(BufferPool, "acquire", asked)
+    store, tokens = open_store(geometry, write_buffer_bytes=MIB), prompt(1024)
+    keys, values = kv_of(tokens, geometry)
+    try:
+        stored = store.store(tokens, keys, values)
+        assert go.is_set() and stored.wait(60), stored.refused
+    finally:
+        go.set()
+    assert_serves(store, tokens, 1024)
 
 
 def test_reads_come_from_dram_once_promoted(open_store: Open, geometry: impress.Geometry) -> None:
