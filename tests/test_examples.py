@@ -48,6 +48,20 @@ def test_the_readmes_engine_reuses_the_document(here, capsys):
     assert (int(first), int(second)) == (0, 1024)
 
 
+def test_the_readmes_reader_finds_the_document_and_changes_nothing(here):
+    """`store_new=False` "only reads", it said: it made a store at a mistyped path."""
+    named = run("README.md", 0, {})
+    shards, index = Path("path/to/store/shards"), Path("path/to/store/shards/main/index/data.mdb")
+    before = index.read_bytes()
+    run("README.md", 1, named)
+    assert named["reader"].last_request.hit_tokens == 1024
+    assert [path.name for path in shards.iterdir()] == ["main"]
+    assert index.read_bytes() == before
+    with pytest.raises(impress.FormatError, match="no store here"):
+        impress.PrefixStore.open("path/to/stroe", named["geometry"], named["namespace"], mode="r")
+    assert not Path("path/to/stroe").exists()
+
+
 def test_the_readmes_store_gives_back_what_was_stored(here):
     given, keys = [], [torch.randn(8, 200, 128).bfloat16() for _ in range(32)]
 
@@ -56,7 +70,7 @@ def test_the_readmes_store_gives_back_what_was_stored(here):
 
     values = [k + k for k in keys]
     named = {"token_ids": range(200), "keys": keys, "values": values, "attend": attend}
-    run("README.md", 1, named)
+    run("README.md", 2, named)
     assert given == [(layer, True, True) for layer in range(32)]
 
 

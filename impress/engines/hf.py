@@ -37,6 +37,7 @@ from impress.engines.hf_cache import RowsCache, rent
 from impress.engines.hf_chosen import ChosenCache, attending, check_choosing, check_policy, chooses
 from impress.engines.hf_mode import EXACT, Modes
 from impress.engines.hf_models import Prompt
+from impress.engines.hf_models import geometry_of as geometry_of  # README names it here
 from impress.engines.hf_observed import OBSERVED_ROWS, Observed, observing
 from impress.engines.hf_output import FirstLogits, PromptOnce
 from impress.engines.hf_prefix import StoredPrefix, end_reads, find_prefix
@@ -63,17 +64,17 @@ def attach(
     """An engine for a causal LM of a supported family, over a store or a store's directory.
 
     Derives the namespace, geometry and dtype from the model. A directory is opened for writing with
-    `config`, the policy's probe records added to its probes, and closed by `Engine.close`; a store
-    given stays the caller's. `store_new` False only reads. With a policy that chooses rows,
-    importance is stored with them: the attention of the prompt's last rows (hf_observed). `virtual`
-    keeps rows in contiguous virtual buffers (buffers.py) where the machine gives them. Raises
-    Unsupported naming the policy, or what of the model is not served, StoreMismatch naming both
-    values where the store is another model's, BadInput, and whatever `PrefixStore.open` raises.
+    `config`, the policy's probe records added to its probes, and closed by `Engine.close`; also
+    where `store_new` is False, which stores no prefixes. A store given stays the caller's; one that
+    is open with mode "r" is left as it is. With a policy that chooses rows, importance is stored
+    with them: the attention of the prompt's last rows (hf_observed). `virtual` keeps rows in
+    contiguous virtual buffers (buffers.py) where there are any. Raises Unsupported naming what is
+    not served, StoreMismatch naming both values, BadInput, and what `PrefixStore.open` raises.
     """
     hf_models.check_types(model, config)
     with turn_of(model).request():  # while another engine's runs, its attention is not its own
         hf_models.check_model(model)
-    geometry = hf_models.geometry_of(model.config, model.dtype)
+    geometry = geometry_of(model.config, model.dtype)
     settings = config or Config()
     given = path_or_store if isinstance(path_or_store, PrefixStore) else settings
     check_policy(policy, geometry, given.window)
