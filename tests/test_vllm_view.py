@@ -12,8 +12,8 @@ from conftest import SMALL, prompt, put_prompt, soon
 
 import impress
 from impress.engines.vllm import shared
-from impress.engines.vllm.shared import View, acquire, release
-from impress.errors import StoreFailed, StoreMismatch
+from impress.engines.vllm.shared import View, acquire, opened, release
+from impress.errors import FormatError, StoreFailed, StoreMismatch
 from impress.write.readers import present
 
 Open = Callable[..., impress.PrefixStore]
@@ -166,3 +166,24 @@ def test_a_release_after_all_was_closed_is_nothing(
     view.close()
     release(where)
     assert acquire(where, *model, None) is None
+
+
+def test_a_server_that_only_reads_says_what_to_start_first(
+    tmp_path: Path, geometry: impress.Geometry
+) -> None:
+    """It said to name the store by --store or IMPRESS_STORE, which vLLM has not."""
+    model, where, file = (geometry, NAMESPACE, WHEN_ASKED), tmp_path / "later", tmp_path / "file"
+    with pytest.raises(FormatError) as refused:
+        opened(where, *model, store_new=False)
+    said = str(refused.value)
+    assert "start the server that writes first" in said and "IMPRESS_STORE" not in said
+    assert "kv_connector_extra_config.store" in said and not where.exists()
+    with opened(where, *model, store_new=True) as store:
+        put_prompt(store, prompt(128, 1)).wait(60)
+    with opened(where, *model, store_new=False) as reader:
+        assert reader.lookup(prompt(128, 1)) == 128 and not reader.writable
+    (where / "impress.json").unlink()  # what is wrong otherwise is said as it is
+    file.touch()
+    for path, wrong in ((where, "impress rebuild"), (file, "not a directory")):
+        with pytest.raises(FormatError, match=wrong):
+            opened(path, *model, store_new=False)

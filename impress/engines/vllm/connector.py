@@ -21,7 +21,7 @@ from impress.engines.vllm.events import Events
 from impress.engines.vllm.metrics import ImpressProm, ImpressStats
 from impress.engines.vllm.scheduling import SchedulerSide
 from impress.engines.vllm.settings import Settings, served
-from impress.engines.vllm.shared import View, acquire, release
+from impress.engines.vllm.shared import View, acquire, opened, release
 from impress.engines.vllm.step import StepPlan, StepReport
 from impress.engines.vllm.working import WorkerSide
 from impress.errors import Unsupported
@@ -34,7 +34,9 @@ log = logging.getLogger("impress")
 class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # untyped bases
     """A store under vLLM. Named in --kv-transfer-config; `impress vllm-config` prints it.
 
-    Raises Unsupported, ConfigError or StoreMismatch at start, with the setting to change.
+    Raises at start, with the setting to change: Unsupported (what vLLM was told to do), ConfigError
+    and BadInput (the extra config), and what `PrefixStore.open` does: StoreMismatch, StoreLocked,
+    StoreFailed, and FormatError, also where "store_new" is false and nothing is stored yet.
     """
 
     _cache_hit_source = CacheHitSource.DISK
@@ -59,11 +61,11 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 )  # fmt: skip
 
     def _open(self) -> PrefixStore:
-        mode = "rw" if self._settings.store_new else "r"
         model, settings = self._served, self._settings
-        return PrefixStore.open(
-            settings.store, model.geometry, model.namespace, settings.config, mode
-        )
+        return opened(
+            settings.store, model.geometry, model.namespace, settings.config,
+            store_new=settings.store_new,
+        )  # fmt: skip
 
     def _scheduler_side(self) -> SchedulerSide:
         model, settings = self._served, self._settings

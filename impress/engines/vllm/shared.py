@@ -22,6 +22,7 @@ from impress.config import Config
 from impress.errors import FormatError, ImpressError, StoreFailed, StoreMismatch
 from impress.store import PrefixStore
 from impress.types import Geometry
+from impress.write.directory import IDENTITY, shards_of
 from tiers.errors import MediumError
 from tiers.iopool import start
 
@@ -31,6 +32,22 @@ Opener = Callable[[], PrefixStore]
 
 _stores: dict[Path, tuple[PrefixStore, int]] = {}
 _lock = threading.Lock()
+
+
+def opened(
+    path: Path, geometry: Geometry, namespace: bytes, config: Config, *, store_new: bool
+) -> PrefixStore:
+    """A worker's store of a directory, for writing or to be read only. Raises what
+    `PrefixStore.open` does; where there is nothing to read yet, with what vLLM has to be told."""
+    try:
+        return PrefixStore.open(path, geometry, namespace, config, "rw" if store_new else "r")
+    except FormatError:
+        if store_new or path.is_file() or (path / IDENTITY).exists() or shards_of(path):
+            raise
+        raise FormatError(
+            f'{path}: nothing is stored here yet, and "store_new": false stores nothing: start the '
+            "server that writes first, or mend kv_connector_extra_config.store"
+        ) from None
 
 
 def acquire(
