@@ -118,6 +118,15 @@ def test_a_setting_of_another_kind_is_refused_by_name(extra: dict[str, object], 
         Settings.of({"store": "x", **extra})
 
 
+def test_a_server_that_follows_no_other_is_refused() -> None:
+    """Its scheduler found what another server had stored, as it asks when a load was lost, and its
+    worker never did: every hit on that was a load error, each time."""
+    with pytest.raises(ConfigError, match=r"follow_every_s 0: .*: leave it out"):
+        Settings.of({"store": "x", "config": {"follow_every_s": 0}})
+    given = Settings.of({"store": "x", "config": {"follow_every_s": 0.001}})
+    assert given.config.follow_every_s == 0.001
+
+
 @pytest.mark.parametrize("option", ["--dram-mib", "--disk-gib"])
 def test_more_than_a_store_takes_is_not_printed(option: str) -> None:
     done = _printed(option, str(1 << 40))

@@ -103,6 +103,8 @@ class Settings:
         config = Config(**given["config"])
         if config.mode != "auto":
             raise ConfigError(f"vllm: mode {config.mode!r}: here 'policy' and 'floor' say it")
+        if not config.follow_every_s:  # hits on what others stored would be lost loads, each time
+            raise ConfigError("vllm: follow_every_s 0: a server must follow others: leave it out")
         wanted = dict.fromkeys([*config.probes, *probes])
         return cls(
             store,
