@@ -24,9 +24,10 @@ import vllm._custom_ops  # noqa: F401  # the kernels that this processor has
 from impress.config import Config
 from impress.engines.vllm import saving
 from impress.engines.vllm.blocks import BlockLayout, slots_of
+from impress.engines.vllm.metrics import COUNTS
 from impress.engines.vllm.sparse import SparseRequest
 from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec
-from impress.engines.vllm.working import ExactLoad
+from impress.engines.vllm.working import ExactLoad, WorkerSide
 from impress.errors import StoreFailed
 from impress.policy import Recency
 from impress.read.session import Session
@@ -425,6 +426,41 @@ def test_behind_a_write_that_hangs_one_request_waits_and_no_other(
         saver.flush()
         assert [store.lookup(prompt.tokens) for prompt in prompts] == [0, 0, 0, 0, 0, 2048]
         saver.close()
+
+
+def test_what_is_not_stored_is_counted_and_each_reason_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts that waited in too long a line, and stores that were refused, showed nowhere: a
+    server whose store was full looked like one whose prompts never came again."""
+    layout: Any = _Zeros()
+    caches = {name: torch.empty(0) for name in ("one", "two")}
+    config = Config(**SMALL, daily_write_bytes=1)
+    with PrefixStore.open(
+        tmp_path / "s", Geometry(2, 2, 2, 32, "float32"), b"x" * 32, config, "rw"
+    ) as store:
+        worker = WorkerSide(store, caches, [layout] * 2, None, store_new=True)
+        assert worker.saver is not None
+
+        def counted(first: int) -> dict[str, int]:
+            """Of three prompts more, as vLLM hears it."""
+            assert worker.saver is not None
+            for at in range(first, first + 3):
+                prompt = Prompt(np.arange(at, at + 128, dtype=np.int32), {}, "")
+                worker.saver.offer(SaveSpec(f"{at}", f"{at}#0", prompt, 128, [1] * 4))
+            worker.flush()
+            worker.take_report()
+            return worker.take_counts()
+
+        assert counted(0) == {"refused": 3}
+        monkeypatch.setattr(saving, "MOST_WAITING", 0)
+        assert counted(3) == {"skipped": 3}
+        worker.take_report()
+        assert worker.take_counts() == {}
+        worker.close()
+    assert {"refused", "skipped"} <= COUNTS.keys()
+    said = [r.getMessage() for r in caplog.records if "is not stored" in r.getMessage()]
+    assert len(said) == 2 and "daily write budget" in said[0] and "0 parts of prompts" in said[1]
 
 
 def test_a_window_that_a_step_only_began_holds_no_write_buffer(tmp_path: Path) -> None:

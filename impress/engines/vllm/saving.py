@@ -84,7 +84,9 @@ class Saver:
         self._changed = threading.Condition(self._lock)
         self._reading = threading.Lock()  # held while blocks are looked at
         self._closed = False
-        self.n_skipped = 0
+        self.n_skipped = 0  # requests that were given up: too many wait, the disk hangs, an error
+        self.n_refused = 0  # stores that the store refused, or that failed
+        self._told: set[str] = set()  # why, so far
         self._thread = threading.Thread(target=self._run, name="impress-save", daemon=True)
         try:
             start(self._thread)
@@ -101,11 +103,25 @@ class Saver:
             if life is None:
                 life = self._lives[spec.key] = _Life(spec.request_id, self._root(spec))
             if len(self._specs) >= MOST_WAITING:
-                life.dropped = True
-                self.n_skipped += 1
+                self._skip(life)
+                self._tell(f"{MOST_WAITING} parts of prompts wait already", "skipped")
             life.n_waiting += 1
             self._specs.append(spec)
             self._changed.notify_all()
+
+    def _skip(self, life: _Life) -> None:
+        """Nothing of it is read any more; with the lock held."""
+        self.n_skipped += not life.dropped
+        life.dropped = True
+
+    def _tell(self, why: str, count: str) -> None:
+        """Each reason once, whatever numbers follow it: how often is counted."""
+        reason = why.split(":")[0]
+        if reason not in self._told:
+            self._told.add(reason)
+            log.warning(
+                "a prompt is not stored: %s (said once; vllm:impress_%s_total counts)", why, count
+            )
 
     def drop(self, keys: Sequence[str]) -> None:
         """Forget these lives: on return nobody looks at their blocks any more."""
@@ -145,8 +161,12 @@ class Saver:
                 if stored.ready:
                     found.append((request_id, stored.n_tokens, stored.n_new))
                 elif stored.error is not None:
+                    self.n_refused += 1
                     log.warning("request %s was not stored: %s", request_id, stored.error)
-                elif not stored.refused:
+                elif stored.refused:
+                    self.n_refused += 1
+                    self._tell(stored.refused, "refused")
+                else:
                     continue
                 self._pending.remove(item)
         return found
@@ -195,7 +215,8 @@ class Saver:
                 self._save(spec)
             except Exception as err:  # whatever it is: those that wait behind it are to be stored
                 log.warning("request %s is not stored: %s", spec.request_id, str(err) or repr(err))
-                self._lives[spec.key].dropped = True
+                with self._lock:
+                    self._skip(self._lives[spec.key])
             finally:
                 with self._lock:
                     life = self._lives[spec.key]
@@ -236,8 +257,7 @@ class Saver:
         life = self._lives[spec.key]
         if not life.dropped and self._stuck():
             with self._lock:
-                life.dropped = True
-                self.n_skipped += 1
+                self._skip(life)
         if life.dropped:
             self._give_up(life)
             return

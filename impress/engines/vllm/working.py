@@ -123,6 +123,7 @@ class WorkerSide:
         self._held: set[str] = set()
         self._report = StepReport()
         self._n_gone = self._gone()
+        self._unstored: Counter[str] = Counter()  # by why, as last counted
 
     # ---- a step ----------------------------------------------------------------------------
 
@@ -271,6 +272,9 @@ class WorkerSide:
                 report.stored[request_id] = n_tokens
                 if n_new:  # else another request had stored it all before its turn came
                     self.counts["stored"] += 1
+            unstored = Counter(skipped=self.saver.n_skipped, refused=self.saver.n_refused)
+            self.counts += unstored - self._unstored
+            self._unstored = unstored
         gone = self._gone()
         report.evicted, self._n_gone = gone != self._n_gone, gone
         return report
