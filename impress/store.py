@@ -93,8 +93,8 @@ class PrefixStore:
         Any number of processes may: each writes a shard of its own (`Config.shard`) and reads all.
         Raises StoreMismatch (another geometry, dtype or window), StoreLocked (a second writer of a
         shard), FormatError (no store, a foreign directory, a newer format), StoreFailed (no
-        permission), BadInput (an argument of another type), ConfigError and Unsupported (settings
-        that do not go here).
+        permission, a metrics_port that is taken), BadInput (an argument of another type),
+        ConfigError and Unsupported (settings that do not go here).
         """
         if mode not in ("rw", "r"):
             raise BadInput(f'open: mode must be "rw" or "r", got {mode!r}')

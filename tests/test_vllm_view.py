@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -187,3 +188,17 @@ def test_a_server_that_only_reads_says_what_to_start_first(
     for path, wrong in ((where, "impress rebuild"), (file, "not a directory")):
         with pytest.raises(FormatError, match=wrong):
             opened(path, *model, store_new=False)
+
+
+def test_a_port_of_metrics_that_was_left_to_choose_is_told(
+    tmp_path: Path, geometry: impress.Geometry, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With --data-parallel-size 2 a fixed port is taken by the first rank, and port 0 was told
+    nowhere. (vLLM sets up its own loggers only: of others Python shows warnings.)"""
+    free = WHEN_ASKED.model_copy(update={"metrics_port": 0})
+    model = (tmp_path / "s", geometry, NAMESPACE, free)
+    with opened(*model, store_new=True) as one, opened(*model, store_new=True) as two:
+        said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert len(said) == 2 and one.metrics_port != two.metrics_port
+        for line, store in zip(said, (one, two), strict=True):
+            assert line.endswith(f"metrics at http://127.0.0.1:{store.metrics_port}/metrics")

@@ -38,9 +38,12 @@ def opened(
     path: Path, geometry: Geometry, namespace: bytes, config: Config, *, store_new: bool
 ) -> PrefixStore:
     """A worker's store of a directory, for writing or to be read only. Raises what
-    `PrefixStore.open` does; where there is nothing to read yet, with what vLLM has to be told."""
+    `PrefixStore.open` does; where there is nothing to read yet, with what vLLM has to be told.
+
+    Effects: logs a port of metrics that it was left to choose.
+    """
     try:
-        return PrefixStore.open(path, geometry, namespace, config, "rw" if store_new else "r")
+        store = PrefixStore.open(path, geometry, namespace, config, "rw" if store_new else "r")
     except FormatError:
         if store_new or path.is_file() or (path / IDENTITY).exists() or shards_of(path):
             raise
@@ -48,6 +51,9 @@ def opened(
             f'{path}: nothing is stored here yet, and "store_new": false stores nothing: start the '
             "server that writes first, or mend kv_connector_extra_config.store"
         ) from None
+    if config.metrics_port == 0:  # a warning: of loggers but its own vLLM shows no less
+        log.warning("%s: metrics at http://127.0.0.1:%d/metrics", path, store.metrics_port)
+    return store
 
 
 def acquire(
