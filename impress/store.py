@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from impress.blockhash import as_tokens, chain, labels_of, namespace_digest, root_key
@@ -62,13 +63,11 @@ class PrefixStore:
     ) -> None:
         """Use `open`. Takes the shard's lock when `write`."""
         self.path = path
-        self.geometry = identity.geometry
-        self.window = identity.window
+        self.geometry, self.window = identity.geometry, identity.window
         self.config = config
         self.namespace = namespace_digest(namespace)
         self.name = namespace if isinstance(namespace, str) else ""
-        self.writable = write
-        self.counters = Counters()
+        self.writable, self.counters = write, Counters()
         self._identity = identity
         count = partial(self.counters.add, "expired_leases")
         self._leases = Leases(config.lease_timeout_s, config.read_timeout_s, count)
@@ -323,9 +322,10 @@ class PrefixStore:
 
         A fit of probe parameters that this set off has then ended too, or timeout_s has passed.
         """
-        self._home.flush(a_number(timeout_s, "flush: timeout_s"))
+        ends_s = monotonic() + a_number(timeout_s, "flush: timeout_s")
+        self._home.flush(timeout_s)
         if self._admission is not None:
-            self._admission.fitter.wait(timeout_s)
+            self._admission.fitter.wait(max(ends_s - monotonic(), 0.0))
 
     def close(self) -> None:
         """Finish what is queued, stop the threads, release the lock. Idempotent, also cut off."""

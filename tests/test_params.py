@@ -28,6 +28,7 @@ from impress.spans.params import NONE, Params, decode_params, digest_of, encode_
 from impress.spans.tables import read_header
 from impress.upkeep.verify import verify_store
 from impress.write import admission, fitting
+from impress.write.commit import Committer
 from tiers.errors import ReadFailed
 from tiers.ssd import SsdTier
 
@@ -563,6 +564,26 @@ def test_who_waits_for_a_fit_is_let_go_when_the_store_closes(
     assert fitter.close(60)
     waiting.join(30)
     assert not waiting.is_alive()
+
+
+def test_a_flush_leaves_a_fit_what_is_left_of_its_time(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its two waits had all of it: a flush took up to twice as long as it was given."""
+    store, barrier = open_store(SHAPE, probes=("pca25-v1",)), Committer.barrier
+    clock, waited = [100.0], list[float]()
+
+    def takes_40_s(committer: Committer, timeout_s: float) -> bool:
+        clock[0] += 40
+        return barrier(committer, timeout_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("impress.store.monotonic", lambda: clock[0])
+        patch.setattr(Committer, "barrier", takes_40_s)
+        patch.setattr(fitting.Fitter, "wait", lambda _, timeout_s: waited.append(timeout_s))
+        for limit_s in (100, 40, 30):
+            store.flush(limit_s)
+    assert waited == [60, 0, 0]
 
 
 @pytest.mark.parametrize("ends", ["given up", "dropped", "failed"])
