@@ -77,7 +77,7 @@ class Lease:
         """Reads of this prefix under a policy, from token `first` on: what is before, in whole
         windows, the caller has. Only where all rows are brought can it be above 0.
 
-        Raises ImpressError on a miss or after release, BadInput.
+        Raises PrefixLost when it is too old, ImpressError on a miss or after release, BadInput.
         """
         if not self.n_tokens:
             raise ImpressError("lease: a miss has nothing to read (check n_tokens first)")
@@ -180,7 +180,7 @@ class Session:
         """Start reading every layer, in order; retrieve(layer) then waits for what is left.
 
         `outs`: per layer (k, v) [n_kv_heads, n_tokens, head_dim]. Token-major, page-aligned ones
-        are read into directly. Theirs to keep, but unchanged until `close`.
+        are read into directly. Theirs to keep, unchanged until `close`. Raises as `retrieve` does.
         """
         self._lease.check_active()
         given: Sequence[Outs | None] = [None] * self._r.geometry.n_layers
