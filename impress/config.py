@@ -100,7 +100,7 @@ class Config(BaseModel):
     """auto: where an engine chooses the mode, its policy chooses rows only once it has earned it,
     and is watched from then on (docs/SELECTION.md, "The guard"). A call that names its policy, or a
     forced `mode`, is not guarded."""
-    guard_shadows: int = Field(default=300, ge=1)
+    guard_shadows: int = Field(default=300, ge=1, le=1_000_000)
     """Requests in a row, answered exactly, whose selection must have missed little enough."""
     guard_share: float = Field(default=0.01, ge=0, le=1)
     """Of the sparse requests after that, the share that is weighed again after the answer."""

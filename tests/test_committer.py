@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from test_repack import look
 
 import impress
 from impress.errors import StoreFailed
+from impress.policy import Quality
 from impress.write import admission, writer
 from impress.write.commit import Committer
 from impress.write.headers import Headers
@@ -527,6 +529,39 @@ def test_history_that_could_not_be_saved_is_saved_with_the_next(
     store.flush()
     assert store.index.history(record.span_id) is not None
     store.history.check()
+
+
+def test_a_ledger_that_cannot_be_written_down_loses_no_history_and_holds_up_no_close(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What requests had shown counted as saved, and was not; `close` raised, and its shard stayed
+    locked: one guard_shadows too large for the ledger's format did that."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(64, 1)).wait(60)
+    look(store, prompt(64, 1))
+    (record,) = store.catalog.records()
+    store.ledgers.dropped(store.ledgers.open(store.namespace, Quality(), store.config))
+
+    def too_large(_entry: Any) -> bytes:
+        return struct.pack("<I", 1 << 32)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("impress.quality.ledgers.encode", too_large)
+        store._home.save_history()
+        with pytest.raises(StoreFailed, match="what requests have shown is not saved"):
+            store.flush()
+    assert store.index.history(record.span_id) is None
+    store.history.check()
+    store._home.save_history()
+    store.flush()
+    assert store.index.history(record.span_id) is not None and store.index.ledgers()
+    look(store, prompt(64, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr("impress.quality.ledgers.encode", too_large)
+        store.ledgers.dropped(store.ledgers.open(store.namespace, Quality(), store.config))
+        store.close()
+    with open_store(geometry, shard=0) as again:
+        sound(again, [1])
 
 
 def test_what_fails_behind_a_give_back_gives_no_space_back_twice(

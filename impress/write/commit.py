@@ -23,6 +23,7 @@ from impress.write.batches import Batches
 from impress.write.headers import Headers
 from impress.write.index import Index
 from impress.write.jobs import Batch, Duties, Erase, Intent, Job, Trial
+from impress.write.swap import failed
 from tiers.base import Slot
 from tiers.iopool import Signal, start
 from tiers.ssd import SsdTier
@@ -228,15 +229,22 @@ class Committer:
         self._index.commit({}, heat=heat, wear=wear, last=True)
 
     def _save_history(self) -> None:
-        tick = self._history.tick
-        values, ledgers = self._history.dump(), self._ledgers.dump()
-        heat = self._catalog.heat()
-        warmer = dict(heat.items() - self._heat.items())
-        if values or ledgers or warmer:
-            try:
+        """However it ends, what is not saved is saved with the next. Raises StoreFailed for what
+        neither the disk nor the index says."""
+        tick, is_saved = self._history.tick, False
+        try:
+            values, ledgers = self._history.dump(), self._ledgers.dump()
+            heat = self._catalog.heat()
+            warmer = dict(heat.items() - self._heat.items())
+            if values or ledgers or warmer:
                 self._index.save_history(values, tick, ledgers, warmer)
                 self._heat = heat
-            except StoreFailed as err:
+            is_saved = True
+        except StoreFailed as err:
+            self._duties.trouble(str(err))
+        except Exception as err:
+            raise failed(err, "what requests have shown is not saved: ") from err
+        finally:
+            if not is_saved:
                 self._history.not_saved()
                 self._ledgers.not_saved()
-                self._duties.trouble(str(err))
