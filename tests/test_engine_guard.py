@@ -517,7 +517,26 @@ def test_attention_that_cannot_be_observed_stays_exact_and_says_so(tmp_path, cap
         for _ in range(3):
             assert ask(engine)[1].mode == "exact"
         ledger = ledger_of(engine)
-        assert (ledger["shadows"], ledger["dropped"]) == (0, 3)
+        assert (ledger["requests"], ledger["shadows"], ledger["dropped"]) == (0, 0, 0)
+
+
+def test_trust_earned_where_attention_is_seen_chooses_nothing_where_it_is_not(tmp_path):
+    """The log said that hits stay exact, and a ledger that had been saved made them sparse."""
+    model = model_of("llama")
+    with filled(model, tmp_path, Liar(), guard_shadows=1) as engine:
+        ask(engine)
+        assert ask(engine)[1].mode == "sparse"
+    model.set_attn_implementation("eager")
+    with guarded(model, tmp_path, Liar(), guard_shadows=1) as engine:
+        kept = ledger_of(engine)
+        assert kept["state"] == "trusted"
+        for _ in range(2):
+            _, request = ask(engine)
+            assert (request.mode, request.hit_tokens) == ("exact", HIT)
+            assert request.guard == "eager attention cannot be observed"
+        assert ledger_of(engine) == kept
+        model.set_attn_implementation("sdpa")
+        assert ask(engine)[1].mode == "sparse"
 
 
 def test_what_a_policy_cannot_do_is_no_shadow(tmp_path, caplog):

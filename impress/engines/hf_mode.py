@@ -48,6 +48,7 @@ class Modes:
 
     def __init__(self, model: Any, store: PrefixStore, policy: Policy) -> None:
         self.rates = Rates()
+        self._model = model
         self._store = store
         self._own = policy
         self.ledger: bytes | None = None
@@ -91,8 +92,7 @@ class Modes:
             own = "sparse" if chooses(policy) else "exact"
             choice = self._able(self._choose(prompt, stored, own), policy, prefix)
             return Way(policy, choice, stored)
-        share = self._store.config.guard_share
-        decision, said = self._store.ledgers.decide(ledger, share)
+        decision, said = self._decided(ledger)
         choice = self._choose(prompt, stored, decision.mode, own_is_wanted=decision.wanted)
         choice = self._able(choice, policy, prefix)
         watched = decision if decision.shadow and choice.mode == decision.mode else None
@@ -100,6 +100,13 @@ class Modes:
             policy, Choice(choice.mode, f"{choice.why}; guard: {said}"), stored, said, watched,
             ledger,
         )  # fmt: skip
+
+    def _decided(self, ledger: bytes) -> tuple[Decision, str]:
+        """What the guard makes of a hit, and says; whatever was earned where attention is seen."""
+        attention = self._model.config._attn_implementation
+        if attention != "sdpa":
+            return Decision("exact", shadow=False), f"{attention} attention cannot be observed"
+        return self._store.ledgers.decide(ledger, self._store.config.guard_share)
 
     def _able(self, choice: Choice, policy: Policy, prefix: StoredPrefix) -> Choice:
         """Exact where the policy would go by importance and the prefix has none."""

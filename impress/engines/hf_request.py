@@ -32,7 +32,7 @@ class Request:
     refused: str = ""  # why the store did not take the new part
     policy: str = "exact"  # the name of the one asked for
     why: str = ""  # the mode was taken, with what each was estimated to cost
-    guard: str = "off"  # what the guard said: "trusted", or how much trust is earned so far
+    guard: str = "off"  # what the guard said: "trusted", how much of that is earned, why none is
     memory: str = "pooled"  # where its rows were: "virtual", or "pooled" and why where asked for
     chosen_rows_share: float = 0.0  # rows brought ÷ rows of the prefix
     fallback_share: float = 0.0  # layers whose identifier did not decide ÷ layers
