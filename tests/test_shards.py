@@ -152,6 +152,29 @@ def test_what_hung_from_a_span_that_another_shard_evicted_is_no_problem_of_the_s
     assert (done.returncode, found["spans"], found["orphans"]) == (0, 0, 0)
 
 
+def test_what_goes_on_from_a_shard_that_cannot_be_read_is_no_problem_of_its_own(pair: Pair) -> None:
+    """Of each such span `verify` said that it is never found: among a thousand of these lines was
+    the one that named the index which a rebuild mends."""
+    a, b = pair
+    ready(a, prompt(512, 1)[:192])
+    b.follow()
+    ready(b, prompt(512, 1)[:384], start=192)
+    a.follow()
+    ready(a, prompt(512, 1), start=384)
+    for store in pair:
+        store.close()
+    os.truncate(a.path / "shards/1/index/data.mdb", 8192)
+    done, found = run_json("verify", "--store", a.path)
+    (problem,) = found["problems"]
+    assert done.returncode == 1 and "shards/1/index" in problem["what"]
+    assert (found["spans"], found["waiting"], found["orphans"]) == (2, 1, 0)
+    said = CliRunner().invoke(app, ["verify", "--store", str(a.path)]).stdout
+    assert "1 behind what cannot be read" in " ".join(said.split())
+    rebuild_store(a.path)
+    done, found = run_json("verify", "--store", a.path)
+    assert (done.returncode, found["spans"], found["waiting"]) == (0, 3, 0)
+
+
 def test_readers_follow_by_themselves(open_store: Open, geometry: impress.Geometry) -> None:
     writer = open_store(geometry)
     ready(writer, prompt(128, 1))

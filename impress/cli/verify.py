@@ -30,7 +30,8 @@ def verify(store: Store = None, as_json: Json = False) -> None:
     sound. Writes nothing, and works while another process writes to the store. A span that does
     not verify is no danger to a running model: its reads fail and the prompt is computed again.
     One that hangs from what another shard has evicted is counted ("orphans"), and is no problem:
-    the next writer of its own shard deletes it.
+    the next writer of its own shard deletes it. So is one that may hang from a shard whose index
+    cannot be read ("waiting"); that index is the problem.
 
     **Exit status**
 
@@ -69,6 +70,8 @@ def _print(verdict: Verdict, where: Path) -> None:
         read += f"; {verdict.gone} evicted by the store's writer meanwhile"
     if verdict.orphans:
         read += f"; {verdict.orphans} behind what another shard evicted, to go with its next writer"
+    if verdict.waiting:
+        read += f"; {verdict.waiting} behind what cannot be read"
     if not verdict.problems:
         out.print(f"{where}: sound ({read})", markup=False, soft_wrap=True)
         return

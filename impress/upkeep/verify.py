@@ -4,7 +4,7 @@ index values → headers → every piece of every span. Beside a live writer: a 
 is gone or replaced by the end was evicted meanwhile, and whatever was found about it is dropped.
 A span that hangs in the air is told only where every shard, read again, has nothing before it; it
 is no problem where another shard's writer may have evicted that: the next writer of its own will
-delete it.
+delete it. Nor where a shard's index cannot be read: what is before it may be named there.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ class Verdict:
     n_bytes: int = 0  # of rows; headers not counted
     gone: int = 0  # spans evicted while this ran
     orphans: int = 0  # spans that hang from what another shard's writer evicted
+    waiting: int = 0  # spans that hang in the air while a shard's index cannot be read
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, other: Verdict) -> None:
-        for name in ("spans", "pieces", "n_bytes", "gone", "orphans"):
+        for name in ("spans", "pieces", "n_bytes", "gone", "orphans", "waiting"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.problems += other.problems
 
@@ -107,7 +108,7 @@ def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
     shards = shards_of(path)
     values = {shard.number: _values(shard, total) for shard in shards}
     everything = {span: value for by_span in values.values() for span, value in by_span.items()}
-    shared = len(shards) > 1 and not total.problems
+    shared, unread = len(shards) > 1, bool(total.problems)
     try:
         pool = IoPool(_THREADS, "impress-verify")
     except MediumError as err:
@@ -116,7 +117,9 @@ def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
         for shard in shards:
             if values[shard.number]:
                 mine = values[shard.number]
-                one = _Verification(path, identity, shard, mine, everything, pool, shared=shared)
+                one = _Verification(
+                    path, identity, shard, mine, everything, pool, shared=shared, unread=unread
+                )
                 total.add(one.run(progress or (lambda done, of: None)))
     finally:
         pool.close(0.1)  # its threads are daemons: one stuck in a read does not hold the process
@@ -137,17 +140,19 @@ class _Verification:
 
     def __init__(
         self, path: Path, identity: Identity, shard: Shard, values: dict[int, bytes],
-        everything: dict[int, bytes], pool: IoPool, *, shared: bool,
+        everything: dict[int, bytes], pool: IoPool, *, shared: bool, unread: bool,
     ) -> None:  # fmt: skip
         """`values`: read before the segments are listed: all they name exist; `everything`: of all
-        shards, as a prefix may go from one to another; `shared`: there are several, all read."""
+        shards that could be read, as a prefix may go from one to another; `shared`: there are
+        several; `unread`: of one of them the index could not be."""
         self._path = path
         self._identity = identity
         self._shard = shard
         self._values = values
         self._everything = everything
         self._shared = shared
-        self._orphans: set[int] = set()
+        self._unread = unread
+        self._hanging: set[int] = set()  # and no problem
         try:
             self._ssd = SsdTier(
                 shard.segments, PART_BYTES, None, read_only=True, number=shard.number
@@ -220,8 +225,8 @@ class _Verification:
         except AssertionError as err:
             self._report(f"tree: {err}")
             return
-        if self._shared and not wrong and not damaged:
-            self._orphans.update(hanging)
+        if self._unread or (self._shared and not wrong and not damaged):
+            self._hanging.update(hanging)
             return
         for span in hanging:
             self._report("the windows before it are not stored, so it is never found", span)
@@ -349,11 +354,15 @@ class _Verification:
             self._verdict.add(again)
             return
         found = {p.span for p in self._verdict.problems if p.span is not None}
-        for span in found | self._orphans:
+        for span in found | self._hanging:
             if now.get(span) != self._values[span]:
                 evicted.add(span)
         self._verdict.gone = len(evicted)
-        self._verdict.orphans = len(self._orphans - evicted)
+        n_hanging = len(self._hanging - evicted)
+        if self._unread:
+            self._verdict.waiting = n_hanging
+        else:
+            self._verdict.orphans = n_hanging
         self._verdict.problems = [p for p in self._verdict.problems if p.span not in evicted]
         self._verdict.problems.sort(key=lambda p: (p.span or 0, p.segment or 0, p.what))
 
