@@ -117,6 +117,20 @@ def test_a_rebuild_does_not_bring_back_what_a_killed_purge_took_out(tmp_path: Pa
         assert row_of(prompt(256, 1)) not in everything_in(segments(path))
 
 
+def test_a_rebuild_asks_the_old_index_by_no_module_of_where_it_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python looks there first: a lmdb.py that lay there was run, by root perhaps, the index could
+    not be asked, and what a purge had taken out was served again."""
+    path, here = cut_off(tmp_path, "purge"), tmp_path / "here"
+    here.mkdir()
+    (here / "lmdb.py").write_text("open('was-run', 'w').close()\n")
+    monkeypatch.chdir(here)
+    found = rebuild_store(path)
+    assert not (here / "was-run").exists()
+    assert (found.spans, found.purged, found.notes) == (0, 1, [])
+
+
 def test_a_rebuild_that_was_cut_off_before_its_last_step_forgets_nothing_to_erase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

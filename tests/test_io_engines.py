@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tier_contract import MIB, SsdContract, noise
 
+from tiers import cufile
 from tiers.base import PAGE, Read, sums_of
 from tiers.coalesce import Run
 from tiers.engines import ENGINES, engine_named, new_queue, why_not
@@ -340,6 +341,18 @@ def test_what_kvikio_refuses_or_fails_is_told_and_the_rest_is_waited_for(
     whole = [i for i in range(8) if i not in (2, 4)]
     assert all(np.array_equal(runs[i].views[0], data[i * PAGE : (i + 1) * PAGE]) for i in whole)
     assert fake.values == {"num_threads": 8, "task_size": MIB, "auto_direct_io_read": True}
+
+
+def test_kvikios_proof_of_itself_runs_no_file_of_where_it_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python looks there first, before what is installed."""
+    (tmp_path / "kvikio.py").write_text("open('was-run', 'w').close()\n")
+    monkeypatch.syspath_prepend(tmp_path)  # here it counts as installed
+    monkeypatch.setattr(cufile, "no_device", lambda: "")
+    monkeypatch.chdir(tmp_path)
+    cufile.why_not()
+    assert not (tmp_path / "was-run").exists()
 
 
 def test_an_engine_that_does_not_go_here_is_refused_with_the_reason(

@@ -47,7 +47,7 @@ def why_not() -> str:
     if lacking:
         return lacking
     try:
-        command = (sys.executable, "-c", _SELF_TEST)
+        command = (sys.executable, "-P", "-c", _SELF_TEST)  # -P: no file of where this is run
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, timeout=_TEST_TIMEOUT_S
         )

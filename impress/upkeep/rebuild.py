@@ -225,7 +225,7 @@ def _asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes]:
     old = next((path for path in (shard.index, shard.path / OLD) if path.exists()), None)
     if old is None:
         return {}, b""
-    command = [sys.executable, "-c", _ASK, str(old)]
+    command = [sys.executable, "-P", "-c", _ASK, str(old)]  # -P: no lmdb.py of where this is run
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     listed, whole, wear = done.stdout.partition("wear\n")
     if not whole:
