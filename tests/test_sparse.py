@@ -124,6 +124,34 @@ def test_rows_brought_are_the_stored_rows_whatever_is_chosen(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("policy", [*POLICIES[:6], *POLICIES[10:12]], ids=lambda p: p.name)
+def test_a_query_that_is_to_be_differentiated_chooses_the_same_rows(
+    open_store: Open, shape: str, policy: Policy
+) -> None:
+    """Outside of no_grad torch said that its out= does not go with that, of whichever product came
+    first, and nothing was chosen."""
+    geometry = SHAPES[shape]
+    store = open_store(geometry, probes=("heads3-v1", "int4-v1"))
+    fill(store)
+    with store.lease(prompt(N_TOKENS)) as lease:
+        want, _ = retrieve_all(lease, policy)
+        with lease.session(policy) as session:
+            for layer, rows in enumerate(want):
+                query, lse = asked(geometry, layer)
+                lse.requires_grad_()
+                got = session.retrieve(layer, query.requires_grad_(), suffix_lse=lse)
+                assert all(map(torch.equal, got, rows))
+                assert not any(one.requires_grad for one in got)
+
+
+def test_new_keys_that_are_to_be_differentiated_have_the_same_weight() -> None:
+    query, new = torch.randn(4, N_QUERY, 16), torch.randn(2, N_QUERY, 16)
+    want = suffix_lse_of(query, new, 0.25)
+    got = suffix_lse_of(query.requires_grad_(), new.requires_grad_(), 0.25)
+    assert torch.equal(got, want) and not got.requires_grad
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("policy", [*POLICIES[:6], Pages(keep=0.2)], ids=lambda p: p.name)
 def test_selections_are_the_same_from_every_tier_after_restart_and_without_records(
     open_store: Open, shape: str, policy: Policy, tmp_path: Path

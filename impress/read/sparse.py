@@ -251,9 +251,9 @@ class SparseSession(Session):
             self.n_tokens,
             g,
             self._window,
-            query,
+            _detached(query),
             g.head_dim**-0.5 if scaling is None else scaling,
-            suffix_lse,
+            _detached(suffix_lse),
             self._codec,
             None if self._codec is None else self._records(layer, all_keys, used),
             None if self._params is None else self._params[layer],
@@ -358,6 +358,11 @@ class SparseSession(Session):
         finally:
             is_over = super().close()
         return is_over
+
+
+def _detached(given: Any) -> Any:
+    """What rows are chosen by is differentiated by nobody; what is no tensor is told of later."""
+    return given.detach() if hasattr(given, "detach") else given
 
 
 def session_of(reading: Reading, lease: Lease, policy: Policy, first: int = 0) -> Session:

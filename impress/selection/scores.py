@@ -194,7 +194,7 @@ def suffix_lse_of(
     bits, makes this weight wrong by a factor, the true missing mass with it.
     """
     module = torch_module()
-    query, new_keys = query.to(module.float32), new_keys.to(module.float32)
+    query, new_keys = (given.detach().to(module.float32) for given in (query, new_keys))
     q, m = query.shape[1], new_keys.shape[1]
     blocks = []
     for at in range(0, max(q, 1), MOST_ROWS):  # of all rows at once, scores take the square of q
