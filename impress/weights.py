@@ -12,6 +12,7 @@ import operator
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -214,9 +215,11 @@ def _write_cached(path: Path, stamp: list[list[Any]], digest: bytes) -> None:
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fresh.unlink(missing_ok=True)  # of a process that was killed: a container numbers all alike
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with os.fdopen(os.open(fresh, flags, 0o600), "w", encoding="utf-8") as file:
             json.dump({"files": stamp, "digest": digest.hex()}, file)
         fresh.replace(path)
     except OSError:
-        return
+        with suppress(OSError):
+            fresh.unlink()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import errno
 import json
 import os
 import shutil
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -334,6 +336,29 @@ def test_a_cache_that_cannot_be_written_is_harmless(saved, tmp_path, monkeypatch
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert namespace_of(saved) == true
+
+
+@pytest.mark.parametrize("left_by", ["a full disk", "a kill"])
+def test_a_digest_is_cached_though_the_last_time_it_could_not_be(
+    saved, cache_dir, monkeypatch, left_by
+):
+    """In a container a process has the same number at each start: what one of them had left half
+    written was in the way of all that came, and each read all of the weights."""
+    cache_dir.mkdir(parents=True)
+
+    def full(*_args, **_options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def killed(*_args, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr("impress.weights.json.dump", full if left_by == "a full disk" else killed)
+        namespace_of(saved)
+    assert len([*cache_dir.iterdir()]) == (left_by == "a kill")
+    true = namespace_of(saved)
+    (entry,) = cache_dir.iterdir()
+    assert entry.suffix == ".json" and namespace_of(saved) == true
 
 
 def test_a_user_without_a_home_has_no_cache_and_the_same_namespace(saved, monkeypatch):
