@@ -728,6 +728,30 @@ def test_an_index_that_was_set_aside_goes_with_a_purge(
     assert prompt(256, 1).tobytes()[:256] not in everything_in(path)
 
 
+def test_a_purge_that_cannot_remove_an_index_set_aside_does_not_say_erased(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did, and the prompts stood there."""
+    with open_store(geometry) as store:
+        put_prompt(store, prompt(256, 1)).wait(60)
+        path = store.path
+    rebuild_store(path)
+    remove = shutil.rmtree
+
+    def refused(folder: Path, ignore_errors: bool = False, **named: Any) -> None:
+        if folder.name != "index.old":
+            remove(folder, ignore_errors, **named)
+        elif not ignore_errors:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    args = ["purge", "--store", str(path), "--namespace", "test"]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refused)
+        done = CliRunner().invoke(app, args)
+    assert done.exit_code == 2 and "Permission denied" in done.output
+    assert prompt(256, 1).tobytes()[:256] in everything_in(path / "shards/main/index.old")
+
+
 def test_what_is_purged_is_overwritten_where_no_hole_can_be_made(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

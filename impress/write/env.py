@@ -11,6 +11,7 @@ import os
 import shutil
 import struct
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -165,7 +166,8 @@ def compact(folder: Path) -> None:
     draft, gone = folder.with_name("index.new"), folder.with_name(GONE)
     try:
         for stale in (draft, gone, folder.with_name(OLD)):
-            shutil.rmtree(stale, ignore_errors=True)
+            with suppress(FileNotFoundError):  # nothing else: token ids stand there
+                shutil.rmtree(stale)
         make_folder(draft)
         shared, key = open_env(folder, create=False)
         try:
