@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_engine_guard import Liar, ask, filled, ledger_of
+from test_engine_guard import Liar, NoRates, ask, filled, ledger_of
 from test_engine_hf import CONFIG, prompts, tiny
 from test_threads import Threads
 
@@ -171,3 +171,37 @@ def test_a_guard_without_a_thread_drops_its_shadow(tmp_path, threads):
         threads.left = 1
         ask(engine, seed=3)
         assert threads.left == 0 and ledger_of(engine)["dropped"] == 1
+
+
+@pytest.mark.parametrize("name", ["impress-store", "impress-guard", "impress-rows"])
+def test_ctrl_c_before_a_thread_begins_leaves_the_next_request_to_begin_one(
+    tmp_path, monkeypatch, name
+):
+    """One that had never begun counted as there: `close` raised, and what was handed to it later
+    was waited for without end."""
+    ids, begin = prompts(200), threading.Thread.start
+
+    def interrupted(thread):
+        if thread.name == name:
+            raise KeyboardInterrupt
+        begin(thread)
+
+    def broken_off(path):
+        config = CONFIG.model_copy(update={"mode": "auto"})
+        virtual = hf.Virtual(batch=1, page_bytes=4096)
+        engine = hf.attach(tiny(), path, Liar(), config=config, virtual=virtual)
+        engine._modes.rates = NoRates()
+        if name == "impress-guard":  # whose first work is a hit
+            engine.generate(ids, max_new_tokens=1)
+            engine.flush()
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(threading.Thread, "start", interrupted)
+            engine.generate(ids, max_new_tokens=40)
+        return engine
+
+    broken_off(tmp_path / "closed").close()
+    with broken_off(tmp_path / "asked") as engine:
+        engine.generate(ids, max_new_tokens=40)
+        engine.flush()
+        names = [thread.name for thread in threading.enumerate()]
+        assert name in names and engine.store.lookup(ids[0].numpy().astype(np.int32)) == 192

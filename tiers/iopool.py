@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
 from time import monotonic
-from typing import Final
+from typing import Final, TypeGuard
 
 from tiers.errors import Cancelled, MediumError
 
@@ -204,6 +204,11 @@ def start(thread: threading.Thread) -> None:
         if not no_more_threads(err):
             raise
         raise MediumError(MORE_THREADS) from None
+
+
+def started(thread: threading.Thread | None) -> TypeGuard[threading.Thread]:
+    """Whether there is one that has begun: Ctrl-C may come before it does."""
+    return thread is not None and thread.ident is not None
 
 
 class IoPool:

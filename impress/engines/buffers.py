@@ -26,7 +26,7 @@ from impress.engines.virtual import Sizes, Slot, Usage, Use, Virtual, choose, re
 from impress.errors import BadInput, Unsupported
 from impress.types import Geometry
 from tiers.errors import MediumError
-from tiers.iopool import start
+from tiers.iopool import start, started
 from tiers.ranges import HostRanges, Range, RangeRefused, Ranges
 from tiers.ranges_cuda import CudaRanges
 
@@ -282,11 +282,11 @@ class VirtualBuffers:
 
     def ask(self, rental: Rental) -> None:
         """Have the thread see to a rental: its next page, or, where it is over, idle memory."""
-        if self._thread is None:
+        if not started(self._thread):
             with self._lock:
                 if self._refused:
                     return
-                if self._thread is None:
+                if not started(self._thread):
                     self._thread = threading.Thread(
                         target=self._run, name="impress-rows", daemon=True
                     )
@@ -294,7 +294,6 @@ class VirtualBuffers:
                         start(self._thread)
                     except MediumError as err:  # a request backs its own pages, then
                         log.warning("no memory is added ahead of need: %s", err)
-                        self._thread = None
                         return
         self._asked.put(rental)
 
@@ -356,7 +355,7 @@ class VirtualBuffers:
 
     def settle(self) -> None:
         """Wait until the thread has seen to everything asked so far."""
-        if self._thread is not None:
+        if started(self._thread):
             done = threading.Event()
             self._asked.put(done)
             done.wait()
@@ -370,7 +369,7 @@ class VirtualBuffers:
             self._refused = "the engine is closed"
             self.planes, self.areas = [], []
             thread, self._thread = self._thread, None
-        if thread is not None:
+        if started(thread):
             self._asked.put(None)
             thread.join()
 

@@ -35,7 +35,7 @@ from impress.read.shadow import RerunSession, Seen, ShadowSession
 from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
 from tiers.errors import MediumError
-from tiers.iopool import start
+from tiers.iopool import start, started
 
 log = logging.getLogger("impress")
 
@@ -222,14 +222,12 @@ class Auditor:
             watch.drop()
             return
         try:
-            if self._thread is None:
+            if not started(self._thread):
                 self._thread = threading.Thread(target=self._run, name="impress-guard", daemon=True)
                 start(self._thread)
                 atexit.register(self._end)
             self._watches.put_nowait(watch)
-        except (queue.Full, MediumError) as err:
-            if isinstance(err, MediumError):  # no more threads: the next watch tries again
-                self._thread = None
+        except (queue.Full, MediumError):  # without more threads the next watch tries again
             self._store.ledgers.dropped(watch.ledger)
             watch.drop()
 
@@ -250,7 +248,7 @@ class Auditor:
         """Weigh what is waiting and end the thread. Idempotent."""
         atexit.unregister(self._end)
         self._is_closed = True
-        if self._thread is not None:
+        if started(self._thread):
             self._watches.put(None)
             self._thread.join()
             self._thread = None

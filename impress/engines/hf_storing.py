@@ -25,7 +25,7 @@ from impress.errors import ImpressError
 from impress.store import PrefixStore
 from impress.write.draft import Stored
 from tiers.errors import MediumError
-from tiers.iopool import start
+from tiers.iopool import start, started
 
 log = logging.getLogger("impress")
 
@@ -91,7 +91,7 @@ class StoreQueue:
             job.release()
             return
         try:
-            if self._thread is None:
+            if not started(self._thread):
                 self._thread = threading.Thread(target=self._run, name="impress-store", daemon=True)
                 start(self._thread)
                 atexit.register(self._end)
@@ -99,7 +99,6 @@ class StoreQueue:
         except queue.Full:
             self._skip(job, "too many requests wait to be stored")
         except MediumError as err:  # no more threads: the answer is there all the same
-            self._thread = None
             self._skip(job, str(err))
 
     def _skip(self, job: Job, why: str) -> None:
@@ -126,7 +125,7 @@ class StoreQueue:
         """Finish the jobs offered and end the thread. Idempotent; raises as `drain` does."""
         atexit.unregister(self._end)
         self._is_closed = True
-        if self._thread is not None:
+        if started(self._thread):
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
