@@ -25,7 +25,7 @@ from impress.read.session import Lease
 from impress.read.sparse import session_of
 from impress.repacking.repack import Repacker
 from impress.repacking.report import RepackReport
-from impress.selection.probes import codec_of
+from impress.selection.probes import ProbeCodec, codec_of
 from impress.settings import check_settings, check_types, digests_in
 from impress.spans.params import Params
 from impress.spans.rows import check_layers
@@ -115,18 +115,18 @@ class PrefixStore:
         self._pool = IoPool(config.io_threads)
         with ExitStack() as failed:  # else its threads would go on in a shard that is another's
             failed.callback(self._pool.close, config.read_timeout_s)
+            codecs = [codec_of(name) for name in config.probes]
+            self._copies = Copies(config, self.geometry, self.window, codecs)
             self._home = home = Home(
                 self.path, self._identity, config, self.counters, self._forget, self._shard
             )
             home.leaving.before_evict = self._leases.reap
             failed.callback(self.close)
-            self._furnish(home)
+            self._furnish(home, codecs)
             failed.pop_all()
 
-    def _furnish(self, home: Home) -> None:
+    def _furnish(self, home: Home, codecs: Sequence[ProbeCodec]) -> None:
         config, geometry, uuid = self.config, self.geometry, self._identity.uuid
-        codecs = [codec_of(name) for name in config.probes]
-        self._copies = Copies(config, geometry, self.window, codecs)
         self._tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
         self.ledgers = home.ledgers  # what the guard knows of policies
         self.ssd = home.ssd
@@ -341,7 +341,9 @@ class PrefixStore:
                 self._repacker.close(limit_s)
             self._home.settle()
             idle = self._pool.close(limit_s)  # a stuck thread may still use its file, which then
-            writing = not idle and any(w.writing for w in self._writers)  # stays open
+            writing = not idle and any(w.writing for w in self._writers)  # stays open, and copies
+            if idle:
+                self._copies.close()
             self._home.close(files=idle and ended, writing=writing)
         except BaseException:  # Ctrl-C in a wait: the next call goes on
             self._closed = False
@@ -388,9 +390,8 @@ class PrefixStore:
     ) -> tuple[bytes, bytes, Any]:
         self._usable("store", closed=True)
         tokens = as_tokens(token_ids)
-        labels = labels_of(tokens, self.window, extra)
         root = root_key(self.namespace, self.geometry, self.window, tenant, self._secret)
-        return root, labels, tokens
+        return root, labels_of(tokens, self.window, extra), tokens
 
     def __enter__(self) -> PrefixStore:
         return self

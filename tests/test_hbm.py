@@ -7,8 +7,10 @@ copy too early, gets the wrong ones.
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from conftest import MIB, assert_serves, prompt, put_prompt, wait_for_promotions
 from tier_contract import CacheContract, fetch, noise
 
 import impress
-from tiers.base import PAGE, Bytes, Pieces, Tier, sums_of
+from tiers.base import PAGE, Bytes, Cache, Pieces, Tier, sums_of
 from tiers.errors import MediumError, ReadFailed
 from tiers.hbm import STAGE_BYTES, HbmTier, why_not
 from tiers.slots import aligned
@@ -125,6 +127,19 @@ class TestHbm(CacheContract):
         with pytest.raises(MediumError, match="hbm: a copy to the device failed"):
             tier.write(slot, 0, noise(PAGE))
 
+    def test_closed_it_reads_and_writes_nothing_and_still_counts(self, tier: Cache) -> None:
+        slot, data = tier.reserve(PAGE), noise(PAGE)
+        tier.write(slot, 0, data)
+        tier.close()
+        with pytest.raises(ReadFailed, match="copy from the device failed: the tier is closed"):
+            fetch(tier, slot, 0, aligned(PAGE), sums_of(data, PAGE), PAGE)
+        with pytest.raises(MediumError, match="copy to the device failed: the tier is closed"):
+            tier.write(slot, 0, data)
+        tier.check()
+        assert tier.usage().used == PAGE
+        tier.free(slot)
+        assert tier.usage().used == 0
+
 
 @pytest.mark.gpu
 class TestHbmOnCuda(CacheContract):
@@ -135,6 +150,13 @@ class TestHbmOnCuda(CacheContract):
     def test_more_than_the_device_has_is_refused_with_the_setting(self) -> None:
         with pytest.raises(MediumError, match="lower hbm_bytes"):
             HbmTier(1 << 46)
+
+    def test_closed_it_gives_the_device_its_memory_back(self, tier: Cache) -> None:
+        import torch
+
+        before = torch.cuda.memory_allocated()
+        tier.close()
+        assert torch.cuda.memory_allocated() <= before - 4 * MIB
 
 
 @pytest.fixture(params=["queued", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -182,6 +204,37 @@ def test_a_bad_copy_on_a_device_is_a_lost_prefix_and_then_read_from_home(
             for layer in range(geometry.n_layers):
                 session.retrieve(layer, None)
     assert_serves(store, tokens, 256)
+
+
+def test_a_closed_store_lets_go_of_the_device(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it was still named, or the engine over it, a store opened anew found the device full:
+    "lower hbm_bytes"."""
+    made: list[weakref.ref[QueuedMemory]] = []
+
+    def tier(n_bytes: int, name: str) -> HbmTier:
+        memory = QueuedMemory(n_bytes)
+        made.append(weakref.ref(memory))
+        return HbmTier(n_bytes, name, memory)
+
+    monkeypatch.setattr("impress.cache.copies.why_not", lambda: "")
+    monkeypatch.setattr("impress.cache.copies.HbmTier", tier)
+    store = open_store(geometry, hbm_bytes=2 * MIB, hbm_device="cuda")
+    tokens = prompt(256)
+    put_prompt(store, tokens).wait(60)
+    for _ in range(3):
+        assert_serves(store, tokens, 256)
+        wait_for_promotions(store)
+    used = store.stats()["tiers"]["hbm"]
+    assert used["used"]
+    store.close()
+    gc.collect()
+    (memory,) = made
+    assert memory() is None
+    assert store.stats()["tiers"]["hbm"] == used
+    store.check()
+    store.drop_caches()
 
 
 def hbm_slot(store: impress.PrefixStore) -> Any:

@@ -34,6 +34,9 @@ class Arena:
         with self._lock:
             self._space.give(slot.parts)
 
+    def close(self) -> None:
+        """The host's memory goes with whoever holds it."""
+
     def usage(self) -> Usage:
         with self._lock:
             free = self._space.free_bytes

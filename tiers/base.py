@@ -149,6 +149,10 @@ class Cache(Tier, Protocol):
     def read_pieces(self, pieces: Pieces) -> None:
         """Bring and verify pieces. Raises ReadFailed; then dest must not be used."""
 
+    def close(self) -> None:
+        """Let go of memory that others may wait for: nothing is read or written any more, but
+        counted as before."""
+
 
 def round_up(n: int, unit: int = PAGE) -> int:
     """The least multiple of `unit` that is >= n."""

@@ -75,7 +75,7 @@ class HbmTier(Arena):
         """
         super().__init__(budget_bytes)
         self.name = name
-        self._memory = CudaMemory(self.n_bytes) if memory is None else memory
+        self._memory: Memory | None = CudaMemory(self.n_bytes) if memory is None else memory
         self._stages = threading.local()
 
     def write(self, slot: Slot, off: int, data: Bytes) -> None:
@@ -86,7 +86,7 @@ class HbmTier(Arena):
                     under_way.popleft().event.synchronize()
                 pinned = self._pinned(i)[: len(host)]
                 np.copyto(pinned, host)
-                under_way.append(_Stage(self._memory.up(at, pinned), pinned, host))
+                under_way.append(_Stage(self._there().up(at, pinned), pinned, host))
             for stage in under_way:
                 stage.event.synchronize()
         except RuntimeError as err:  # what torch raises for whatever CUDA reports
@@ -110,6 +110,15 @@ class HbmTier(Arena):
         finally:
             _settle(event for event, _, _ in under_way)
 
+    def close(self) -> None:
+        """See Cache. Copies still wanted fail."""
+        self._memory = None
+
+    def _there(self) -> Memory:
+        if self._memory is None:
+            raise RuntimeError("the tier is closed")
+        return self._memory
+
     def _down(self, pieces: Pieces, pinned: Bytes) -> Event:
         """Queue a copy of each run of neighbours; the last one's event, which is all of theirs."""
         size, apart = pieces.piece_bytes, np.diff(pieces.starts) != pieces.piece_bytes
@@ -117,7 +126,7 @@ class HbmTier(Arena):
         first = 0
         for end in ends:
             place = pinned[first * size : end * size]
-            event = self._memory.down(int(pieces.starts[first]), place)
+            event = self._there().down(int(pieces.starts[first]), place)
             first = end
         return event
 
@@ -134,7 +143,7 @@ class HbmTier(Arena):
         try:
             stages: list[Bytes] = self._stages.of_thread
         except AttributeError:
-            stages = [self._memory.pinned(STAGE_BYTES) for _ in range(_N_STAGES)]
+            stages = [self._there().pinned(STAGE_BYTES) for _ in range(_N_STAGES)]
             self._stages.of_thread = stages
         return stages[i % _N_STAGES]
 

@@ -249,6 +249,10 @@ class ChunkCache:
         with self._lock:
             self._drop(self._heap.items())
 
+    def close(self) -> None:
+        """Let the tier's memory go: nobody reads or fills copies any more. They still count."""
+        self.tier.close()
+
     def occupancy(self) -> dict[int, int]:
         """Span -> its chunks here."""
         with self._lock:

@@ -64,6 +64,11 @@ class Copies:
         for cache in self._all():
             cache.clear()
 
+    def close(self) -> None:
+        """Let go of a device's memory: no thread is at work any more."""
+        for cache in self._all():
+            cache.close()
+
     def usage(self) -> dict[str, Usage]:
         """By tier; DRAM's with its probe records."""
         found = {cache.tier.name: cache.tier.usage() for cache in self.chunks}
