@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from test_engine_hf import CONFIG
 import impress
 from impress.engines import hf, hf_output
 from impress.engines.choice import MODES, Fit, Rates, Stored, decide, forced
+from impress.engines.hf_mode import Modes
 from impress.policy import Exact, Paper, Recency
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -301,6 +303,34 @@ def test_recomputing_is_tried_once_where_every_prompt_so_far_has_hit():
     times a hit's on paper, half of one in truth, and it was never tried."""
     modes = modes_asked(Rates(), 300, recompute_s=0.3)
     assert modes[:18] == ["exact"] * 17 + ["recompute"] and modes[200:].count("exact") <= 1
+
+
+def test_what_a_device_does_first_in_a_mode_says_nothing_of_what_it_does_next():
+    """Its first forward loads every kernel: after two seconds for a process's first prompt hits
+    of 80 ms seemed so much faster that recomputing, which takes 30 by then, was not tried again."""
+    rates, choices = Rates(on_device=True), []
+    rates.note_forward("recompute", 4020, 2.0)
+    for _ in range(300):
+        choices.append(rates.choose("exact", 4020, stored(4000)))
+        if choices[-1].mode == "exact":
+            rates.note_forward("exact", 20, 0.02)
+            rates.note_read("exact", stored(4000), 0.06)
+        else:
+            rates.note_forward("recompute", 4020, 0.03)
+    modes = [choice.mode for choice in choices]
+    assert modes.index("recompute") == 18  # of the first two hits one costs an unknown time
+    assert choices[18].why == "recompute: measured again, not taken for 16 requests"
+    assert modes[18:].count("exact") <= 5
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_learns_from_its_first_forward_on_the_host_only(device):
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    model = SimpleNamespace(device=torch.device(device), config=config)
+    rates = Modes(model, SimpleNamespace(config=impress.Config()), Exact()).rates
+    rates.note_forward("recompute", 100, 2.0)
+    known = rates.estimate(100, stored())["recompute"]
+    assert known == (pytest.approx(2.0) if device == "cpu" else None)
 
 
 def test_recomputing_that_is_slow_indeed_is_tried_once():

@@ -28,7 +28,8 @@ _LOOK_AGAIN: Final = (16, 128)
 _LOOK_SHARE: Final = 0.02
 #: After so many where the policy's own mode is wanted for more than its time (decision 0011).
 _WANTED: Final = 3
-#: A process's first forward may take so many times as long as a later one.
+#: A process's first forward may take so many times as long as a later one. On a device, where it
+#: loads what later ones run, it may be tens of times: there `Rates` does not learn from it.
 _FIRST_IS_SLOWER: Final = 4.0
 #: The policy's own mode is left for another only where that gains at least so many seconds and at
 #: least this share of the other's time: estimates of small things are noise, and a caller who named
@@ -133,6 +134,7 @@ class Rates:
     in no cache.
     """
 
+    on_device: bool = False
     # What a request took apart from its reads. One fit a mode: together, the many short forwards of
     # hits would decide what a long one takes, and a sparse forward neither plans nor lays down a
     # whole prefix.
@@ -140,9 +142,17 @@ class Rates:
     _reads: dict[str, Fit] = field(default_factory=lambda: {mode: Fit(3) for mode in _READS})
     _passed_over: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))
     _patience: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, _LOOK_AGAIN[0]))
+    _begun: set[str] = field(default_factory=set)  # modes that ran on the device
 
     def note_forward(self, mode: str, n_tokens: int, seconds: float) -> None:
-        """A request computed n_tokens, and took so long, reads not counted."""
+        """A request computed n_tokens, and took so long, reads not counted.
+
+        On a device the first in each mode tells nothing: it loads kernels and makes their libraries
+        ready.
+        """
+        if self.on_device and mode not in self._begun:
+            self._begun.add(mode)
+            return
         self._forwards[mode].note((1, n_tokens), seconds)
 
     def note_read(self, mode: str, stored: Stored, seconds: float) -> None:

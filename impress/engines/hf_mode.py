@@ -47,7 +47,7 @@ class Modes:
     """Of one engine, for one thread. `rates`: what its requests have cost."""
 
     def __init__(self, model: Any, store: PrefixStore, policy: Policy) -> None:
-        self.rates = Rates()
+        self.rates = Rates(on_device=model.device.type != "cpu")
         self._model = model
         self._store = store
         self._own = policy
