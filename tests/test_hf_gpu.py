@@ -195,6 +195,18 @@ def test_what_has_been_stored_has_left_the_device(tmp_path):
         assert kept < 960 * engine.store.geometry.token_bytes // 10
 
 
+def test_rows_wait_to_be_stored_only_where_the_device_has_room(tmp_path, monkeypatch):
+    with attach(tiny().cuda(), tmp_path) as engine:
+        with monkeypatch.context() as full:
+            full.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1))
+            full.setattr(torch.cuda, "memory_reserved", torch.cuda.memory_allocated)
+            engine.generate(prompts(200).cuda(), max_new_tokens=2)
+        assert "bytes of cuda:0" in engine.last_request.refused and engine.n_skipped == 1
+        engine.generate(prompts(200).cuda(), max_new_tokens=2)
+        engine.flush()
+        assert engine.last_request.stored_tokens == 192
+
+
 def test_a_returned_cache_stays_whole_when_its_rows_have_been_stored(tmp_path):
     model, ids = tiny().cuda(), prompts(200).cuda()
     with attach(model, tmp_path) as engine:

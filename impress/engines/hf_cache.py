@@ -13,6 +13,7 @@ attention gets contiguous copies, since its batched product was seen to differ b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
@@ -160,6 +161,10 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         """Rows [first, end) of a batch row, on the host: k, v [n_kv_heads, n, head_dim]."""
         k, v = (plane.rows[row, first:end].transpose(0, 1).cpu() for plane in self._planes)
         return k, v
+
+    def own_rows(self) -> list[torch.Tensor]:
+        """Its keys and values, but those in virtual buffers, which have bounds of their own."""
+        return [plane.rows for plane in self._planes if isinstance(plane, _Plane)]
 
     def first_keys(self, row: int, n: int) -> torch.Tensor:
         """The keys alone of a batch row's first n `rows`: from a device values need not come."""
@@ -309,6 +314,14 @@ class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
     def length(self) -> int:
         """Tokens whose keys and values every layer holds."""
         return min(int(layer.length) for layer in self.layers)
+
+    def device_bytes(self) -> Counter[torch.device]:
+        """Memory that its rows hold on each CUDA device."""
+        held = Counter[torch.device]()
+        for rows in (rows for layer in self.layers for rows in layer.own_rows()):
+            if rows.is_cuda:
+                held[rows.device] += rows.nbytes
+        return held
 
     def as_dynamic(self) -> DynamicCache:
         """Copies of the rows in a stock cache, for a caller who asked for past_key_values.

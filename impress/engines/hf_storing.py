@@ -32,6 +32,7 @@ log = logging.getLogger("impress")
 _WAIT_S: Final = 30.0  # for write buffers, of one put
 _EARLIER_WAIT_S: Final = 10.0  # for what was stored just before and begins alike, to be READY
 _MOST_WAITING: Final = 4  # requests whose caches may be held back for storing
+_MOST_OF_FREE: Final = 0.5  # of a device's memory: the rest is for the next requests
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ class StoreQueue:
         self._store = store
         self._wait_s = wait_s
         self._jobs: queue.Queue[Job | None] = queue.Queue(limit)
+        self._at: Job | None = None  # being stored
         self._failed: Exception | None = None
         self._stored: dict[bytes, Stored] = {}  # of the last job, by first window
         self._thread: threading.Thread | None = None
@@ -84,11 +86,15 @@ class StoreQueue:
         return Job(cache, rows, cache.release, outcome)
 
     def offer(self, job: Job) -> None:
-        """Take a job, or skip it at once when the line is full or closed, or has no thread. Never
-        waits."""
+        """Take a job, or skip it at once when the line is full or closed, or has no thread, or a
+        device has too little memory for it to wait there. Never waits."""
         if self._is_closed:
             job.outcome.refused = "the engine is closed"
             job.release()
+            return
+        too_much = self._too_much(job)
+        if too_much:
+            self._skip(job, too_much)
             return
         try:
             if not started(self._thread):
@@ -100,6 +106,21 @@ class StoreQueue:
             self._skip(job, "too many requests wait to be stored")
         except MediumError as err:  # no more threads: the answer is there all the same
             self._skip(job, str(err))
+
+    def _too_much(self, job: Job) -> str:
+        """Why a job's rows may not wait on the device they are on; "" where they may."""
+        mine = job.cache.device_bytes()
+        with self._jobs.mutex:
+            others = [one.cache for one in (self._at, *self._jobs.queue) if one is not None]
+        for device, n_bytes in mine.items():
+            held = n_bytes + sum(cache.device_bytes()[device] for cache in others)
+            free = _free_bytes(device)
+            if held > _MOST_OF_FREE * free:
+                return (
+                    f"what waits to be stored would hold {held:,} bytes of {device}, and only "
+                    f"{free:,} are free there"
+                )
+        return ""
 
     def _skip(self, job: Job, why: str) -> None:
         self.n_skipped += 1
@@ -133,6 +154,7 @@ class StoreQueue:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            self._at = job
             try:
                 self._store_rows(job)
             except Exception as err:  # kept for drain(): there is no caller here to tell
@@ -140,6 +162,7 @@ class StoreQueue:
                 job.outcome.refused = str(err)
             finally:
                 job.release()
+                self._at = None
                 del job  # else what it holds of the device is held until the next one comes
                 self._jobs.task_done()
         self._jobs.task_done()
@@ -167,6 +190,12 @@ class StoreQueue:
                 job.outcome.refused = writer.stored.refused
             else:
                 job.outcome.n_new += writer.stored.n_new
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of a device: what nobody has, and what torch keeps for its next tensors."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
 def whole_windows(
