@@ -304,6 +304,19 @@ def test_pages_taken_away_are_mapped_again_before_new_ones_are_made():
     assert driver.usable == {other.address + i * PAGE for i in range(5, 10)}
 
 
+def test_pages_that_are_kept_go_back_when_they_are_too_many():
+    driver = Played()
+    ranges = CudaRanges(0, None, driver)
+    at = ranges.reserve(10 * PAGE)
+    ranges.back(at, 0, 4 * PAGE)
+    ranges.unback(at, 0, 4 * PAGE)
+    assert ranges.kept_bytes == 4 * PAGE
+    ranges.trim(3 * PAGE + 1)
+    assert ranges.kept_bytes == 3 * PAGE == len(driver.alive) * PAGE
+    ranges.trim(0)
+    assert not ranges.kept_bytes and not driver.alive
+
+
 def test_a_device_without_memory_is_told_and_keeps_nothing_behind():
     driver = Played(n_pages=3)
     ranges = CudaRanges(0, None, driver)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_hf import Closing, attach, continued, damage, last_layer_keys, prompts, tiny
 from test_interrupts import once
-from test_ranges import resident
+from test_ranges import Played, resident
 from transformers import LogitsProcessor
 
 import impress
@@ -24,6 +25,7 @@ from impress.engines.virtual import Sizes, Slot, Use, Virtual, choose, reclaim
 from impress.errors import BadInput
 from tiers.errors import MediumError
 from tiers.ranges import HostRanges
+from tiers.ranges_cuda import CudaRanges
 from tiers.ssd import SsdTier
 
 PAGE = 4096
@@ -373,6 +375,51 @@ def test_a_device_without_a_page_free_keeps_rows_in_ordinary_memory():
     assert buffers.said == "pooled: no memory behind it"
     assert not buffers.planes and not buffers.areas and not buffers.usage().reserved_bytes
     buffers.close()
+
+
+def on_a_device(monkeypatch, driver, **options):
+    """Buffers on a device that is played: their tensors are host memory that nobody touches."""
+
+    def as_tensor(memory, device):
+        (n_bytes,) = memory.__cuda_array_interface__["shape"]
+        return torch.empty(n_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return make(ranges=CudaRanges(0, None, driver), **options)
+
+
+def test_a_device_has_its_memory_back_where_none_is_to_be_kept(monkeypatch):
+    """Pages that left their slots stayed for the next ones, up to a GiB and in no account."""
+    driver = Played()
+    buffers = on_a_device(monkeypatch, driver, batch=2, keep_bytes=0)
+    rental = buffers.rent(2, 300, 300)
+    assert len(driver.alive) == len(driver.mapped) == 12
+    rental.release()
+    buffers.settle()
+    assert not driver.alive and not buffers.usage().held_bytes
+    buffers.close()
+
+
+def test_what_a_device_keeps_is_counted_and_goes_with_the_engine(monkeypatch):
+    """It stayed also when the engine was closed, as long as somebody named it."""
+    driver = Played()
+    page = CudaRanges(0, None, driver).page_bytes
+    buffers = on_a_device(monkeypatch, driver, batch=2, keep_bytes=8 * page)
+    for _ in range(2):
+        rentals = [buffers.rent(1, 300, 300) for _ in range(2)]
+        assert len(driver.alive) == len(driver.mapped) == 12
+        for rental in rentals:
+            rental.release()
+        buffers.settle()
+        assert len(driver.mapped) == 6
+        usage = buffers.usage()
+        assert usage.held_bytes == usage.idle_bytes == len(driver.alive) * page == 8 * page
+    buffers.close()
+    del rental, rentals
+    gc.collect()
+    assert not driver.alive and not driver.ranges
+    assert not buffers.usage().reserved_bytes
 
 
 steps = st.lists(

@@ -82,11 +82,19 @@ class Ranges(Protocol):
     def unback(self, at: Range, off: int, n_bytes: int) -> None:
         """Take the memory away again. Whoever touches a view of it now faults."""
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory behind no address, taken away and kept for the next `back`."""
+
+    def trim(self, n_bytes: int) -> None:
+        """Give back what is kept, but for n_bytes."""
+
 
 class HostRanges:
     """Host memory. Linux."""
 
     device = "cpu"
+    kept_bytes = 0
 
     def __init__(self, page_bytes: int) -> None:
         assert page_bytes > 0 and not page_bytes % PAGE, "a page is made of the machine's pages"
@@ -122,6 +130,9 @@ class HostRanges:
     def unback(self, at: Range, off: int, n_bytes: int) -> None:
         self._libc.madvise(at.address + off, n_bytes, mmap.MADV_DONTNEED)
         self._libc.mprotect(at.address + off, n_bytes, _PROT_NONE)
+
+    def trim(self, n_bytes: int) -> None:
+        """The system has had it back as it was taken away."""
 
 
 def refused_by(n_bytes: int, code: int) -> str:

@@ -2,6 +2,7 @@
 
     reserve: cuMemAddressReserve     back:   cuMemCreate or a page kept, cuMemMap, cuMemSetAccess
     end:     cuMemAddressFree        unback: cuMemUnmap; the page is kept for the next `back`
+    trim:    cuMemRelease
 
 Whatever thread calls, and a range may end on any, calls are made in the device's primary context,
 torch's own: a thread that has run nothing on a device has none.
@@ -22,7 +23,8 @@ from typing import Any, Final
 from tiers.errors import MediumError
 from tiers.ranges import Range, RangeRefused
 
-#: Bytes that `unback` keeps for the next `back`: to make memory takes longer than to map it.
+#: Bytes that `unback` keeps at most for the next `back`, until `trim`: to make memory takes longer
+#: than to map it.
 MOST_KEPT: Final = 1 << 30
 
 
@@ -89,10 +91,20 @@ class CudaRanges:
         with self._entered():
             for here in range(off, off + n_bytes, self.page_bytes):
                 handle = backed.unmap(here)
-                if len(self._kept) * self.page_bytes < MOST_KEPT:
+                if self.kept_bytes < MOST_KEPT:
                     self._kept.append(handle)
                 else:
                     self._driver.cuMemRelease(handle)
+
+    @property
+    def kept_bytes(self) -> int:
+        return len(self._kept) * self.page_bytes
+
+    def trim(self, n_bytes: int) -> None:
+        if self.kept_bytes > n_bytes:
+            with self._entered():
+                while self.kept_bytes > n_bytes:
+                    self._driver.cuMemRelease(self._kept.pop())
 
     def _page(self) -> Any:
         """A page of memory: one that was kept, else a new one. Raises MediumError."""

@@ -243,7 +243,7 @@ class VirtualBuffers:
         with self._lock:
             self._end(rental)
             self._regain()
-            too_much = self._idle() > self._settings.keep_bytes
+            too_much = self._idle() + self._ranges.kept_bytes > self._settings.keep_bytes
         if too_much:
             self.ask(rental)
 
@@ -332,6 +332,7 @@ class VirtualBuffers:
                 for area, slot, end in zip(pair, self.sizes.slot_bytes, ends, strict=True):
                     self._ranges.unback(area, i * slot, end)
             self._slots[i].n_rows = 0
+        self._ranges.trim(max(0, self._settings.keep_bytes - self._idle()))
 
     def _held(self) -> int:
         return sum(self.sizes.held_bytes(slot.n_rows) for slot in self._slots)
@@ -348,7 +349,7 @@ class VirtualBuffers:
     def usage(self) -> Usage:
         reserved = 0 if self._refused else self.sizes.total_bytes
         with self._lock:
-            held, idle = self._held(), self._idle()
+            held, idle = (n + self._ranges.kept_bytes for n in (self._held(), self._idle()))
             return replace(
                 self._counts, reserved_bytes=reserved, held_bytes=held, idle_bytes=idle
             )  # fmt: skip
@@ -372,6 +373,8 @@ class VirtualBuffers:
         if started(thread):
             self._asked.put(None)
             thread.join()
+        with self._lock:
+            self._ranges.trim(0)
 
 
 def buffers_of(model: Any, geometry: Geometry, settings: Virtual) -> VirtualBuffers:

@@ -36,7 +36,7 @@ class Virtual:
     budget_bytes: int | None = None
     """Most memory behind all rows; None: no limit."""
     keep_bytes: int = 256 << 20
-    """Most memory that stays behind slots nobody rents."""
+    """Most memory that stays for later requests, behind slots nobody rents or behind none."""
 
     def __post_init__(self) -> None:
         least = {"batch": 1, "context": 1, "page_bytes": 0, "budget_bytes": 0, "keep_bytes": 0}
@@ -142,8 +142,8 @@ class Usage:
     """What virtual buffers hold and did."""
 
     reserved_bytes: int  # of addresses
-    held_bytes: int  # memory behind them
-    idle_bytes: int  # of it behind slots that nobody rents
+    held_bytes: int  # memory behind them, or kept for them
+    idle_bytes: int  # of it for later requests
     n_rented: int = 0  # requests served
     n_reused: int = 0  # of them: slots that had memory behind them
     n_ahead: int = 0  # growths made before they were needed
