@@ -145,6 +145,27 @@ def test_a_load_waits_for_steps_before_it_and_the_layer_for_the_load(
     assert torch.equal(got_k, k) and torch.equal(got_v, v)
 
 
+def test_where_a_write_copies_the_whole_cache_a_load_waits_for_all_that_was_launched(
+    log: list[str],
+) -> None:
+    """Under torch.use_deterministic_algorithms it is copied out and back on CUDA: rows that the
+    step wrote there in between were lost."""
+    cache = caches("LBNHC, called NHD", torch.float16, 4, 32)[1]
+    streams = Streams(torch.device("cpu"))
+    layout = StridedLayout.of(cache, streams)
+    k, v = rows(4, SIZE, 32, torch.float16)
+    streams.begin()
+    for mode in (False, True):
+        del log[:]
+        torch.use_deterministic_algorithms(mode)
+        try:
+            layout.load(cache, k, v, slots_of([7], SIZE))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        waits = ["loads waits for compute"] * mode
+        assert log == [*waits, "on loads:", "compute waits for loads"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("dtype", "heads", "dim"), SHAPES)

@@ -48,6 +48,10 @@ class Streams:
 
     def load(self, layout: StridedLayout, kv_cache: torch.Tensor, rows: Rows) -> None:
         """Host rows into their slots; what is launched from now on sees them there."""
+        compute = torch.cuda.current_stream(self._device)
+        if torch.are_deterministic_algorithms_enabled():
+            # `write` then copies the whole cache out and back: new rows would be lost meanwhile.
+            self._loads.wait_stream(compute)
         with torch.cuda.stream(self._loads):
             for piece in rows.pieces(PIECE_BYTES):
                 if len(self._under_way) == _N_PIECES:
@@ -55,7 +59,7 @@ class Streams:
                 k, v, slots = (self._up(tensor) for tensor in piece)
                 layout.write(kv_cache, k, v, slots)
                 self._under_way.append(self._loads.record_event())
-        torch.cuda.current_stream(self._device).wait_stream(self._loads)
+        compute.wait_stream(self._loads)
 
     def _up(self, tensor: torch.Tensor) -> torch.Tensor:
         """On its way to the device. torch keeps the pinned copy until it is there."""
