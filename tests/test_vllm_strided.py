@@ -166,6 +166,42 @@ def test_where_a_write_copies_the_whole_cache_a_load_waits_for_all_that_was_laun
         assert log == [*waits, "on loads:", "compute waits for loads"]
 
 
+def test_what_is_on_its_way_when_memory_ends_is_waited_for_all_the_same(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came whenever it came: over rows that were computed in its place."""
+    monkeypatch.setattr(strided, "PIECE_BYTES", SIZE * 2 * 4 * 32 * 2)
+    left = [None] * 4  # of what is pinned: a piece's k, v and slots, and the next one's k
+
+    def pinned(tensor: torch.Tensor) -> torch.Tensor:
+        if not left:
+            raise torch.OutOfMemoryError("no pinned memory")
+        left.pop()
+        return torch.empty_like(tensor)
+
+    monkeypatch.setattr(strided, "pinned_like", pinned)
+    cache = caches("LBNHC, called NHD", torch.float16, 4, 32)[1]
+    layout = StridedLayout.of(cache, Streams(torch.device("cpu")))
+    k, v = rows(4, 2 * SIZE, 32, torch.float16)
+    with pytest.raises(torch.OutOfMemoryError):
+        layout.load(cache, k, v, slots_of([7, 2], 2 * SIZE))
+    assert torch.equal(cache[7, ..., :32], k[:, :SIZE])
+    assert log == ["on loads:", "compute waits for loads"]
+
+
+def test_pinned_memory_that_is_not_to_be_had_is_memory_that_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver's own error, of no class that a load could be given up by."""
+
+    def refused(*_args: Any, **_named: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty_like", refused)
+    with pytest.raises(torch.OutOfMemoryError, match="no pinned memory: CUDA error"):
+        strided.pinned_like(torch.zeros(1))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("dtype", "heads", "dim"), SHAPES)

@@ -13,6 +13,9 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
 
+import torch
+
+from impress.engines.vllm.blocks import BlockLayout
 from tests.vllm.served import MIB, SMALL, Served, params, tokens, words
 from tiers.iopool import IoPool
 from tiers.ssd import SsdTier
@@ -200,6 +203,33 @@ def test_a_damaged_prefix_is_computed_again(serve: Serve, budget: int) -> None:
     assert tokens(again) == plain
     served.settle()
     assert served.used_blocks() == 0
+
+
+def test_a_load_that_gets_no_memory_is_computed_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a device had too little beside vLLM's share, its error ended the engine."""
+    plain = _plain(serve)
+    served = _stored(serve)
+    load, take_invalid, invalid = BlockLayout.load, served.worker.take_invalid, set[int]()
+
+    def full(layout: BlockLayout, kv_cache: torch.Tensor, *rows: torch.Tensor) -> None:
+        if kv_cache is served.worker.caches[1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        load(layout, kv_cache, *rows)
+
+    def told() -> set[int]:
+        found: set[int] = take_invalid()
+        invalid.update(found)
+        return found
+
+    monkeypatch.setattr(BlockLayout, "load", full)
+    monkeypatch.setattr(served.worker, "take_invalid", told)
+    assert tokens(served.ask(QUESTIONS)) == plain
+    assert len(invalid) >= HIT // 128
+    served.settle()
+    assert served.used_blocks() == 0
+    assert served.store.stats()["leases"] == 0
 
 
 def test_a_lease_shorter_than_promised_is_computed_from_there(

@@ -10,10 +10,13 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
 
+import torch
+
 import impress
 from impress.config import Config
 from impress.demo.lookup import tasks
 from impress.engines.vllm import settings as vllm_settings
+from impress.engines.vllm.blocks import BlockLayout
 from impress.errors import PrefixLost
 from impress.namespace import namespace_of
 from impress.policy import KeepAll, Paper, Quality
@@ -124,6 +127,29 @@ def test_a_lost_choice_is_computed_densely(serve: Serve, monkeypatch: pytest.Mon
     monkeypatch.setattr(SparseSession, "_bring", lose)
     answers = served.ask(QUESTIONS, policy=HALF)
     assert tokens(answers) == expected
+    served.settle()
+    assert served.used_blocks() == 0
+    assert served.store.stats()["leases"] == 0
+    assert not served.worker.sparse._by_block
+
+
+def test_a_choice_that_gets_no_memory_is_computed_densely(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a device had too little beside vLLM's share, its error ended the engine."""
+    plain = serve(store=False)
+    expected = tokens(plain.ask(QUESTIONS))
+    plain.close()
+    served = _stored(serve)
+    load = BlockLayout.load
+
+    def full(layout: BlockLayout, kv_cache: torch.Tensor, *rows: torch.Tensor) -> None:
+        if kv_cache is served.worker.caches[1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        load(layout, kv_cache, *rows)
+
+    monkeypatch.setattr(BlockLayout, "load", full)
+    assert tokens(served.ask(QUESTIONS, policy=HALF)) == expected
     served.settle()
     assert served.used_blocks() == 0
     assert served.store.stats()["leases"] == 0

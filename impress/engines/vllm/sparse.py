@@ -73,10 +73,14 @@ class SparseRequest:
             )
             k, v, _ = self._session.retrieve(layer, query, scaling, lse)
         except PrefixLost as err:
-            self.lost = err.reason
-            self.close()
+            self.give_up(err.reason)
             return nothing, nothing
         return k, v
+
+    def give_up(self, reason: str) -> None:
+        """No layer gets any rows of it from now on."""
+        self.lost = reason
+        self.close()
 
     def close(self) -> None:
         """Give back what was read; it has been copied. Idempotent."""
@@ -164,5 +168,9 @@ class SparseSide:
             k, v = request.choose(layer, query, key, call.scale)
             n_chosen = request.n_rows[layer] = k.shape[1]
             slots = slots_of(request.spec.block_ids, layout.block_size, 0, n_chosen)
-            layout.load(self._caches[layer], k, v, slots)
+            try:
+                layout.load(self._caches[layer], k, v, slots)
+            except torch.OutOfMemoryError:  # of what a device has beside vLLM's share
+                request.give_up("shortage")
+                n_chosen = request.n_rows[layer] = 0
         return n_chosen

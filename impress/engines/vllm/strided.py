@@ -47,19 +47,24 @@ class Streams:
         self._computed = torch.cuda.current_stream(self._device).record_event()
 
     def load(self, layout: StridedLayout, kv_cache: torch.Tensor, rows: Rows) -> None:
-        """Host rows into their slots; what is launched from now on sees them there."""
+        """Host rows into their slots; what is launched from now on sees them there.
+
+        Raises torch.OutOfMemoryError, some of them perhaps on their way.
+        """
         compute = torch.cuda.current_stream(self._device)
         if torch.are_deterministic_algorithms_enabled():
             # `write` then copies the whole cache out and back: new rows would be lost meanwhile.
             self._loads.wait_stream(compute)
-        with torch.cuda.stream(self._loads):
-            for piece in rows.pieces(PIECE_BYTES):
-                if len(self._under_way) == _N_PIECES:
-                    self._under_way.popleft().synchronize()
-                k, v, slots = (self._up(tensor) for tensor in piece)
-                layout.write(kv_cache, k, v, slots)
-                self._under_way.append(self._loads.record_event())
-        compute.wait_stream(self._loads)
+        try:
+            with torch.cuda.stream(self._loads):
+                for piece in rows.pieces(PIECE_BYTES):
+                    if len(self._under_way) == _N_PIECES:
+                        self._under_way.popleft().synchronize()
+                    k, v, slots = (self._up(tensor) for tensor in piece)
+                    layout.write(kv_cache, k, v, slots)
+                    self._under_way.append(self._loads.record_event())
+        finally:  # also where memory ended midway: what is computed into these slots comes later
+            compute.wait_stream(self._loads)
 
     def _up(self, tensor: torch.Tensor) -> torch.Tensor:
         """On its way to the device. torch keeps the pinned copy until it is there."""
@@ -76,8 +81,14 @@ class Streams:
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory that a device copies from and to by itself, of the same shape and strides."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    """Host memory that a device copies from and to by itself, of the same shape and strides.
+
+    Raises torch.OutOfMemoryError.
+    """
+    try:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError as err:  # of the driver: torch has no class for it
+        raise torch.OutOfMemoryError(f"no pinned memory: {err}") from None
 
 
 @dataclass(frozen=True, slots=True)

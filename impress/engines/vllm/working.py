@@ -67,13 +67,14 @@ class ExactLoad:
         """Wait for a layer's rows and lay them into its blocks."""
         if self._session is None:
             return
+        rows = slice(self.spec.first - self._begin, self.end - self._begin)
         try:
             k, v, _ = self._session.retrieve(layer, None)
+            layout.load(kv_cache, k[:, rows], v[:, rows], self._slots)
         except PrefixLost as err:
             self._give_up(err)
-            return
-        rows = slice(self.spec.first - self._begin, self.end - self._begin)
-        layout.load(kv_cache, k[:, rows], v[:, rows], self._slots)
+        except torch.OutOfMemoryError as err:  # of what a device has beside vLLM's share
+            self._give_up(PrefixLost("shortage", str(err)))
 
     def _give_up(self, err: PrefixLost) -> None:
         """Nothing of it is written any more."""
