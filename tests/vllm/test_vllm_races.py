@@ -316,6 +316,29 @@ class _Zeros:
         return (torch.zeros(2, 32 * len(blocks), 32),) * 2
 
 
+def test_no_more_is_read_from_blocks_at_once_than_a_piece_of_a_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was so many rows, however large: of OPT-30B 168 MiB of the device beside vLLM's share."""
+    geometry, asked = Geometry(1, 2, 2, 32, "float32"), []
+
+    class Counting(_Zeros):
+        def read(self, kv_cache: torch.Tensor, blocks: list[int]) -> Any:
+            asked.append(len(blocks))
+            return super().read(kv_cache, blocks)
+
+    monkeypatch.setattr(saving, "PIECE_BYTES", 200 * 2 * 2 * 32 * 4)  # three windows and a bit
+    prompt = Prompt(np.arange(512, dtype=np.int32), {}, "")
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
+        layout: Any = Counting()
+        saver = saving.Saver(store, [torch.empty(0)], [layout])
+        saver.offer(SaveSpec("r", "r#0", prompt, 512, list(range(16))))
+        saver.flush()
+        saver.close()
+        assert asked == [6, 6, 4]
+        assert store.lookup(prompt.tokens) == 512
+
+
 def test_a_store_that_cannot_be_given_up_does_not_end_the_thread_that_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ import torch
 
 from impress.engines.vllm.blocks import Layout
 from impress.engines.vllm.step import SaveSpec
+from impress.engines.vllm.strided import PIECE_BYTES
 from impress.errors import ImpressError, StoreFailed
 from impress.store import PrefixStore
 from impress.write.draft import Stored
@@ -42,7 +43,7 @@ _EARLIER_WAIT_S = 10.0
 _FLUSH_S = 120.0
 #: Requests whose use is remembered, so that no part of one counts as a second.
 _MOST_USES = 4096
-#: Rows copied at once.
+#: Rows copied at once, and no more of one layer's than take PIECE_BYTES.
 _MOST_ROWS = 2048
 
 
@@ -284,8 +285,10 @@ class Saver:
 
     def _end_of_put(self, begin: int, wanted: int) -> int:
         """Where the next put ends: at some _MOST_ROWS, whole windows and whole blocks."""
-        unit = math.lcm(self._store.window, self._block_size)
-        return min(wanted, (begin // unit + max(1, _MOST_ROWS // unit)) * unit)
+        unit, geometry = math.lcm(self._store.window, self._block_size), self._store.geometry
+        row_bytes = geometry.k_row_bytes + geometry.v_row_bytes
+        n_rows = min(_MOST_ROWS, PIECE_BYTES // row_bytes)
+        return min(wanted, (begin // unit + max(1, n_rows // unit)) * unit)
 
     def _note_stuck(self) -> None:
         self._stuck_bytes = self._store.write_buffers.used_bytes

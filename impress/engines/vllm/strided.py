@@ -23,7 +23,8 @@ import torch
 
 from impress.errors import Unsupported
 
-#: Most bytes of a piece. Two are under way at most, in pinned memory and again on the device.
+#: Most bytes of a piece. Two are under way at most, in pinned memory and again on the device. A
+#: save reads no more at once, which is on the device twice.
 PIECE_BYTES: Final = 16 << 20
 _N_PIECES: Final = 2
 
@@ -156,6 +157,6 @@ class StridedLayout:
 
     def rows(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """Keys and values [2, rows, n_kv_heads, head_dim] of blocks int64, on their device."""
-        picked = kv_cache[block_ids].transpose(1, 2)  # [n, block_size, n_kv_heads, 2·head_dim]
-        rows = picked.reshape(-1, self.n_kv_heads, 2, self.head_dim)
-        return rows.permute(2, 0, 1, 3).contiguous()
+        picked = kv_cache[block_ids]  # [n, n_kv_heads, block_size, 2·head_dim]
+        apart = picked.view(*picked.shape[:3], 2, self.head_dim).permute(3, 0, 2, 1, 4)
+        return apart.reshape(2, -1, self.n_kv_heads, self.head_dim).contiguous()  # copied once
