@@ -7,7 +7,9 @@ copy too early, gets the wrong ones.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import re
 import threading
 import warnings
 import weakref
@@ -22,6 +24,7 @@ from tier_contract import CacheContract, fetch, noise
 
 import impress
 from tiers.base import PAGE, Bytes, Cache, Pieces, Tier, sums_of
+from tiers.cuda import no_device
 from tiers.errors import MediumError, ReadFailed
 from tiers.hbm import STAGE_BYTES, HbmTier, why_not
 from tiers.slots import aligned
@@ -241,6 +244,37 @@ def hbm_slot(store: impress.PrefixStore) -> Any:
     """Where the first chunk on the device is."""
     cache = store._copies.chunks[0]
     return cache.slot(int(np.flatnonzero(cache._ready)[0]))
+
+
+@pytest.mark.parametrize(
+    ("error", "n_devices", "said"),
+    [
+        (0, 1, ""),
+        (0, 0, "the CUDA driver finds no device"),
+        (100, 0, "the CUDA driver finds no device"),
+        (3, 0, "error 3: .* start it by spawn"),
+        (802, 0, "error 802: start the fabric manager"),
+        (803, 0, "error 803: .* reboot"),
+        (999, 0, "error 999: see dmesg"),
+        (719, 0, "error 719: see nvidia-smi"),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_not_one_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, error: int, n_devices: int, said: str
+) -> None:
+    """Whatever the driver failed with, it was said to find none, and nobody looked further."""
+
+    class Driver:
+        def cuInit(self, flags: int) -> int:
+            return error
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = n_devices
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert re.search(said, no_device())
+    assert bool(no_device()) == bool(said) and "\n" not in no_device()
 
 
 def test_what_torch_warns_of_is_why_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
