@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -79,3 +80,68 @@ def test_a_cache_tells_what_it_holds_of_each_device():
     layers = [there, there], [other], [here, here]
     cache.layers = [SimpleNamespace(own_rows=lambda rows=rows: rows) for rows in layers]
     assert cache.device_bytes() == {DEVICE: 14, other.device: 5}
+
+
+class Noted:
+    """A stream, or an event on one, that does nothing but say what was asked of it."""
+
+    def __init__(self, name, said):
+        self.name, self.said = name, said
+
+    def record_event(self):
+        return Noted(f"{self.name} by now", self.said)
+
+    def wait_event(self, event):
+        self.said.append(f"{self.name} waits for {event.name}")
+
+
+def test_rows_are_copied_from_a_device_beside_what_it_computes_for_later_requests(
+    open_store, geometry, monkeypatch
+):
+    """They were copied in line with it: behind the next request's kernels, and before those behind
+    them."""
+    said, names = [], iter(("copies",))
+
+    @contextmanager
+    def on(stream):
+        said.append(f"on {stream.name}")
+        yield
+        said.append(f"off {stream.name}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Noted(next(names), said))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Noted("the request", said))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+
+    class Layer:
+        def rows(self, row, first, end):
+            said.append(f"rows {first} to {end}")
+            return (torch.zeros(geometry.n_kv_heads, end - first, geometry.head_dim),) * 2
+
+    def cache():
+        layers = [Layer() for _ in range(geometry.n_layers)]
+        return SimpleNamespace(
+            layers=layers, length=128, observed=None, release=lambda: said.append("released"),
+            devices=lambda: {DEVICE}, device_bytes=Counter,
+        )  # fmt: skip
+
+    store = open_store(geometry)
+    line = StoreQueue(store)
+    for first in (0, 1000):
+        sequences = torch.arange(first, first + 129)[None]
+        job = line.job(cache(), sequences, 129, None)
+        line.offer(job)
+        line.drain()
+        assert (job.outcome.refused, job.outcome.n_new) == ("", 128)
+        waits = ["copies waits for the request by now", "on copies"]
+        assert said == [*waits, *["rows 0 to 128"] * 2, "off copies", "released"]
+        said.clear()
+    line.close()
+
+
+def test_a_cache_tells_which_devices_its_rows_are_on():
+    cache = RowsCache(impress.Geometry(1, 2, 1, 8, "float32"), 1, 8, BufferPool(None))
+    assert not cache.devices()
+    there = SimpleNamespace(is_cuda=True, device=DEVICE)
+    here = SimpleNamespace(is_cuda=False, device=torch.device("cpu"))
+    cache.layers = [SimpleNamespace(all_rows=lambda rows=rows: rows) for rows in ([there], [here])]
+    assert cache.devices() == {DEVICE}

@@ -6,6 +6,7 @@ Tiny random models: nothing is downloaded. experiments/gpu_recipe.md has the com
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from test_virtual import ask
 
 from impress.engines import hf
 from impress.engines.hf_output import FirstLogits
+from impress.engines.hf_storing import StoreQueue
 from impress.engines.virtual import Virtual
 from impress.policy import (
     AllHeads,
@@ -193,6 +195,23 @@ def test_what_has_been_stored_has_left_the_device(tmp_path):
         gc.collect()
         kept = torch.cuda.memory_allocated() - before
         assert kept < 960 * engine.store.geometry.token_bytes // 10
+
+
+def test_rows_are_stored_while_a_device_computes_for_others(tmp_path, monkeypatch):
+    """They were copied behind the next request's kernels."""
+    model, put, may = tiny("llama", **WIDE).cuda(), StoreQueue._store_rows, threading.Event()
+    with hf.attach(model, tmp_path, config=ROOMY) as engine:
+        engine.generate(prompts(1000).cuda(), max_new_tokens=2)
+        engine.flush()
+        monkeypatch.setattr(StoreQueue, "_store_rows", lambda *args: may.wait(60) and put(*args))
+        engine.generate(prompts(1000, seed=2).cuda(), max_new_tokens=2)
+        torch.cuda._sleep(20_000_000_000)  # many times as long as that takes
+        computed = torch.cuda.current_stream().record_event()
+        may.set()
+        engine.flush()
+        assert engine.last_request.stored_tokens == 960 and not computed.query()
+        again = engine.generate(prompts(1000, seed=2).cuda(), max_new_tokens=2)
+        assert engine.last_request.hit_tokens == 960 and again.is_cuda
 
 
 def test_rows_wait_to_be_stored_only_where_the_device_has_room(tmp_path, monkeypatch):

@@ -162,6 +162,10 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         k, v = (plane.rows[row, first:end].transpose(0, 1).cpu() for plane in self._planes)
         return k, v
 
+    def all_rows(self) -> list[torch.Tensor]:
+        """Its keys and values."""
+        return [plane.rows for plane in self._planes]
+
     def own_rows(self) -> list[torch.Tensor]:
         """Its keys and values, but those in virtual buffers, which have bounds of their own."""
         return [plane.rows for plane in self._planes if isinstance(plane, _Plane)]
@@ -314,6 +318,10 @@ class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
     def length(self) -> int:
         """Tokens whose keys and values every layer holds."""
         return min(int(layer.length) for layer in self.layers)
+
+    def devices(self) -> set[torch.device]:
+        """CUDA devices that its rows are on, in virtual buffers or not."""
+        return {rows.device for layer in self.layers for rows in layer.all_rows() if rows.is_cuda}
 
     def device_bytes(self) -> Counter[torch.device]:
         """Memory that its rows hold on each CUDA device."""

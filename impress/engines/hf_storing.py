@@ -2,6 +2,8 @@
 
 generate() ── offer ──> | job | job | ... | ──> thread: writer, put every layer, release
               full: skipped and counted
+
+Rows on a device are copied from there on a stream of its own, beside what later requests compute.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ import atexit
 import logging
 import queue
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -51,6 +53,7 @@ class Job:
     tokens: tuple[npt.NDArray[np.int32], ...]
     release: Callable[[], None]  # gives the cache's memory back
     outcome: Outcome = field(default_factory=Outcome)
+    computed: dict[torch.device, Any] = field(default_factory=dict)  # the event behind its rows
 
 
 class StoreQueue:
@@ -68,6 +71,7 @@ class StoreQueue:
         self._wait_s = wait_s
         self._jobs: queue.Queue[Job | None] = queue.Queue(limit)
         self._at: Job | None = None  # being stored
+        self._streams: dict[torch.device, Any] = {}
         self._failed: Exception | None = None
         self._stored: dict[bytes, Stored] = {}  # of the last job, by first window
         self._thread: threading.Thread | None = None
@@ -83,7 +87,10 @@ class StoreQueue:
         rows = tuple(row[: self._store.admitted(row)] if len(row) else row for row in rows)
         if n_held != sequences.shape[1] - 1:  # virtual tokens of a prompt-tuned model, say
             outcome.refused = f"the cache holds {n_held} rows for {sequences.shape[1]} tokens"
-        return Job(cache, rows, cache.release, outcome)
+        computed = {
+            device: torch.cuda.current_stream(device).record_event() for device in cache.devices()
+        }
+        return Job(cache, rows, cache.release, outcome, computed)
 
     def offer(self, job: Job) -> None:
         """Take a job, or skip it at once when the line is full or closed, or has no thread, or a
@@ -156,7 +163,8 @@ class StoreQueue:
         while (job := self._jobs.get()) is not None:
             self._at = job
             try:
-                self._store_rows(job)
+                with self._beside(job):
+                    self._store_rows(job)
             except Exception as err:  # kept for drain(): there is no caller here to tell
                 self._failed = self._failed or err
                 job.outcome.refused = str(err)
@@ -166,6 +174,22 @@ class StoreQueue:
                 del job  # else what it holds of the device is held until the next one comes
                 self._jobs.task_done()
         self._jobs.task_done()
+
+    @contextmanager
+    def _beside(self, job: Job) -> Iterator[None]:
+        """What is copied from a device waits for what the request computed, and for nothing else.
+
+        Who copies waits on the host, so the rows are free as soon as they are released.
+        """
+        with ExitStack() as streams:
+            for device, computed in job.computed.items():
+                if device not in self._streams:
+                    made = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                    self._streams[device] = made
+                stream = self._streams[device]
+                stream.wait_event(computed)
+                streams.enter_context(torch.cuda.stream(stream))
+            yield
 
     def _store_rows(self, job: Job) -> None:
         # Of equal rows one is stored: of what it has just accepted the store need not know yet.
