@@ -342,8 +342,7 @@ class PrefixStore:
             self._home.settle()
             idle = self._pool.close(limit_s)  # a stuck thread may still use its file, which then
             writing = not idle and any(w.writing for w in self._writers)  # stays open, and copies
-            if idle:
-                self._copies.close()
+            self._copies.close(idle=idle)
             self._home.close(files=idle and ended, writing=writing)
         except BaseException:  # Ctrl-C in a wait: the next call goes on
             self._closed = False

@@ -64,9 +64,10 @@ class Copies:
         for cache in self._all():
             cache.clear()
 
-    def close(self) -> None:
-        """Let go of a device's memory: no thread is at work any more."""
-        for cache in self._all():
+    def close(self, *, idle: bool) -> None:
+        """Let go of a device's memory; `idle`: no thread is at work any more. One that is may still
+        copy: then it stays."""
+        for cache in self._all() if idle else ():
             cache.close()
 
     def usage(self) -> dict[str, Usage]:
