@@ -20,8 +20,9 @@ import impress
 from impress.cli.explain import explain
 from impress.cli.run import run
 from impress.engines import hf
-from impress.errors import BadInput, StoreMismatch, Unsupported
+from impress.errors import BadInput, StoreFailed, StoreMismatch, Unsupported
 from impress.namespace import namespace_of
+from impress.write.index import Index
 
 WORDS = [f"w{i}" for i in range(200)]
 TEXT = " ".join(WORDS[i * 7 % 200] for i in range(200))  # 3 windows and 8 tokens
@@ -235,6 +236,34 @@ def test_run_answers_on_a_full_disk_as_its_help_says(here, tmp_path, monkeypatch
     assert "0 tokens newly stored" in told and "refused: " in told and "No space left" in told
     answered, could_not = run.__doc__.split("**Exit status**")[1].split("·")
     assert "full disk" in answered and "room" not in could_not
+
+
+@pytest.mark.parametrize("what", ["rows", "index"])
+def test_run_answers_where_storing_fails_as_its_help_says(
+    here, tmp_path, monkeypatch, capsys, what
+):
+    """Of rows that are no numbers, or a commit that the disk refused, there was an error in the
+    answer's place, and status 2."""
+    commit = Index.commit
+
+    def full(index, put, *args, **named):
+        if put:
+            raise StoreFailed("index: No space left on device")
+        return commit(index, put, *args, **named)
+
+    if what == "rows":
+        monkeypatch.setattr("impress.write.draft.all_finite", lambda *_: False)
+    else:
+        monkeypatch.setattr(Index, "commit", full)
+    said = {"rows": "NaN or infinite rows", "index": "No space left on device"}[what]
+    asked = (here / "model", here / "text", "w1", tmp_path / "store")
+    run(*asked, max_new_tokens=1)
+    told = capsys.readouterr().out
+    assert "recompute" in told and "0 tokens newly stored" in told
+    assert said in told.partition("\nrefused: ")[2]
+    run(*asked, max_new_tokens=1, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["new_tokens"] == 1 and found["stored_tokens"] == 0 and said in found["refused"]
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "empty"])

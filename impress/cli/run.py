@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,9 +22,10 @@ from impress.cli.options import (
     store_dir,
 )
 from impress.config import Config
-from impress.errors import BadInput
+from impress.errors import BadInput, ImpressError
 from impress.policy import Policy
 from impress.terminal import err, out, size
+from tiers.errors import MediumError
 
 
 def run(
@@ -65,7 +67,7 @@ def run(
 
     **Exit status**
 
-    0 answered, also where the store refused what was computed (a full disk, say: it prints why) ·
+    0 answered, also where what was computed could not be stored (a full disk, say: it prints why) ·
     2 it could not: no such model, torch is missing, another model's store
 
     **Examples**
@@ -107,9 +109,7 @@ def _answer(
             attention_mask=torch.ones_like(prompt_ids),  # a pad token in a text is meant
             policy=policy,  # named, so not guarded
         )  # fmt: skip
-        engine.flush()
-        request = engine.last_request
-    assert request is not None, "a request has just returned"
+        request = _when_stored(engine)
     return {
         "answer": tokenizer.decode(sequences[0, len(ids) :], skip_special_tokens=True),
         "prompt_tokens": request.n_tokens,
@@ -131,6 +131,18 @@ def _answer(
         "lost": request.lost,
         "store": str(where),
     }
+
+
+def _when_stored(engine: Any) -> Any:
+    """What the request did. Where storing failed the answer is there: it is told as refused."""
+    failed = ""
+    try:
+        engine.flush()
+    except (ImpressError, MediumError) as error:
+        failed = str(error)
+    request = engine.last_request
+    assert request is not None, "a request has just returned"
+    return replace(request, stored_tokens=0, refused=failed) if failed else request
 
 
 def _print(found: dict[str, Any]) -> None:
