@@ -280,6 +280,16 @@ def test_a_model_is_purged_by_what_inspect_calls_it(tmp_path):
     assert left["namespaces"] == [third]
 
 
+def test_a_purge_counts_what_another_process_may_be_reading(path):
+    """Where one held it back until the end, "2 spans erased, 0 B" was all that was said."""
+    owned = sum(record.owned_bytes for record in records_of(path))
+    config = CONFIG.model_copy(update={"follow_every_s": 0})
+    with impress.PrefixStore.open(path, GEOMETRY, "a test", config, "r"):
+        done, found = run_json("purge", "--store", path, "--namespace", "a test")
+    assert done.returncode == 0, done.stderr
+    assert (found["spans"], found["freed_bytes"]) == (2, owned)
+
+
 def test_tenants_of_one_model_are_told_apart(tmp_path):
     """Both were called by the model's name alone, in the tree and of a prompt."""
     with opened(tmp_path / "s") as store:

@@ -115,8 +115,9 @@ def _erased(
             with PrefixStore.open(where, identity.geometry, b"purge", of_shard) as opened:
                 before = opened.ssd.usage().used
                 spans += opened.purge(tenant, namespaces=digests)[0]
-                freed += before - opened.ssd.usage().used
-            unerased += opened.counters["unerased_spans"]  # what was held until it closed
+            # With what was held until it closed.
+            freed += before - opened.ssd.usage().used
+            unerased += opened.counters["unerased_spans"]
             shard.lock()
         compact(shard.index)
         shard.unlock()
