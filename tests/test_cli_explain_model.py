@@ -200,6 +200,19 @@ def test_integers_apart_by_white_space_are_token_ids_with_a_model_too(here, caps
     assert "read as text" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", ["token ids", "text"])
+def test_a_prompt_may_come_from_a_pipe(here, kind):
+    """Of --prefix /dev/stdin token ids were read twice: it said that they are empty, and of a named
+    pipe it waited for whoever would write to it again."""
+    seen, behind = os.pipe()
+    with os.fdopen(behind, "w") as pipe:
+        ids = " ".join(str(WORDS.index(word) + 1) for word in TEXT.split())
+        pipe.write(ids if kind == "token ids" else TEXT)
+    found = told(here, text=f"/dev/fd/{seen}")
+    os.close(seen)
+    assert (found["read_as"], found["found"][0]["windows"]) == (kind, 3)
+
+
 def test_brackets_nested_deeper_than_json_is_read_are_a_text(here, capsys):
     """A RecursionError: a traceback, and status 1."""
     (here / "deep").write_text("[" * 100_000)

@@ -20,7 +20,7 @@ from impress.cli.options import (
     store_dir,
     write_json,
 )
-from impress.cli.survey import from_json, open_for_reading, read_token_file
+from impress.cli.survey import from_json, open_for_reading, read_token_file, tokens_in
 from impress.errors import BadInput
 from impress.namespace import namespace_of
 from impress.policy import Policy
@@ -170,7 +170,7 @@ def _prompt(file: Path) -> str | Tokens:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise BadInput(f"--prefix {file}: not UTF-8 text") from None
-    return read_token_file(file) if _is_ids(text) else text
+    return tokens_in(text, file) if _is_ids(text) else text  # a pipe is read once
 
 
 def _is_ids(text: str) -> bool:

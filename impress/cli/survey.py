@@ -184,19 +184,28 @@ def stored_prefixes(store: PrefixStore, tokens: Tokens) -> list[dict[str, Any]]:
 def read_token_file(path: Path) -> Tokens:
     """Token ids from a file: a JSON list, integers apart by white space, or .npy."""
     try:
-        if path.suffix == ".npy":
-            ids: Any = _array(path)
-        else:
-            text = path.read_text()
-            if not text.strip():
-                raise ValueError("empty")
-            ids = from_json(text) if text.lstrip().startswith("[") else _integers(text)
+        found = _array(path) if path.suffix == ".npy" else path.read_text()
+    except ValueError as err:
+        raise BadInput(f"{path}: not token ids: {err}") from None
+    return tokens_in(found, path)
+
+
+def tokens_in(found: Any, path: Path) -> Tokens:
+    """Those of a file's text, or of its array. Raises BadInput, which names the file. Pure."""
+    try:
+        ids = _ids(found) if isinstance(found, str) else found
     except ValueError as err:
         raise BadInput(f"{path}: not token ids: {err}") from None
     try:
         return as_tokens(ids)
     except BadInput as err:
         raise BadInput(f"{path}: {err}") from None
+
+
+def _ids(text: str) -> Any:
+    if not text.strip():
+        raise ValueError("empty")
+    return from_json(text) if text.lstrip().startswith("[") else _integers(text)
 
 
 def from_json(text: str) -> Any:
