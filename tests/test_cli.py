@@ -61,6 +61,14 @@ def test_help_of_a_command_has_examples_and_its_exit_status(command):
     assert "Examples" in done.stdout and "Exit status" in done.stdout
 
 
+@pytest.mark.parametrize("command", ["run", "vllm-config"])
+def test_help_says_of_what_the_disk_limit_is(command):
+    """Of the directory, it seemed, which other processes write to as well."""
+    done = run(command, "--help")
+    assert done.returncode == 0 and "--disk-gib" in done.stdout
+    assert "shard" in done.stdout.partition("--disk-gib")[2]
+
+
 @pytest.mark.parametrize("args", [["--help"], ["inspect", "--tree"], ["verify"]])
 def test_light_commands_import_neither_torch_nor_transformers(path, args):
     if args[0] != "--help":

@@ -43,7 +43,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 DiskGib = Annotated[
     int | None,
     typer.Option(
-        "--disk-gib", min=1, max=MOST_BYTES >> 30, help="Most GiB on disk.",
+        "--disk-gib", min=1, max=MOST_BYTES >> 30,
+        help="Most GiB on disk of the shard (the part of DIR) that this process writes; files that "
+        "are there already do not shrink.",
         show_default="all there is",
     ),
 ]  # fmt: skip
