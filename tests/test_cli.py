@@ -32,13 +32,15 @@ from console import (
     run_json,
     two_prompts,
 )
+from typer.testing import CliRunner
 
 import impress
 import impress.cli.live
 import impress.stats
-from impress.cli.main import _said
+from impress.cli.main import _said, app
 from impress.usage.history import Note
 from impress.write.directory import Shard
+from tiers.files import segment_paths
 
 
 @pytest.fixture
@@ -245,6 +247,22 @@ def test_inspect_and_verify_work_while_a_writer_has_the_store_open(path):
         assert run_json("inspect", "--store", path)[1]["spans"] == 3
         assert run("verify", "--store", path).returncode == 0
         put(store, list(range(9500, 9564)))
+
+
+def test_a_segment_that_its_writer_gives_back_meanwhile_is_no_error(path, monkeypatch):
+    """Gone between the listing of a folder and the look at its files: "No such file", and 2."""
+
+    def and_one_more(folder):
+        return [*segment_paths(folder), folder / "00000099.seg"]
+
+    with opened(path):
+        for module in ("tiers.ssd", "impress.upkeep.shares", "impress.cli.repack"):
+            monkeypatch.setattr(f"{module}.segment_paths", and_one_more)
+        for command in ("inspect", "verify"):
+            done = CliRunner().invoke(app, [command, "--store", str(path)])
+            assert done.exit_code == 0, done.output
+        done = CliRunner().invoke(app, ["repack", "--store", str(path)])
+        assert done.exit_code == 2 and "is open for writing by process" in done.output
 
 
 def test_inspect_shows_a_name_as_it_is(tmp_path):

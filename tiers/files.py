@@ -71,6 +71,16 @@ def segment_paths(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.stem.isascii() and path.stem.isdigit())
 
 
+def size_of(path: Path, *, kept: bool = False) -> int:
+    """Bytes of a file; 0 where somebody has deleted it, unless it is `kept`. Raises OSError."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        if kept:
+            raise
+        return 0
+
+
 def punch(fd: int, off: int, n_bytes: int) -> bool:
     """Make a hole (fallocate, PUNCH_HOLE | KEEP_SIZE); False where the file system has none."""
     return _fallocate(fd, 3, off, n_bytes) == 0

@@ -22,7 +22,7 @@ from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import RUN_BYTES, Run, batches, locate
 from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError, ReadFailed, read_failed
-from tiers.files import emptied, make_folder, segment_paths
+from tiers.files import emptied, make_folder, segment_paths, size_of
 from tiers.queues import BATCH, ReadQueue, close_all
 from tiers.segments import SegmentFiles
 from tiers.slots import aligned, copied
@@ -77,7 +77,7 @@ class SsdTier:
         another folder's files."""
         mine = [path for path in paths if self._read_only or int(path.stem) in self._files.numbers]
         for path in mine:
-            self._space.add(int(path.stem), path.stat().st_size // PAGE * PAGE)
+            self._space.add(int(path.stem), size_of(path, kept=not self._read_only) // PAGE * PAGE)
         if n_others := len(paths) - len(mine):
             log.warning(
                 "ssd: %s: %d segments numbered as another folder's are left alone: give a folder "

@@ -16,6 +16,7 @@ from impress.store import PrefixStore
 from impress.terminal import count, err, out, size, table_of
 from impress.write.directory import Identity, Shard, read_identity, shards_of, writing
 from impress.write.jobs import Swapped
+from tiers.files import segment_paths, size_of
 
 
 def repack(
@@ -79,7 +80,7 @@ def repack(
 
 def _repacked(where: Path, shard: Shard, identity: Identity, dry_run: bool) -> RepackReport:
     # Its disk_bytes is known to its server alone: no segment is added, and nothing is evicted.
-    n_bytes = sum(path.stat().st_size for path in shard.segments.glob("*.seg"))
+    n_bytes = sum(size_of(path) for path in segment_paths(shard.segments))
     config = Config(
         window=identity.window, dram_bytes=0, repack_every_s=0, shard=shard.number,
         segment_bytes=MIB, disk_bytes=max(1, -(-n_bytes // MIB)) * MIB, disk_high=1.0, disk_low=1.0,

@@ -9,7 +9,7 @@ from typing import Final
 
 from impress.tree.merged import MergedCatalog
 from impress.write.directory import Shard, shards_of
-from tiers.files import segment_paths
+from tiers.files import segment_paths, size_of
 
 LOCKS: Final = Path("/proc/locks")
 _File = tuple[int, int, int]  # device's major and minor number, inode
@@ -37,7 +37,7 @@ def shares_of(path: Path, catalog: MergedCatalog) -> list[Share]:
 def _share(shard: Shard, catalog: MergedCatalog, locks: dict[_File, int]) -> Share:
     used = sum(extent.length for extent in catalog.extents(shard.spans)[0])
     views = catalog.views_of(shard.spans)
-    total = sum(path.stat().st_size for path in segment_paths(shard.segments))
+    total = sum(size_of(path) for path in segment_paths(shard.segments))
     device = _device(shard.path)
     holders = (locks.get((*device, _inode(path))) for path in shard.readers.glob("*"))
     readers = sum(holder not in (None, os.getpid()) for holder in holders)  # who asks is none
