@@ -595,17 +595,40 @@ def test_a_stdout_that_cannot_spell_a_dash_gets_the_rest(path, encoding, args):
     assert ("?" in done.stdout) and ("important" in done.stdout)
 
 
-def test_a_narrow_terminal_gets_every_cell(path):
+def on_a_terminal(columns, *args):
+    """(status, what a terminal of so many columns gets)."""
     terminal, behind = pty.openpty()
-    command = [str(SCRIPT), "inspect", "--store", str(path)]
-    environment = {**os.environ, "COLUMNS": "30", "NO_COLOR": "1"}
-    with subprocess.Popen(command, stdout=behind, env=environment) as process:
+    environment = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"}
+    with subprocess.Popen([str(SCRIPT), *args], stdout=behind, env=environment) as process:
         os.close(behind)
         shown = drained(terminal).decode()
     os.close(terminal)
-    assert process.returncode == 0
+    return process.returncode, shown
+
+
+def test_a_narrow_terminal_gets_every_cell(path):
+    status, shown = on_a_terminal(30, "inspect", "--store", str(path))
+    assert status == 0
     assert "…" not in shown and "Hottest prefixes" in shown and "a test" in shown
     assert "\x1b[3" not in shown  # no colour
+
+
+@pytest.mark.parametrize("args", [["repack", "--dry-run"], ["verify"]], ids=str)
+def test_a_narrow_terminal_gets_every_digit_of_a_span(tmp_path, args):
+    """Of shards beside the first ids have 13 digits and more: they ended in "…"."""
+    config = CONFIG.model_copy(update={"shard": 1})
+    with impress.PrefixStore.open(tmp_path, GEOMETRY, "a test", config) as store:
+        worth = np.ones((GEOMETRY.n_layers, len(PROMPT)), dtype=np.float32)
+        store.store(PROMPT, rows_of(320), rows_of(320, 1), importance=worth).wait(60)
+        (record,) = store.catalog.records()
+    if args == ["verify"]:
+        segment = Shard(tmp_path, 1).segments / f"{record.meta.segment:08d}.seg"
+        with segment.open("r+b") as file:
+            file.seek(record.meta.off)
+            file.write(b"damaged")
+    status, shown = on_a_terminal(30, *args, "--store", str(tmp_path))
+    assert status == (1 if args == ["verify"] else 0), shown
+    assert str(record.span_id) in shown and "…" not in shown
 
 
 def test_ctrl_c_during_verify_is_one_line_and_2(path):

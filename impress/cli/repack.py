@@ -13,7 +13,7 @@ from impress.config import MIB, Config
 from impress.errors import StoreLocked
 from impress.repacking.report import NO_MEMORY, UNREADABLE, RepackReport
 from impress.store import PrefixStore
-from impress.terminal import count, err, out, size, table_of
+from impress.terminal import count, err, out, show, size, table_of
 from impress.write.directory import Identity, Shard, read_identity, shards_of, writing
 from impress.write.jobs import Swapped
 from tiers.files import segment_paths, size_of
@@ -115,7 +115,7 @@ def _print(where: Path, report: RepackReport) -> None:
             f"{span.gain:.0%}", span.outcome,
         )  # fmt: skip
     if report.spans:
-        out.print(table)
+        show(table)
     done = f"{len(report.picked)} {'would move' if report.dry_run else 'moved'}"
     what = f"{count(len(report.spans), 'span')} looked at, {done} ({size(report.picked_bytes)})"
     out.print(f"{where}: {what}", markup=False, soft_wrap=True)

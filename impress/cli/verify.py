@@ -15,10 +15,9 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 
 from impress.cli.options import Json, Store, print_json, store_dir
-from impress.terminal import count, err, out, size
+from impress.terminal import count, err, out, show, size, table_of
 from impress.upkeep.verify import Verdict, verify_store
 
 
@@ -75,13 +74,10 @@ def _print(verdict: Verdict, where: Path) -> None:
     if not verdict.problems:
         out.print(f"{where}: sound ({read})", markup=False, soft_wrap=True)
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("span", justify="right")
-    table.add_column("segment", justify="right")
-    table.add_column("what is wrong", overflow="fold")
+    table = table_of("", ">span", ">segment", "what is wrong")
     for problem in verdict.problems:
         numbers = ("–" if n is None else str(n) for n in (problem.span, problem.segment))
         table.add_row(*numbers, escape(problem.what))
-    out.print(table)
+    show(table)
     problems = count(len(verdict.problems), "problem")
     out.print(f"{where}: {problems} ({read})", markup=False, soft_wrap=True)
