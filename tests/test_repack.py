@@ -1117,6 +1117,7 @@ def test_a_span_that_does_not_read_back_is_named_and_a_dry_run_leaves_it(
         (span,) = json.loads(done.stdout)["spans"]
         assert done.returncode == 1 and span["outcome"] == "does not read back"
         assert span["span"] == record.span_id and span["move_bytes"] == 0
+        assert (span["before"], span["gain"]) == (None, None)
     done = run_repack("--store", folder, "--json", "-")
     assert done.returncode == 0 and json.loads(done.stdout)["spans"] == []
     assert not verify_store(folder).problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -412,7 +413,7 @@ def test_what_is_mostly_dead_is_rewritten(
     assert store.stats()["dead_bytes"] == dead.n_bytes > 0
     used, before = store.ssd.usage().used, answers(store, other)
     (planned,) = [s for s in store.repack(dry_run=True).spans if s.span == span]
-    assert planned.outcome == "would rewrite" and planned.gain == 14 / 16
+    assert planned.outcome == "would rewrite" and planned.dead_share == 14 / 16
     report = store.repack()
     assert report.spans[0].outcome == "rewritten" and report.moved >= 1
     assert store.ssd.usage().used <= used - dead.n_bytes
@@ -470,6 +471,23 @@ def test_the_command_says_what_it_would_rewrite_and_gives_empty_segments_back(
         for asked in (tokens, other):
             assert_serves(store, asked, 256)
         sound(store)
+
+
+def test_of_a_rewrite_it_is_said_what_is_dead_and_no_cost_of_a_request(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Its requests read 0 pieces, before and after, and what was dead was called a saving."""
+    store = open_store(geometry, window=WINDOW)
+    dead_head(store, np.random.default_rng(0).random((geometry.n_layers, 256), dtype=np.float32))
+    store.close()
+    args = ("--store", store.path, "--dry-run")
+    rewrite, other = json.loads(run_repack(*args, "--json", "-").stdout)["spans"]
+    assert (rewrite["outcome"], other["outcome"]) == ("would rewrite", "would move")
+    assert [rewrite[name] for name in ("before", "after", "gain")] == [None] * 3
+    assert (rewrite["dead_share"], other["dead_share"]) == (12 / 16, None)
+    assert other["before"]["pieces"] > 0 and other["gain"] is not None
+    (line,) = [line for line in run_repack(*args).stdout.splitlines() if "would rewrite" in line]
+    assert line.split()[-7:] == ["–", "–", "–", "–", "75%", "would", "rewrite"]
 
 
 def test_what_stays_as_it_lies_is_copied_without_the_plane_in_memory(

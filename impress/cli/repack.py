@@ -11,9 +11,9 @@ import typer
 from impress.cli.options import Store, check_json, store_dir, write_json
 from impress.config import MIB, Config
 from impress.errors import StoreLocked
-from impress.repacking.report import NO_MEMORY, UNREADABLE, RepackReport
+from impress.repacking.report import NO_MEMORY, UNREADABLE, RepackReport, SpanReport
 from impress.store import PrefixStore
-from impress.terminal import count, err, out, show, size, table_of
+from impress.terminal import count, err, number, out, show, size, table_of
 from impress.write.directory import Identity, Shard, read_identity, shards_of, writing
 from impress.write.jobs import Swapped
 from tiers.files import segment_paths, size_of
@@ -43,6 +43,7 @@ def repack(
     one that is left empty goes. What is written counts in daily_write_bytes of whoever serves next.
 
     What a request reads is an estimate: rows are taken to be chosen independently of each other.
+    There is none (–) of a span that is rewritten as it lies, without its dead windows.
 
     **Exit status**
 
@@ -103,19 +104,28 @@ def _plain(where: Path, report: RepackReport, busy: list[str]) -> dict[str, Any]
 
 def _print(where: Path, report: RepackReport) -> None:
     table = table_of(
-        "", ">span", ">tokens", ">to move", ">pieces", ">requests", ">bytes", ">saves", "outcome"
-    )
+        "", ">span", ">tokens", ">to move", ">pieces", ">requests", ">bytes", ">saves", ">dead",
+        "outcome",
+    )  # fmt: skip
     for span in report.spans:
-        before, after = span.before, span.after
         table.add_row(
-            str(span.span), str(span.n_tokens), size(span.move_bytes),
-            f"{before.pieces:.0f} → {after.pieces:.0f}",
-            f"{before.requests:.0f} → {after.requests:.0f}",
-            f"{size(int(before.n_bytes))} → {size(int(after.n_bytes))}",
-            f"{span.gain:.0%}", span.outcome,
+            str(span.span), str(span.n_tokens), size(span.move_bytes), *_saved(span),
+            number(span.gain, ".0%"), number(span.dead_share, ".0%"), span.outcome,
         )  # fmt: skip
     if report.spans:
         show(table)
     done = f"{len(report.picked)} {'would move' if report.dry_run else 'moved'}"
     what = f"{count(len(report.spans), 'span')} looked at, {done} ({size(report.picked_bytes)})"
     out.print(f"{where}: {what}", markup=False, soft_wrap=True)
+
+
+def _saved(span: SpanReport) -> tuple[str, str, str]:
+    """Pieces, requests and bytes that a request reads, before and after."""
+    before, after = span.before, span.after
+    if before is None or after is None:
+        return "–", "–", "–"
+    return (
+        f"{before.pieces:.0f} → {after.pieces:.0f}",
+        f"{before.requests:.0f} → {after.requests:.0f}",
+        f"{size(int(before.n_bytes))} → {size(int(after.n_bytes))}",
+    )

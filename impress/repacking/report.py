@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from impress.repacking.packing import Cost, Repacking
 from impress.repacking.span_copy import SpanPart
@@ -30,15 +30,20 @@ WRITTEN = (*(outcome.value for outcome in Swapped), REWRITTEN)
 
 @dataclass(frozen=True, slots=True)
 class SpanReport:
-    """What packing a span anew would take and save; costs are a request's, by an estimate."""
+    """What packing a span anew would take and save; costs are a request's, by an estimate.
+
+    None: not known. Of a rewrite, which leaves rows in their order, and of a span that does not
+    come nothing is estimated.
+    """
 
     span: int
     n_tokens: int
     move_bytes: int  # to be written, and as many read
-    before: Cost
-    after: Cost
-    gain: float  # see Repacking
     outcome: str
+    before: Cost | None = None
+    after: Cost | None = None
+    gain: float | None = None  # see Repacking
+    dead_share: float | None = None  # of a rewrite: of its windows, those that it leaves behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +61,10 @@ class Move:
     def report(self, outcome: str) -> SpanReport:
         record, plan = self.held.record, self.plan
         n_tokens = record.n_windows * record.window
+        told = SpanReport(record.span_id, n_tokens, self.n_bytes, outcome)
         if plan is None:
-            gain = 1 - self.part.count / record.n_windows
-            return SpanReport(record.span_id, n_tokens, self.n_bytes, Cost(), Cost(), gain, outcome)
-        return SpanReport(
-            record.span_id, n_tokens, self.n_bytes, plan.before, plan.after, plan.gain, outcome
-        )
+            return replace(told, dead_share=1 - self.part.count / record.n_windows)
+        return replace(told, before=plan.before, after=plan.after, gain=plan.gain)
 
 
 @dataclass(slots=True)
@@ -96,4 +99,4 @@ def unmoved(record: SpanRecord, err: ReadFailed | MemoryError) -> SpanReport:
     outcome = NO_MEMORY
     if isinstance(err, ReadFailed):
         outcome = Swapped.FAILED.value if err.harmless else UNREADABLE
-    return SpanReport(record.span_id, n_tokens, 0, Cost(), Cost(), 0.0, outcome)
+    return SpanReport(record.span_id, n_tokens, 0, outcome)
