@@ -184,6 +184,27 @@ def test_the_report_names_its_conditions_and_no_path(demo):
     assert str(folder) not in json.dumps(report)
 
 
+@pytest.mark.parametrize(("given", "said"), [("ACTIVE", "ACTIVE"), (None, "PASSIVE")])
+def test_the_report_says_how_idle_threads_waited(demo, tmp_path, monkeypatch, given, said):
+    """It said PASSIVE also where the caller's own environment had them spin."""
+    acts = {act: of_act(demo[2], act) for act in ("reuse", "choice", "repacked")}
+    size = {"seconds": 1.0, "stored_bytes": 1}
+    found = {
+        "compute": {**size, "tokens": [1], "stored_tokens": 1, "weights": "some"},
+        "answer": {"rows": acts["reuse"], "direct_io": True, "torch_threads": 1, "tiers": {}},
+        "store": size,
+        "ask": {"rows": acts["choice"]},
+        "ask_again": {"rows": acts["repacked"], "moved": {"spans": 1, "bytes": 1, "seconds": 1.0}},
+    }
+    monkeypatch.setattr(story, "run_step", lambda step, *_: found[step])
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    report = tmp_path / "report.json"
+    assert story.tell(tmp_path / "out", quick=True, json_file=report)
+    assert json.loads(report.read_text())["meta"]["OMP_WAIT_POLICY"] == said
+
+
 def test_the_store_it_leaves_can_be_inspected_and_verified(demo):
     folder, shown, _ = demo
     for command in ("inspect", "verify"):

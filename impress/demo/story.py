@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -38,9 +39,10 @@ def tell(folder: Path, *, quick: bool, json_file: Path | None) -> bool:
         figures = figures_of(rows)
         _say_where(folder)
     if json_file is not None:
+        threads = {name: os.environ.get(name, value) for name, value in THREADS.items()}
         write_report(
             json_file, figures, rows,
-            seed=SEED, quick=quick, **meta, **THREADS, wall_s=round(perf_counter() - started, 1),
+            seed=SEED, quick=quick, **meta, **threads, wall_s=round(perf_counter() - started, 1),
         )  # fmt: skip
     return figures["exact.agreement"] == 1.0
 
