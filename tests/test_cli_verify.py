@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 
 import lmdb
@@ -9,8 +10,9 @@ import pytest
 from conftest import flip_a_bit
 from console import FORK, PROMPT, opened, put, records_of, run, run_json, two_prompts
 
+from impress.upkeep import hanging
 from impress.upkeep.verify import verify_store
-from impress.write.directory import Shard
+from impress.write.directory import GONE, Shard
 
 
 @pytest.fixture
@@ -121,6 +123,25 @@ def test_verify_does_not_take_an_index_that_goes_bad_for_evictions(path):
 
     problems = [problem.what for problem in verify_store(path, goes).problems]
     assert len(problems) == 2 and any("missing" in what for what in problems)
+
+
+def test_verify_does_not_miss_an_index_that_a_purge_is_putting_in_place(path, monkeypatch):
+    """Between the purge's two renames there is none: of a sound store it was said to be missing."""
+    index, n_reads = Shard(path).index, itertools.count()
+    gone = index.with_name(GONE)
+
+    def between_renames(shard):
+        if next(n_reads):
+            return hanging.index_values(shard)
+        index.rename(gone)
+        try:
+            return hanging.index_values(shard)
+        finally:
+            gone.rename(index)
+
+    monkeypatch.setattr("impress.upkeep.verify.index_values", between_renames)
+    verdict = verify_store(path)
+    assert (verdict.problems, verdict.spans) == ([], 2) and next(n_reads) > 1
 
 
 def test_verify_prints_no_tokens(path):

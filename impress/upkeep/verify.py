@@ -128,10 +128,13 @@ def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
 
 def _values(shard: Shard, total: Verdict) -> dict[int, bytes]:
     """A shard's index values; what keeps them from being read is a problem. Raises StoreFailed."""
-    try:
-        return index_values(shard)
-    except FormatError as err:
-        total.problems.append(Problem(str(err)))
+    why = ""
+    for _ in range(2):  # between the renames of an index made anew there is none for a moment
+        try:
+            return index_values(shard)
+        except FormatError as err:
+            why = str(err)
+    total.problems.append(Problem(why))
     return {}
 
 
@@ -345,12 +348,9 @@ class _Verification:
     def _drop_evicted(self) -> None:
         """Forget what was found about spans that a writer removed while this ran."""
         evicted: set[int] = set()
-        for _ in range(2):  # between the renames of an index made anew there is none for a moment
-            again = Verdict()
-            now = _values(self._shard, again)
-            if not again.problems:
-                break
-        else:  # it cannot be told
+        again = Verdict()
+        now = _values(self._shard, again)
+        if again.problems:  # it cannot be told
             self._verdict.add(again)
             return
         found = {p.span for p in self._verdict.problems if p.span is not None}
