@@ -113,7 +113,9 @@ def read_header(ssd: SsdTier, record: SpanRecord) -> SpanHeader:
         header = decode_header(raw, record.meta)
     except FormatError as err:
         raise ReadFailed("checksum", f"ssd: span {record.span_id}: {err}") from None
-    same = ("span_id", "root", "key_before", "first_window", "n_windows", "parts", "order")
+    same = (
+        "span_id", "root", "key_before", "key_after", "first_window", "n_windows", "parts", "order",
+    )  # fmt: skip
     if any(getattr(header.record, name) != getattr(record, name) for name in same):
         raise ReadFailed("checksum", f"ssd: span {record.span_id}: another span's header")
     return header

@@ -45,10 +45,11 @@ class MergedCatalog(Catalog):
             self._find(record, prefix)
         return added
 
-    def knows(self, span: int) -> bool:
-        """Whether it still owns space, as far as this process has followed."""
+    def knows(self, span: int, value: bytes | None = None) -> bool:
+        """Whether it still owns space, as far as this process has followed; by this index value."""
         with self.lock:
-            return span in self._kept
+            kept = self._kept.get(span)
+        return kept is not None and (value is None or value.startswith(kept))
 
     def admit(self, span: int, value: bytes, before: bytes, gone: Collection[int] = ()) -> bool:
         """Show another's span, or one of one's own that was unplaced. `before`: the labels before
@@ -246,7 +247,7 @@ class MergedCatalog(Catalog):
             for span, before in todo:
                 with suppress(FormatError):  # damaged: nobody finds it
                     value = value_of(span)
-                    if value is not None and self.knows(span):
+                    if value is not None and self.knows(span, value):
                         shown += self.admit(span, value, before, gone)
                 tried += 1
         finally:
@@ -276,10 +277,10 @@ class MergedCatalog(Catalog):
         with self.lock:
             return [span for span in self._gone if span in spans]
 
-    def ids(self, spans: range) -> set[int]:
-        """Those of these that still own space, as far as this process has followed."""
+    def known(self, spans: range) -> dict[int, bytes | None]:
+        """Those of these that it `knows`: their index values without labels; None: it is gone."""
         with self.lock:
-            return {span for span in self._kept if span in spans and span not in self._gone}
+            return {s: None if s in self._gone else v for s, v in self._kept.items() if s in spans}
 
     # ---- one's own -------------------------------------------------------------------------
 

@@ -248,6 +248,7 @@ class Follower:
         """Show what is new in a shard; what is to be taken out is added to those `_gone`."""
         if n.index.replaced():
             n.reopen()
+        n.whole |= not all(map(self._catalog.knows, n.late))
         if n.whole:
             return self._compare(n)
         if n.index.version() == n.version:
@@ -298,15 +299,21 @@ class Follower:
         self._gone = set()
 
     def _compare(self, n: Neighbour) -> bool:
-        """Read a shard whole, and take over what differs."""
+        """Read a shard whole, and take over what differs.
+
+        A shard that was deleted and begun anew gives out the same ids: a span of another value is
+        another, and comes when the one before is out, which somebody here may hold.
+        """
         n.whole = True  # until that is done
         generation, values = n.read()
         self._ssd.drop_deleted(2 * self._grace_s)
-        ids = self._catalog.ids(n.shard.spans)
-        self._begun |= self._gone & values.keys()  # back, in an index made anew
-        self._gone -= values.keys()
-        self._gone |= ids - values.keys()
-        new = values.keys() - (ids - self._begun)
+        known = self._catalog.known(n.shard.spans)
+        n.late = {span for span in known if _is_another(values.get(span), known[span])}
+        ids, here = {span for span, kept in known.items() if kept}, values.keys() - n.late
+        self._begun |= self._gone & here  # back, in an index made anew
+        self._gone -= here
+        self._gone |= ids - here
+        new = here - (ids - self._begun)
         if new:
             whole = MergedCatalog(self._catalog.window, range(0))
             whole.load(chain(self._own_values(), self._theirs()), {})
@@ -332,6 +339,17 @@ class Follower:
             return list(spans_in(index, self._own))
         finally:
             index.close()
+
+
+def _is_another(value: bytes | None, kept: bytes | None) -> bool:
+    """Whether an index value is that of another span than the one that was `kept`, or that one was
+    taken out. One that is damaged, or not there (None), is not."""
+    if value is None or (kept is not None and value.startswith(kept)):
+        return False
+    with suppress(FormatError):
+        split_index(value)
+        return True
+    return False
 
 
 def _before(span: int, value: bytes, prefix: bytes, window: int) -> bytes:

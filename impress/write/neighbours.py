@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Final, NamedTuple
@@ -51,6 +52,7 @@ class Neighbour:
         self.version = -1  # LMDB's, of the last look
         self.generation = 0  # up to which all of it has been taken over
         self.whole = False  # it is to be read whole: the log says nothing of what is missing
+        self.late = set[int]()  # ids that another span bore, which is not out of the catalog yet
 
     def read(self) -> tuple[int, dict[int, bytes]]:
         """Everything it holds now, and the generation of that: to be noted once it has been taken
@@ -70,6 +72,10 @@ class Neighbour:
         self.whole = True
         self.index, self.version = fresh, -1
         self._replaced.append((monotonic(), old))
+        with suppress(OSError):  # before a look at it; where it cannot be said, it is not
+            if self.presence is not None and self.presence.is_lost():
+                self.presence, lost = Presence(self.shard.readers), self.presence
+                lost.close()
 
     def let_go(self, grace_s: float) -> None:
         """Of indexes that were replaced so long ago: what was purged goes with the last that has

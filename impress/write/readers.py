@@ -69,6 +69,10 @@ class Presence:
             os.pwrite(self._fd, raw, 0)
             self._said = raw
 
+    def is_lost(self) -> bool:
+        """Whether its file went with its folder: nobody waits for this reader. Raises OSError."""
+        return not self._path.exists()
+
     def close(self) -> None:
         """Idempotent. Nothing of the shard may be read any more."""
         if self._fd is not None:

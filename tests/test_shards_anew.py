@@ -1,0 +1,117 @@
+"""A shard's folder that was deleted and begun anew: its ids stand for other spans from then on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from conftest import assert_serves, prompt
+from test_shards import APART, Pair, check, look, pair, ready, unreadable
+
+import impress
+from impress.write.readers import present
+
+__all__ = ["pair"]  # the fixture
+Open = Callable[..., impress.PrefixStore]
+
+
+def begun_anew(pair: Pair, open_store: Open) -> impress.PrefixStore:
+    """Shard 1 is deleted, the other looks, and it is opened again, empty."""
+    a, b = pair
+    b.close()
+    shutil.rmtree(a.path / "shards/1")
+    look(a)
+    return open_store(a.geometry, **APART, shard=1)
+
+
+def places(store: impress.PrefixStore) -> list[tuple[object, ...]]:
+    return [(r.span_id, r.meta, r.parts, r.n_windows) for r in store.catalog.own_records()]
+
+
+@pytest.mark.parametrize("first", ["look", "lease"])
+def test_what_was_followed_never_answers_with_what_a_shard_begun_anew_has_in_its_place(
+    pair: Pair, open_store: Open, first: str
+) -> None:
+    """Of the same size it has the same id and place, and the header was not compared by the one
+    field that stands for its tokens: a prompt was answered with the rows of another."""
+    a, b = pair
+    ready(b, prompt(256, 1))
+    look(a)
+    assert a.lookup(prompt(256, 1)) == 256
+    old = places(b)
+    again = begun_anew(pair, open_store)
+    ready(again, prompt(256, 2))
+    assert places(again) == old
+    if first == "lease":
+        assert_serves(a, prompt(256, 1), 0)
+    look(a, again)
+    assert_serves(a, prompt(256, 1), 0)
+    assert_serves(a, prompt(256, 2), 256)
+    check(a, again)
+
+
+def test_what_bears_the_id_of_a_span_that_is_held_comes_once_that_is_let_go(
+    pair: Pair, open_store: Open
+) -> None:
+    """And once only: whoever let go of the one before let go of what was shown under its id."""
+    (a, b), tokens = pair, prompt(512, 2)
+    ready(b, prompt(256, 1))
+    look(a)
+    with a.lease(prompt(256, 1)) as held:
+        assert held.n_tokens == 256
+        again = begun_anew(pair, open_store)
+        ready(again, tokens[:256])
+        ready(again, tokens, start=256)
+        look(a, again)
+        assert a.lookup(prompt(256, 1)) == a.lookup(tokens) == 0
+        assert not a.follow(), "it is not read whole by every look"
+        check(a)
+    look(a, again)
+    assert_serves(a, prompt(256, 1), 0)
+    assert_serves(a, tokens, 512)
+    assert not a.follow()
+    check(a, again)
+
+
+def test_what_waits_for_a_place_is_not_shown_in_it_by_the_value_of_another(
+    pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was, where the look at the index made anew failed: by the labels before the old span, with
+    the rows of the new one, which were computed behind other tokens."""
+    a, b = pair
+    one, other = ([np.concatenate([prompt(256, head), prompt(256, tail)]) for head in (1, 2)]
+                  for tail in (3, 4))  # fmt: skip
+    for tokens in one:
+        ready(a, tokens[:256])
+    look(b)
+    for store in pair:
+        ready(store, one[0], start=256)
+    look(a)
+    again = begun_anew(pair, open_store)
+    ready(again, other[1], start=256)
+    a.lease(one[1]).release()
+    assert a.evict(1) > 0 and a.lookup(one[0]) == 256
+    with monkeypatch.context() as patch:
+        unreadable(patch, "1")
+        a.follow()
+    assert_serves(a, other[0], 256)
+    look(a, again)
+    assert_serves(a, other[0], 256)
+    assert_serves(a, other[1], 512)
+    check(a, again)
+
+
+def test_who_reads_a_shard_begun_anew_is_known_to_its_writer(pair: Pair, open_store: Open) -> None:
+    """The file that said so went with the old folder: what it held was not waited for."""
+    a, b = pair
+    ready(b, prompt(256, 1))
+    look(a)
+    again = begun_anew(pair, open_store)
+    ready(again, prompt(256, 2))
+    look(a)
+    (seen,) = present(a.path / "shards/1/readers")
+    assert seen.generation == again.index.generation
+    a.close()
+    assert not present(a.path / "shards/1/readers")
