@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Of a store in a fork's child: its threads, locks and index did not come along.
-FORKED: Final = "opened before a fork; open it again in this process, or start it by spawn"
+#: Of a store in a fork's child: its threads and locks did not come along, and its index may not be
+#: opened there again.
+FORKED: Final = "opened before a fork: close it before forking, or start this process by spawn"
 
 
 class ImpressError(Exception):

@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 
 import impress
 from impress.cli.main import app
+from impress.write import env
 from impress.write.index import Index
 from tiers.base import Slot
 from tiers.engines import ENGINES, why_not
@@ -327,6 +328,24 @@ def test_an_eviction_in_a_child_waits_for_no_lock_that_came_along_taken(
     store.flush()
     with store.history._lock:
         assert "opened before a fork" in said_by_a_child(lambda: store.evict(1), limit_s=10)
+
+
+def test_what_was_open_at_a_fork_is_not_opened_in_the_child(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It was given LMDB's environment of its parent, which LMDB forbids, and waited for ever where
+    another thread was opening one at the fork; a refusal told it to open again."""
+    store = open_store(geometry, follow_every_s=0)
+    put_prompt(store, prompt(128)).wait(60)
+    with env.envs_lock:
+        said = said_by_a_child(lambda: open_store(geometry, "r"))
+    assert said.startswith("StoreFailed: index: ") and "\n" not in said
+    assert said.endswith(
+        "/index: opened before a fork: close it before forking, or start this process by spawn"
+    )
+    assert_serves(store, prompt(128), 128)
+    store.close()
+    assert said_by_a_child(lambda: open_store(geometry, "r").close()) == "returned"
 
 
 def test_a_closed_store_evicts_nothing(open_store: Open, geometry: impress.Geometry) -> None:

@@ -67,8 +67,8 @@ class Turn:
         """Raises ImpressError in a child, before any lock: who holds it may have stayed behind."""
         if self.forked:
             raise ImpressError(
-                "the engine is of before a fork; attach the model again in this process, or start "
-                "it by spawn"
+                "the engine is of before a fork: close it before forking, or start this process by "
+                "spawn"
             )
 
     @contextmanager

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import lmdb
 
-from impress.errors import FormatError, ImpressError, StoreFailed
+from impress.errors import FORKED, FormatError, ImpressError, StoreFailed
 from impress.write.directory import GONE, OLD
 from tiers.files import give_blocks, give_to_owner, keep_in_place, make_folder, sync_path
 
@@ -57,15 +57,28 @@ class Env:
     env: Any
     users: int = 0
     dbs: dict[str, Any] = field(default_factory=dict)
+    pid: int = field(default_factory=os.getpid)
 
 
 envs: dict[Key, Env] = {}
 envs_lock = threading.Lock()  # also of opening databases: LMDB takes one at a time
 
 
+def _in_a_child() -> None:
+    """A fork's: who held the lock stayed behind. What is open stays noted, to be refused."""
+    global envs_lock
+    envs_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_a_child)
+
+
 def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
+    """Raises StoreFailed, LMDB's errors, OSError."""
     with envs_lock:
         shared = envs.get((folder, inode_of(folder)))
+        if shared is not None and shared.pid != os.getpid():  # LMDB forbids to use it here
+            raise StoreFailed(f"index: {folder}: {FORKED}")
         if shared is None:
             writable = create or os.access(folder / "data.mdb", os.W_OK)
             if writable:
