@@ -6,7 +6,9 @@ import json
 import logging
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ import impress.write.directory
 from impress.spans.format import SpanHeader, decode_header, encode_header, encode_index
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
-from impress.write.directory import Shard
+from impress.write.directory import Shard, matching_identity
 from impress.write.index import Index
 from tiers.base import Extent
 
@@ -158,6 +160,27 @@ def test_a_crash_while_setting_aside_is_made_good_by_the_next_open(
     with impress.PrefixStore.open(golden, GEOMETRY, "golden", CONFIG) as store:
         assert store.lookup(PUTS[0].tokens) == 0
     assert json.loads((golden / "impress.json").read_text())["format"] == 2
+
+
+def test_two_that_set_an_older_store_aside_at_once_begin_one(
+    golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second wrote its own identity over the first's, whose spans were foreign from then on: a
+    rebuild left them out."""
+    monkeypatch.setattr(impress.write.directory, "VERSION", 2)
+    upgrade = partial(matching_identity, golden, GEOMETRY, CONFIG.window, create=True)
+    loads, second = json.loads, []
+
+    def another_comes(said: str) -> Any:
+        monkeypatch.setattr(json, "loads", loads)
+        second.append(upgrade())
+        return loads(said)
+
+    monkeypatch.setattr(json, "loads", another_comes)
+    first = upgrade()
+    said = bytes.fromhex(json.loads((golden / "impress.json").read_text())["uuid"])
+    assert [first.uuid, *(one.uuid for one in second)] == [said, said]
+    assert [path.name for path in golden.glob("set-aside*")] == ["set-aside-format-1"]
 
 
 def test_an_older_store_that_is_being_written_is_left_alone(

@@ -12,7 +12,8 @@ import resource
 import secrets
 import stat
 import struct
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -203,6 +204,17 @@ def lock_file(path: Path) -> int | None:
 def unlock_file(fd: int) -> None:
     _locked.discard(fd)
     os.close(fd)
+
+
+@contextmanager
+def turn_at(folder: Path) -> Iterator[None]:
+    """One process at a time: whoever else asks for a turn at this folder waits. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _still_there(path: Path, fd: int) -> bool:

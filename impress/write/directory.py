@@ -25,7 +25,7 @@ from typing import Any, Final
 from impress.errors import BadInput, FormatError, StoreFailed, StoreLocked, StoreMismatch
 from impress.spans.format import VERSION
 from impress.types import Geometry
-from tiers.files import lock_file, make_folder, unlock_file, write_whole
+from tiers.files import lock_file, make_folder, turn_at, unlock_file, write_whole
 
 log = logging.getLogger("impress")
 
@@ -146,8 +146,14 @@ def matching_identity(path: Path, geometry: Geometry, window: int, *, create: bo
         raise StoreFailed(f"{path}: {err.strerror}") from None
     if new:
         make_identity(path, geometry, window)
-    if create and (old := _read_raw(path)[0]) < VERSION:
-        return _set_aside(path, old, geometry, window)
+    if create and _read_raw(path)[0] < VERSION:
+        try:
+            with turn_at(path):  # of the folder itself: all else of its locks lie in what is moved
+                fresh = Identity(VERSION, secrets.token_bytes(16), geometry, window)
+                if (old := _read_raw(path)[0]) < VERSION:  # else another was first
+                    _set_aside(path, old, fresh)
+        except OSError as err:
+            raise StoreFailed(f"{path}: {err.strerror}") from None
     identity = read_identity(path)
     if identity.geometry.dtype != geometry.dtype:
         raise StoreMismatch(
@@ -167,13 +173,12 @@ def matching_identity(path: Path, geometry: Geometry, window: int, *, create: bo
     return identity
 
 
-def _set_aside(path: Path, old: int, geometry: Geometry, window: int) -> Identity:
+def _set_aside(path: Path, old: int, identity: Identity) -> None:
     """Move what an older format wrote out of the way, and begin an empty store in its place.
 
-    Raises StoreLocked while somebody still writes it. A crash on the way is made good by the next
-    open: the identity says the older format until all the rest is done.
+    Raises StoreLocked while somebody still writes it, OSError. A crash on the way is made good by
+    the next open: the identity says the older format until all the rest is done.
     """
-    identity = Identity(VERSION, secrets.token_bytes(16), geometry, window)
     shards = shards_of(path) or [Shard(path)]
     try:
         if (path / "shards").is_dir():
@@ -187,12 +192,9 @@ def _set_aside(path: Path, old: int, geometry: Geometry, window: int) -> Identit
                 "empty store begins", path, old, aside.name,
             )  # fmt: skip
         restore_identity(path, identity)
-    except OSError as err:
-        raise StoreFailed(f"{path}: {err.strerror}") from None
     finally:
         for shard in shards:
             shard.unlock()
-    return identity
 
 
 class Shard:
