@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from conftest import MIB, assert_serves, prompt, soon, wait_for_promotions
 from test_shards import APART, Pair, check, limbo, look, pair, ready, unreadable
 
 import impress
+import impress.write.env
 import impress.write.follow
 import impress.write.index
 import impress.write.neighbours
@@ -25,6 +27,7 @@ from impress.upkeep.rebuild import rebuild_store
 from impress.write.follow import Follower
 from impress.write.index import Index
 from impress.write.readers import present
+from tiers.files import give_to_owner
 from tiers.ssd import SsdTier
 
 __all__ = ["pair"]  # the fixture
@@ -338,6 +341,37 @@ def open_indexes(path: Path) -> set[str]:
     links = [entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     found = {str(link) for link in links if "data.mdb" in str(link)}
     return {link for link in found if str(path) in link}
+
+
+def test_an_index_that_is_replaced_as_it_is_opened_is_not_taken_for_the_new_one(
+    pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a purge or a rebuild: what was opened stood under the new file's number, so that nobody
+    saw that it had been replaced, and a writer of this process wrote to a file that was deleted."""
+    a, b = pair
+    ready(b, prompt(128, 1))
+    b.close()
+    index = a.path / "shards/1/index"
+    copy = Path(shutil.copytree(index, index.with_name("index.new")))
+
+    def replaced(path: Path) -> None:
+        monkeypatch.setattr(impress.write.env, "give_to_owner", give_to_owner)
+        index.rename(index.with_name("index.gone"))
+        copy.rename(index)
+        shutil.rmtree(index.with_name("index.gone"))
+
+    monkeypatch.setattr(impress.write.env, "give_to_owner", replaced)
+    a.follow()
+    with open_store(a.geometry, **APART, shard=1) as again:
+        ready(again, prompt(128, 2))
+        look(a, again)
+        for seed in (1, 2):
+            assert_serves(a, prompt(128, seed), 128)
+        check(a)
+    a.close()
+    reader = open_store(a.geometry, "r", **APART)
+    for seed in (1, 2):
+        assert_serves(reader, prompt(128, seed), 128)
 
 
 def test_an_index_that_is_replaced_as_it_is_read_is_read_to_its_end(

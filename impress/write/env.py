@@ -76,7 +76,8 @@ os.register_at_fork(after_in_child=_in_a_child)
 def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
     """Raises StoreFailed, LMDB's errors, OSError."""
     with envs_lock:
-        shared = envs.get((folder, inode_of(folder)))
+        inode = inode_of(folder)
+        shared = envs.get((folder, inode))
         if shared is not None and shared.pid != os.getpid():  # LMDB forbids to use it here
             raise StoreFailed(f"index: {folder}: {FORKED}")
         if shared is None:
@@ -91,11 +92,15 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
                 for name in ("data.mdb", "lock.mdb"):  # the second is made by a reader too
                     give_to_owner(folder / name)
                 env.reader_check()  # slots of killed readers would hold old pages forever
+                before, inode = inode, inode_of(folder)
+                if before not in (-1, inode):  # taken for the new one it would never be let go of
+                    said = "another was put in its place as it was opened: try again"
+                    raise StoreFailed(f"index: {folder}: {said}")
             except BaseException:  # Ctrl-C: who holds its traceback holds this, and may not again
                 env.close()
                 raise
             shared = Env(env)
-        key = (folder, inode_of(folder))
+        key = (folder, inode)
         envs[key] = shared
         shared.users += 1
         return shared, key
