@@ -17,6 +17,7 @@ import pytest
 from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
 
 import impress
+import impress.write.index
 from impress.engines.hf_prefix import find_prefix
 from impress.policy import Exact, Policy, Random
 from impress.read import load as loads
@@ -502,6 +503,23 @@ def test_an_open_that_is_interrupted_lets_go_of_its_index(
         Index(Shard(store.path).index, create=True)
     assert kept.traceback
     Index(Shard(store.path).index, create=True).close()
+
+
+@pytest.mark.parametrize("error", [impress.StoreFailed("no more readers"), KeyboardInterrupt()])
+def test_an_open_that_fails_on_the_way_lets_go_of_its_index(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Where LMDB had no room for one more reader it stayed open until the process ended."""
+    store.close()
+    before = dict(env.envs)
+
+    def refused(*_args: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patched, pytest.raises(type(error)):
+        patched.setattr(impress.write.index, "check_whole", refused)
+        Index(Shard(store.path).index, create=False)
+    assert env.envs == before
 
 
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(

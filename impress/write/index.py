@@ -81,7 +81,7 @@ class Index:
         except (lmdb.Error, OSError) as err:
             close_env(self._key)
             raise error_of(self._folder, err) from err
-        except FormatError:
+        except BaseException:  # what `_read` says, and Ctrl-C
             close_env(self._key)  # kept open, it would be what the rebuilt index's path gives
             raise
 
