@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import everything_in, prompt, put_prompt
+from conftest import everything_in, kv_of, prompt, put_prompt
 from typer.testing import CliRunner
 
 import impress
@@ -89,6 +90,32 @@ def test_users_who_come_once_leave_nothing_behind(
     done = CliRunner().invoke(app, ["purge", "--store", str(path), "--namespace", "model-y"])
     assert done.exit_code == 0, done.output
     assert b"model-y" not in everything_in(path)
+
+
+def test_a_user_whose_prefix_goes_bad_under_a_store_leaves_nothing_behind(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """A root was made for what no longer hung from anything: it kept its name in the index, and in
+    memory, for good."""
+    store, tokens = open_store(geometry, namespace="model-y"), prompt(256)
+    put_prompt(store, prompt(128, 1), tenant="first").wait(60)
+    store.evict(1 << 30)  # its name is the one that stays
+    store.flush()
+    names = store.names()
+    put_prompt(store, tokens[:128], tenant="hers").wait(60)
+    (record,) = store.catalog.records()
+    keys, values = kv_of(tokens, geometry)
+    with store.writer(tokens, 128, tenant="hers") as writer:
+        store._home.leaving.quarantine(record.span_id)
+        store.flush()
+        for layer in range(geometry.n_layers):
+            writer.put(layer, 128, keys[layer][:, 128:], values[layer][:, 128:])
+    with pytest.raises(impress.StoreFailed, match="the prefix before these rows is gone"):
+        writer.stored.wait(60)
+    with suppress(impress.StoreFailed):  # the same
+        store.flush()
+    assert store.names() == names and not store.catalog._tree.roots
+    store.check()
 
 
 def test_a_name_goes_with_the_tenant_purged_and_comes_back_with_its_next_store(

@@ -358,6 +358,8 @@ class Catalog:
 
     def _show(self, record: SpanRecord, prefix: bytes) -> int:
         """Hang what is not stored yet of a span into the tree; the windows that this added."""
+        if record.first_window and record.root not in self._tree.roots:
+            return 0  # what it hangs from is gone: a root made for it would stay, and its name
         above = self._tree.root(record.root)
         first, n_windows = record.first_window, record.n_windows
         graft = self._views.graft(self._tree, above, prefix, record.span_id, first, n_windows)
