@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
+from conftest import assert_serves, prompt
+
+import impress
+from impress.upkeep.verify import verify_store
+from impress.write import env
 
 HERE = Path(__file__).parent
 FAST = {"follow_every_s": 0.005, "dram_bytes": 0, "repack_every_s": 0}
@@ -138,6 +145,54 @@ def test_a_reader_that_is_stopped_is_waited_for_within_the_limit(start: Start) -
     assert b("read") in ("lost checksum", "lost short", "lost io")
     assert b("free")
     b.until(256, "get", 256, 5)
+
+
+@pytest.fixture
+def unwritable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process may not write to an index, as where it is mounted read-only."""
+    access = os.access
+
+    def refused(path: Path, mode: int) -> bool:
+        return access(path, mode) and not (path.name == "data.mdb" and mode & os.W_OK)
+
+    monkeypatch.setattr(os, "access", refused)
+
+
+@pytest.mark.usefixtures("unwritable")
+def test_who_may_not_write_reads_where_nobody_does(
+    start: Start, open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Its writer knows nothing of such a reader, and used pages of the index again that it read:
+    it said that the index is damaged, and to rebuild it."""
+    a = start()
+    assert a("put", 256, 1)
+    with pytest.raises(impress.StoreFailed, match=r"a process writes here.*: mount it writable"):
+        open_store(geometry, "r")
+    assert a("put", 256, 2), "its lock was not touched"
+    a.kill()
+    reader = open_store(geometry, "r", follow_every_s=0)
+    assert_serves(reader, prompt(256, 2), 256)
+    mine = tmp_path.resolve()
+    (shared,) = (one for (index, _), one in env.envs.items() if index.is_relative_to(mine))
+    said = env.error_of(tmp_path, lmdb.CorruptedError("used again"), counted=shared.counted)
+    assert "mount it writable" in str(said) and "rebuild" not in str(said)
+
+
+@pytest.mark.usefixtures("unwritable")
+def test_a_file_system_that_went_read_only_under_a_writer_is_read_from(
+    start: Start, open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Nobody writes there, and its writer has its lock for as long as it lives."""
+    a = start()
+    assert a("put", 256, 1)
+    mounts = env.MOUNTS.read_text()
+    (tmp_path / "mounts").write_text(re.sub(r" rw(\S*)$", r" ro\1", mounts, flags=re.MULTILINE))
+    monkeypatch.setattr(env, "MOUNTS", tmp_path / "mounts")
+    assert verify_store(tmp_path / "store").spans == 1
+    reader = open_store(geometry, "r", follow_every_s=0)
+    assert_serves(reader, prompt(256, 1), 256)
 
 
 def test_a_killed_writers_shard_is_read_and_taken_over(start: Start) -> None:

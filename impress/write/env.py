@@ -7,6 +7,7 @@ writer works.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import struct
@@ -35,6 +36,7 @@ _DAMAGE: Final = (
     lmdb.PageNotFoundError, lmdb.VersionMismatchError,
 )  # fmt: skip
 
+MOUNTS: Final = Path("/proc/self/mountinfo")
 #: Databases of an index.
 NAMES: Final = ("spans", "heat", "names", "history", "guard", "log", "erase")
 LATER: Final = ("history", "guard", "log", "erase")  # stores written before these existed lack them
@@ -58,6 +60,7 @@ class Env:
     users: int = 0
     dbs: dict[str, Any] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
+    counted: bool = True  # who reads by it stands in LMDB's table
 
 
 envs: dict[Key, Env] = {}
@@ -84,6 +87,8 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
             writable = create or os.access(folder / "data.mdb", os.W_OK)
             if writable:
                 writable = _make_table(folder / "lock.mdb", needed=create)
+            else:
+                _check_unwritten(folder)
             env = lmdb.open(
                 os.fsencode(folder), map_size=MAP_BYTES, max_dbs=8, mode=0o600, create=create,
                 readonly=not writable, lock=writable, readahead=False,
@@ -99,7 +104,7 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
             except BaseException:  # Ctrl-C: who holds its traceback holds this, and may not again
                 env.close()
                 raise
-            shared = Env(env)
+            shared = Env(env, counted=writable)
         key = (folder, inode)
         envs[key] = shared
         shared.users += 1
@@ -129,6 +134,40 @@ def _make_table(path: Path, *, needed: bool) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def _check_unwritten(folder: Path) -> None:
+    """A reader that may not write stands in no table of LMDB's: a writer uses pages again under it.
+
+    Raises StoreFailed where there is one, unless all of the file system takes no writes, as one
+    that went read-only by itself: its writer has the lock for as long as it lives.
+    """
+    try:
+        fd = os.open(folder.parent / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return  # nobody wrote here, or it cannot be told
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not _takes_no_writes(fd):
+            raise StoreFailed(
+                f"index: {folder}: a process writes here, and must know who reads: mount it "
+                "writable here, or give this user the right to write"
+            ) from None
+    finally:
+        os.close(fd)
+
+
+def _takes_no_writes(fd: int) -> bool:
+    """Whether an open file's file system is read-only for all, not by its mount here alone; False
+    where that cannot be told."""
+    try:
+        about = Path(f"/proc/self/fdinfo/{fd}").read_text().split()
+        mount = about[about.index("mnt_id:") + 1]
+        lines = [line.split() for line in MOUNTS.read_text().splitlines()]
+    except (OSError, ValueError):
+        return False
+    return any(fields[0] == mount and "ro" in fields[-1].split(",") for fields in lines)
 
 
 def open_dbs(shared: Env, *, create: bool) -> None:
@@ -205,10 +244,15 @@ def compact(folder: Path) -> None:
         raise _failed(folder, err) from err
 
 
-def error_of(folder: Path, err: Exception) -> ImpressError:
-    """What is raised for an error of LMDB's or of the system."""
+def error_of(folder: Path, err: Exception, *, counted: bool = True) -> ImpressError:
+    """What is raised for an error of LMDB's or of the system. `counted`: as of the Env."""
     if isinstance(err, _DAMAGE):
         again = "impress rebuild makes it again from the segments"
+        if not counted:  # what looks damaged may be what a writer that came since has written
+            again = (
+                "it may not be written here, so a writer knows nothing of this reader: mount it "
+            )
+            again += "writable and try again"
         return FormatError(f"index: {folder}: {err}; {again}")
     return _failed(folder, err)
 

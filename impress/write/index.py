@@ -80,7 +80,7 @@ class Index:
             self.last_id = self._last_noted = int.from_bytes(last, "little")
         except (lmdb.Error, OSError) as err:
             close_env(self._key)
-            raise error_of(self._folder, err) from err
+            raise error_of(self._folder, err, counted=self._shared.counted) from err
         except BaseException:  # what `_read` says, and Ctrl-C
             close_env(self._key)  # kept open, it would be what the rebuilt index's path gives
             raise
@@ -367,7 +367,7 @@ class Index:
             with self._env.begin() as txn:
                 yield txn
         except lmdb.Error as err:
-            raise error_of(self._folder, err) from err
+            raise error_of(self._folder, err, counted=self._shared.counted) from err
 
     @contextmanager
     def _write(self) -> Iterator[Any]:
