@@ -14,7 +14,7 @@ from typing import Any
 
 import lmdb
 import pytest
-from conftest import assert_serves, prompt
+from conftest import assert_serves, prompt, put_prompt
 
 import impress
 from impress.upkeep.verify import verify_store
@@ -145,6 +145,47 @@ def test_a_reader_that_is_stopped_is_waited_for_within_the_limit(start: Start) -
     assert b("read") in ("lost checksum", "lost short", "lost io")
     assert b("free")
     b.until(256, "get", 256, 5)
+
+
+_STOPPED = """
+import sys, lmdb
+env = lmdb.open(sys.argv[1], max_dbs=8, map_size=64 << 30)
+with env.begin(write=True):
+    print("begun", flush=True)
+    sys.stdin.read()
+"""
+_BESIDE = """
+import subprocess, sys, threading
+from pathlib import Path
+from impress.write.index import Index
+
+index, stopped = sys.argv[1:]
+command = [sys.executable, "-c", stopped, index]
+writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+writer.stdout.readline()
+found = []
+opening = threading.Thread(target=lambda: found.append(Index(Path(index), create=False)))
+opening.start()
+opening.join(.5)
+writer.stdin.close()  # this thread goes on, and lets it go
+opening.join()
+writer.wait()
+print(len(list(found[0].spans())), "spans")
+"""
+
+
+def test_who_waits_for_a_writer_that_is_stopped_in_a_commit_waits_alone(
+    open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry
+) -> None:
+    """All of a process that opened its index stood still, as no other thread was let run."""
+    with open_store(geometry) as store:
+        assert put_prompt(store, prompt(128)).wait(60)
+    index = str(store.path / "shards/main/index")
+    done = subprocess.run(
+        [sys.executable, "-c", _BESIDE, index, _STOPPED], capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("1 spans\n", "")
 
 
 @pytest.fixture

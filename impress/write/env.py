@@ -12,7 +12,7 @@ import os
 import shutil
 import struct
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -171,28 +171,35 @@ def _takes_no_writes(fd: int) -> bool:
 
 
 def open_dbs(shared: Env, *, create: bool) -> None:
-    """Those there are. Once a process and index: it takes LMDB's write lock for a moment.
+    """Those there are. Once a process and index: it takes LMDB's write lock for a moment, and waits
+    for a writer that is stopped: of py-lmdb's transactions only one that writes keeps the names.
 
     Raises NothingYet where there are none.
     """
     with envs_lock:
         names = [name for name in NAMES if name not in shared.dbs]
+        if not names:
+            return
         if create:  # at once: who reads beside its first writer finds all of them, or none
             with shared.env.begin(write=True) as txn:
                 made = {name: shared.env.open_db(name.encode(), txn=txn) for name in names}
             shared.dbs.update(made)
             return
-        for name in names:
-            try:
-                shared.dbs[name] = shared.env.open_db(name.encode(), create=False)
-            except lmdb.NotFoundError:
-                folder = Path(os.fsdecode(shared.env.path()))
-                stored = any(folder.parent.glob("segments/*.seg"))
-                if not stored and not shared.env.stat()["entries"]:
-                    said = f"index: {folder}: nothing has been stored here yet"
-                    raise NothingYet(said) from None
-                if name not in LATER:
-                    raise
+        found = {}
+        # One that `open_db` begins would have all threads of this process wait, Ctrl-C too.
+        with shared.env.begin(write=True) if shared.counted else nullcontext() as txn:
+            for name in names:
+                try:
+                    found[name] = shared.env.open_db(name.encode(), txn=txn, create=False)
+                except lmdb.NotFoundError:
+                    folder = Path(os.fsdecode(shared.env.path()))
+                    stored = any(folder.parent.glob("segments/*.seg"))
+                    if not stored and not shared.env.stat()["entries"]:
+                        said = f"index: {folder}: nothing has been stored here yet"
+                        raise NothingYet(said) from None
+                    if name not in LATER:
+                        raise
+        shared.dbs.update(found)  # behind its end: until then they are the transaction's own
 
 
 def close_env(key: Key) -> None:
