@@ -190,16 +190,22 @@ def test_a_store_serves_the_same_bits_from_a_device(
     store.check()
 
 
-@pytest.mark.usefixtures("device")
-def test_a_bad_copy_on_a_device_is_a_lost_prefix_and_then_read_from_home(
-    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store(geometry, hbm_bytes=2 * MIB, hbm_device="cuda")
+def served_until_it_climbed(store: impress.PrefixStore) -> Any:
+    """The tokens of a prompt that is stored, and of which there are copies on the device."""
     tokens = prompt(256)
     put_prompt(store, tokens).wait(60)
     for _ in range(3):
         assert_serves(store, tokens, 256)
         wait_for_promotions(store)
+    return tokens
+
+
+@pytest.mark.usefixtures("device")
+def test_a_bad_copy_on_a_device_is_a_lost_prefix_and_then_read_from_home(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(geometry, hbm_bytes=2 * MIB, hbm_device="cuda")
+    tokens = served_until_it_climbed(store)
     hbm = store._copies.chunks[0].tier
     hbm.write(hbm_slot(store), 0, noise(PAGE))
     with store.lease(tokens) as lease, lease.session() as session:
@@ -224,11 +230,7 @@ def test_a_closed_store_lets_go_of_the_device(
     monkeypatch.setattr("impress.cache.copies.why_not", lambda: "")
     monkeypatch.setattr("impress.cache.copies.HbmTier", tier)
     store = open_store(geometry, hbm_bytes=2 * MIB, hbm_device="cuda")
-    tokens = prompt(256)
-    put_prompt(store, tokens).wait(60)
-    for _ in range(3):
-        assert_serves(store, tokens, 256)
-        wait_for_promotions(store)
+    served_until_it_climbed(store)
     used = store.stats()["tiers"]["hbm"]
     assert used["used"]
     store.close()

@@ -111,14 +111,19 @@ def test_each_writer_reads_what_the_other_stored(pair: Pair) -> None:
     check(*pair)
 
 
-def test_a_prompt_goes_on_in_another_shard(pair: Pair, open_store: Open) -> None:
-    """A conversation's turns may be served by one replica after another."""
-    a, b = pair
+def stored_by_turns(a: impress.PrefixStore, b: impress.PrefixStore) -> None:
+    """A prompt of three spans: the first and the last of one store, the one between of another."""
     ready(a, prompt(512, 1)[:192])
     b.follow()
     ready(b, prompt(512, 1)[:384], start=192)
     a.follow()
     ready(a, prompt(512, 1), start=384)
+
+
+def test_a_prompt_goes_on_in_another_shard(pair: Pair, open_store: Open) -> None:
+    """A conversation's turns may be served by one replica after another."""
+    a, b = pair
+    stored_by_turns(a, b)
     b.follow()
     for store in pair:
         assert_serves(store, prompt(512, 1), 512)
@@ -156,11 +161,7 @@ def test_what_goes_on_from_a_shard_that_cannot_be_read_is_no_problem_of_its_own(
     """Of each such span `verify` said that it is never found: among a thousand of these lines was
     the one that named the index which a rebuild mends."""
     a, b = pair
-    ready(a, prompt(512, 1)[:192])
-    b.follow()
-    ready(b, prompt(512, 1)[:384], start=192)
-    a.follow()
-    ready(a, prompt(512, 1), start=384)
+    stored_by_turns(a, b)
     for store in pair:
         store.close()
     os.truncate(a.path / "shards/1/index/data.mdb", 8192)
