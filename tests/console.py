@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,13 @@ def ended(command, stdout=subprocess.PIPE, **options):
         command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
         **options,
     )  # fmt: skip
+
+
+def whole_numbers(done, path):
+    """The whole numbers in what a command printed, but not those in the name of its store: the
+    directory pytest gives a test is numbered too, and its 1003rd was once taken for token 1003."""
+    said = f"{done.stdout}\n{done.stderr}".replace(str(path), "")
+    return {int(number) for number in re.findall(r"(?<!\w)(?<!\d\.)\d+(?!\w|\.\d)", said)}
 
 
 def run_json(*args):
