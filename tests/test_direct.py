@@ -21,16 +21,24 @@ Open = Callable[..., impress.PrefixStore]
 
 #: A row of K is a piece, and a row of V is one of twice the size.
 GEOMETRY = impress.Geometry(2, 16, 16, 64, "float32", 128)
-CHUNK = 64 * 16 * (64 + 128) * 4
+#: Four rows of K share a piece, and two of V.
+SHARED = impress.Geometry(2, 16, 4, 64, "float32", 128)
 N = 640
 
 
-def token_major() -> list:
+def chunk_bytes(geometry: impress.Geometry) -> int:
+    return 64 * geometry.n_kv_heads * (64 + 128) * 4
+
+
+CHUNK = chunk_bytes(GEOMETRY)
+
+
+def token_major(geometry: impress.Geometry = GEOMETRY) -> list:
     """What is read into directly."""
     return [
         [
-            torch.frombuffer(aligned(N * 16 * dim * 4), dtype=torch.float32)
-            .view(N, 16, dim)
+            torch.frombuffer(aligned(N * geometry.n_kv_heads * dim * 4), dtype=torch.float32)
+            .view(N, geometry.n_kv_heads, dim)
             .transpose(0, 1)
             for dim in (64, 128)
         ]
@@ -38,24 +46,24 @@ def token_major() -> list:
     ]
 
 
-def head_major() -> list:
-    return [[torch.empty(16, N, dim) for dim in (64, 128)] for _ in range(2)]
+def head_major(geometry: impress.Geometry = GEOMETRY) -> list:
+    return [[torch.empty(geometry.n_kv_heads, N, dim) for dim in (64, 128)] for _ in range(2)]
 
 
 #: Where whole rows go: to tensors of the session's, or the caller's of two kinds.
-OUTS = (lambda: None, token_major, head_major)
+OUTS = (lambda geometry: None, token_major, head_major)
 
 
 def ask(
     store: impress.PrefixStore, tokens: np.ndarray, policy: Policy, outs: list | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, dict]]:
     """Every layer's rows, beside what they should be; where they came from."""
-    keys, values = kv_of(tokens, GEOMETRY)
+    keys, values = kv_of(tokens, store.geometry)
     query, lse = torch.ones(16, 2, 64), torch.zeros(16, 2)
     with store.lease(tokens) as lease, lease.session(policy) as session:
         if outs is not None:
             session.prefetch(outs)
-        for layer in range(GEOMETRY.n_layers):
+        for layer in range(store.geometry.n_layers):
             k, v, at = session.retrieve(layer, query, suffix_lse=lse)
             assert outs is None or (k.data_ptr(), v.data_ptr()) == tuple(
                 out.data_ptr() for out in outs[layer]
@@ -65,12 +73,16 @@ def ask(
             yield v, values[layer][:, at.numpy()], line
 
 
+@pytest.mark.parametrize("geometry", [GEOMETRY, SHARED], ids=["a row a piece", "rows share one"])
 @pytest.mark.parametrize("packed", [False, True], ids=["by position", "packed"])
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_are_the_same_whoever_has_them(open_store: Open, packed: bool, seed: int) -> None:
+def test_rows_are_the_same_whoever_has_them(
+    open_store: Open, geometry: impress.Geometry, packed: bool, seed: int
+) -> None:
     """Some chunks on the device, some in memory, some at home only; one prefix of two spans."""
+    chunk = chunk_bytes(geometry)
     store = open_store(
-        GEOMETRY, hbm_bytes=5 * CHUNK, hbm_device="cpu", dram_bytes=9 * CHUNK, read_gap_bytes=16384
+        geometry, hbm_bytes=5 * chunk, hbm_device="cpu", dram_bytes=9 * chunk, read_gap_bytes=16384
     )
     rng = np.random.default_rng(seed)
     tokens = prompt(N, seed)
@@ -83,7 +95,7 @@ def test_rows_are_the_same_whoever_has_them(open_store: Open, packed: bool, seed
         policies = (Random(keep, int(rng.integers(99))), Recency(keep), AllHeads(keep), Exact())
         policy = policies[rng.choice(4, p=(0.5, 0.15, 0.1, 0.25))]
         into = rng.choice(OUTS) if isinstance(policy, Exact) else OUTS[0]
-        for got, want, by_tier in ask(store, tokens, policy, into()):
+        for got, want, by_tier in ask(store, tokens, policy, into(geometry)):
             assert np.array_equal(got.numpy(), want)
             ways.add((isinstance(policy, Exact), frozenset(by_tier)))
         wait_for_promotions(store)
@@ -101,7 +113,7 @@ def test_two_requests_for_a_packed_prefix_have_the_same_rows(open_store: Open) -
     order = np.random.default_rng(1).random((2, N))
     assert put_prompt(store, tokens, importance=order, wait_s=30).wait(60)
     for _ in range(3):
-        both = zip(*(ask(store, tokens, Exact(), into()) for into in OUTS[:2]), strict=True)
+        both = zip(*(ask(store, tokens, Exact(), into(GEOMETRY)) for into in OUTS[:2]), strict=True)
         for (mine, want, _), (theirs, _, _) in both:
             assert np.array_equal(mine.numpy(), want) and np.array_equal(theirs.numpy(), want)
         wait_for_promotions(store)

@@ -63,7 +63,8 @@ class Pieces:
     scattered choice makes thousands.
 
     Piece i: arena bytes [starts[i], starts[i] + piece_bytes), a multiple of PAGE, to piece `to[i]`
-    of dest, ascending.
+    of dest, ascending. Where `to` is [pieces, k], each of the k equal parts of a piece has a place
+    of its own, in parts of that size, or -1: nowhere.
     """
 
     starts: npt.NDArray[np.int64]
@@ -89,10 +90,23 @@ class Pieces:
 
     def straight(self) -> Bytes | None:
         """The part of dest they fill, in order and without gaps; None where they do not. Pure."""
+        if self.to.ndim > 1:
+            return None
         first, last = int(self.to[0]), int(self.to[-1])
         if last - first + 1 != len(self.to):
             return None
         return self.dest[first * self.piece_bytes : (last + 1) * self.piece_bytes]
+
+    def places(self) -> tuple[Bytes, slice | npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(dest, of, to): dest[to] = parts[of] puts everything where it goes. Pure.
+
+        `dest` and `parts`, the pieces one behind the other, are [n, bytes of what has a place].
+        """
+        to, size = self.to.reshape(-1), self.piece_bytes * len(self.to) // self.to.size
+        dest = self.dest.reshape(-1, size)
+        if self.to.ndim == 1 or (some := to >= 0).all():
+            return dest, slice(None), to
+        return dest, some.nonzero()[0], to[some]
 
     def verify(self, found: Bytes, where: str) -> None:
         """Compare pieces, one behind the other, with their sums. Raises ReadFailed("checksum")."""

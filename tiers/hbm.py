@@ -131,12 +131,17 @@ class HbmTier(Arena):
         return event
 
     def _put(self, event: Event, pinned: Bytes, pieces: Pieces) -> None:
-        """Pieces that have come, to their places; what lies there is verified."""
+        """Pieces that have come, to their places; what lies there is verified, and with it the
+        parts of a piece that go nowhere."""
         event.synchronize()
-        size = pieces.piece_bytes
-        rows = pieces.dest.reshape(-1, size)
-        rows[pieces.to] = pinned.reshape(-1, size)
-        pieces.verify(np.ascontiguousarray(rows[pieces.to]).reshape(-1), self.name)
+        dest, of, to = pieces.places()
+        parts = pinned.reshape(-1, dest.shape[1])
+        dest[to] = parts[of]
+        there = dest[to]
+        if len(there) < len(parts):
+            there, parts = parts.copy(), there
+            there[of] = parts
+        pieces.verify(there.reshape(-1), self.name)
 
     def _pinned(self, i: int) -> Bytes:
         """This thread's stages, in turn."""

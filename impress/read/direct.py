@@ -1,4 +1,4 @@
-"""Rows that lie in memory, one to a piece: from a cache to where the caller sees them.
+"""Rows that lie in memory: from a cache to where the caller sees them.
 
     wanted rows ─┬─ of chunks that a cache has ─pieces→ their places among the rows given
                  └─ of all others: left for `gather`, from home, in runs and through a buffer
@@ -55,6 +55,15 @@ class Direct:
         return self.given[i]
 
 
+def fit(shapes: Sequence[PlaneLayout], *, chosen: bool) -> bool:
+    """Whether rows of these planes are best brought so. Pure.
+
+    Dense ones; but not `chosen` rows that share pieces with rows nobody wants: those are put in
+    order as fast from a buffer.
+    """
+    return all(shape.dense and (shape.piece_rows == 1 or not chosen) for shape in shapes)
+
+
 def divided(parts: Sequence[Part], entries: Sequence[Sequence[Ids]]) -> Direct:
     """Wanted rows by who has them. `entries[cache][part]`: of its chunks, -1 where it has none.
 
@@ -81,6 +90,18 @@ def divided(parts: Sequence[Part], entries: Sequence[Sequence[Ids]]) -> Direct:
     return Direct(mine, left, home[0] if len(home) == 1 else np.concatenate(home), begin)
 
 
+def pieces_with(rows: Mine, n_chunks: int, shape: PlaneLayout) -> tuple[Positions, Positions]:
+    """The pieces that hold these rows of a part of n_chunks, and where they go among those given:
+    [pieces], or where a piece has several [pieces, rows of a piece], -1 for those not wanted. Pure.
+    """
+    if shape.piece_rows == 1:
+        return rows.ordinals, rows.to
+    to = np.full((n_chunks * shape.pieces, shape.piece_rows), -1, dtype=np.int64)
+    to.reshape(-1)[rows.ordinals] = rows.to
+    pieces = np.flatnonzero((to >= 0).any(axis=1))
+    return pieces, to.take(pieces, axis=0)
+
+
 def copies_of(
     direct: Direct, parts: Sequence[Part], entries: Sequence[Sequence[Ids]], layer: int,
     planes: Sequence[int], caches: Sequence[ChunkCache],
@@ -89,8 +110,12 @@ def copies_of(
     found: dict[str, list[tuple[Part, Pieces]]] = {cache.tier.name: [] for cache in caches}
     for one in direct.mine:
         part, cache = parts[one.part], caches[one.level]
+        whole: dict[PlaneLayout, tuple[Positions, Positions]] = {}  # K and V may be alike
         for plane, dest in zip(planes, direct.given, strict=True):
             mine = entries[one.level][one.part]
-            pieces = pieces_of(part, layer, plane, one.ordinals, one.to, cache, mine, dest)
+            shape = part.source.layout.planes[plane]
+            if shape not in whole:
+                whole[shape] = pieces_with(one, part.count, shape)
+            pieces = pieces_of(part, layer, plane, *whole[shape], cache, mine, dest)
             found[cache.tier.name].append((part, pieces))
     return found

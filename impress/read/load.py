@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from impress.cache.chunks import ChunkCache, Ids, only_fastest
 from impress.errors import PrefixLost
-from impress.read.direct import Direct, copies_of, divided
+from impress.read.direct import Direct, copies_of, divided, fit
 from impress.read.flights import Flight, key_of, take
 from impress.read.outs import Outs
 from impress.read.parts import Mask, Part, Positions, Source, parts_of, used_chunks
@@ -133,10 +133,10 @@ class Load:
         self.rows_by_tier: dict[str, int] = {}  # once `wait` returned
 
     def _divided(self) -> Direct | None:
-        """Rows that lie scattered by who has them, where a row is a piece; None: all go one way."""
+        """Rows that lie scattered by who has them; None: all go one way."""
         if self._ahead is not None or any(part.ordinals is None for part in self.parts):
             return None
-        if any(shape.piece_rows > 1 or not shape.dense for shape in self.shapes):
+        if not fit(self.shapes, chosen=self.positions is not None):
             return None
         if self.outs is not None and any(memory is None for memory in self.outs.memory):
             return None
