@@ -39,12 +39,11 @@ _AT: Final = "where choices overlap the average order by .85 (measured); chunks.
 _SMALL: Final = "two small trained models, not OPT"
 
 
-def _twice(cell: str, varied: str, report: str = "ttft") -> tuple[Ours, ...]:
-    """Of a cell of `scale`, and of the same factors in a report of `ttft`."""
-    when = "" if report == "ttft" else ", older"
+def _twice(cell: str, varied: str) -> tuple[Ours, ...]:
+    """Of a cell of `scale`, and of the same factors in `ttft`."""
     return (
         Ours("scale", f"{cell}.p50_vs_as_h2o_lfu", label="scale "),
-        Ours(report, f"{varied}.p50_vs_as_h2o_lfu", label=f"ttft{when} "),
+        Ours("ttft", f"{varied}.p50_vs_as_h2o_lfu", label="ttft "),
     )
 
 
@@ -151,9 +150,8 @@ LINES: Final = (
          (Ours("ttft", "quality_p50_vs_paper", within=True),), "emulated", "it reads a sketch of "
          "all heads and keeps what a bound on the missing mass wants, not a fixed share"),
     Line("", "the chosen mode ÷ the best of recompute, exact and sparse, worst cell", "",
-         tuple(Ours(report, f"worst{of}_vs_best_of_three", label=f"{when}{of.strip('_') or 'p50'} ")
-               for report, when in (("ttft", ""), ("ttft_xeon", "older, Xeon "),
-                                    ("ttft_epyc", "older, EPYC ")) for of in ("", "_mean")),
+         tuple(Ours("ttft", f"worst{of}_vs_best_of_three", label=f"{of.strip('_') or 'p50'} ")
+               for of in ("", "_mean")),
          "emulated",
          "the worst is Llama-3-8B's, where `exact` reads unpacked prefixes and the mode has packed "
          "ones; it has to try a mode to know it, and goes by the mean"),
@@ -187,7 +185,7 @@ LINES: Final = (
                for unit in (16, 64, 256)), "computed",
          f"chunks, not time: this store reads pieces whatever the chunk; {_AT}"),
     Line("Fig 24", "400 GB of data, against AS+H2O+LFU", "",
-         _twice("10:32:400", "ratio 400", "ttft_epyc"), "emulated", _SLICE),
+         _twice("10:32:400", "ratio 400"), "emulated", _SLICE),
     Line("Fig 16", "OPT-30B, against AS+H2O+LFU", "1.2–2.8×",
          _twice("opt-30b", "shape opt-30b"), "emulated", _SLICE),
     Line("Fig 25", "Llama (ours: Llama-3-8B, grouped queries), against AS+H2O+LFU",
