@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,8 @@ from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
 from impress.usage.history import Note
 from impress.usage.remembered import HALF_LIFE
+from tiers.iopool import Lane
+from tiers.slots import aligned
 
 Open = Callable[..., impress.PrefixStore]
 Answer = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -150,6 +153,36 @@ def test_a_copy_that_fails_takes_no_place(open_store: Open, policy: Policy) -> N
     cache.tier.write = write  # type: ignore[method-assign]
     ask(store, prompt(N), policy)
     assert in_tier(store) == (12 if isinstance(policy, Exact) else 4)
+
+
+def test_copies_that_a_caller_spoilt_failed_and_were_not_promoted(open_store: Open) -> None:
+    """They were counted as they were made, before they were compared with their sums: those that
+    were thrown away stood among the promoted."""
+    store = open_store(GEOMETRY, io_threads=1)
+    put_prompt(store, prompt(N)).wait(60)
+    outs: list[Any] = [[rows_of_a_plane() for _ in range(2)] for _ in range(2)]
+    busy, begun = threading.Event(), threading.Event()
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        session.prefetch(outs)
+        settled(store)  # all of it is read
+        hog = store._pool.submit(Lane.DEMAND, [lambda: begun.set() or (busy.wait(60) and None)])
+        assert begun.wait(60)  # the only thread: the copies are made at the close
+        for layer in range(2):
+            session.retrieve(layer, None)
+        outs[1][0][:, 100] = 0
+        session.close()
+    busy.set()
+    hog.wait(60)
+    stats = settled(store).stats()
+    assert in_tier(store) == 6, "the other layer's"
+    assert stats["promotions"] == {"dram": 6} and stats["promoted_bytes"] == {"dram": 6 * CHUNK}
+    assert stats["promotions_failed"] == 1
+
+
+def rows_of_a_plane() -> torch.Tensor:
+    """Memory that K or V of a layer is read straight into."""
+    flat = torch.frombuffer(aligned(N * 4 * 64 * 4), dtype=torch.float32)
+    return flat.view(N, 4, 64).transpose(0, 1)
 
 
 def test_what_chunks_are_worth_is_asked_once_a_layer_however_they_lie(

@@ -134,7 +134,7 @@ def _copy_up(
     try:
         at = [where[granted - wanted[0]] for where in places]
         chunks = [_chunks(load.pieces(i), at[i], load.shapes[i]) for i in range(len(at))]
-        fill(load.reading, cache, entries, load.planes, chunks)
+        fill(cache, entries, load.planes, chunks)
         if load.positions is None:
             for i in range(len(chunks)):
                 _check(load, part, granted, i, chunks[i])
@@ -147,7 +147,7 @@ def _copy_up(
         raise
     if below is not None:
         below.drop_windows(part.span, load.layer, granted)
-    cache.publish(entries)
+    publish(load.reading, cache, entries)
 
 
 def _chunks(dest: Bytes, places: Ids, shape: PlaneLayout) -> list[Bytes]:
@@ -171,12 +171,16 @@ def _check(load: Load, part: Part, which: Ids, i: int, chunks: Sequence[Bytes]) 
 
 
 def fill(
-    reading: Reading, cache: ChunkCache, entries: Ids, planes: Sequence[int],
-    chunks: Sequence[Iterable[Bytes]],
-) -> None:  # fmt: skip
+    cache: ChunkCache, entries: Ids, planes: Sequence[int], chunks: Sequence[Iterable[Bytes]]
+) -> None:
     """Copy chunks, by plane, into their entries."""
     for plane, by_entry in zip(planes, chunks, strict=True):
         for entry, data in zip(entries.tolist(), by_entry, strict=True):
             cache.fill(entry, plane, data)
+
+
+def publish(reading: Reading, cache: ChunkCache, entries: Ids) -> None:
+    """These copies are whole and right: from now on they are found, and count."""
+    cache.publish(entries)
     reading.counters.add(f"promoted_bytes/{cache.tier.name}", len(entries) * cache.chunk_bytes)
     reading.counters.add(f"promotions/{cache.tier.name}", len(entries))

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, Ranks
-from impress.read.climb import fill, levels_above, places_of, ready_of
+from impress.read.climb import fill, levels_above, places_of, publish, ready_of
 from impress.read.parts import Part, Source, used_chunks
 from impress.read.placement import Brought, chunks_by_tier
 from impress.read.plan import plan_reads, whole
@@ -231,7 +231,7 @@ def _fetch(
             buffers.append(reading.rent(shape.chunk_bytes * len(granted)))
         dests = [buffer.array for buffer in buffers]
         _read(reading, source, layer, granted, below, dests)
-        fill(reading, cache, entries, (K, V), [dest.reshape(len(granted), -1) for dest in dests])
+        fill(cache, entries, (K, V), [dest.reshape(len(granted), -1) for dest in dests])
     except BaseException as err:
         cache.abandon(entries)
         if not isinstance(err, MediumError):
@@ -240,7 +240,7 @@ def _fetch(
     else:
         if below is not None:
             below.drop_windows(source.span, layer, granted)
-        cache.publish(entries)
+        publish(reading, cache, entries)
         reading.forget_gone([source.span])
     finally:
         for buffer in buffers:
