@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from test_order import scores_of
 
 import impress
 from impress.policy import AllHeads, Exact, Policy, Random, Recency
+from impress.read.direct import copies_of
 from impress.read.flights import key_of
 from impress.read.parts import parts_of
 from impress.spans.layout import K, V
+from impress.spans.rows import scatter_rows, take_rows
 from tiers.slots import aligned
 
 Open = Callable[..., impress.PrefixStore]
@@ -118,6 +121,58 @@ def test_two_requests_for_a_packed_prefix_have_the_same_rows(open_store: Open) -
             assert np.array_equal(mine.numpy(), want) and np.array_equal(theirs.numpy(), want)
         wait_for_promotions(store)
     assert store.stats()["rows_from"]["dram"] and store.buffers.used_bytes == 0
+
+
+def packed_store(open_store: Open, **config: Any) -> impress.PrefixStore:
+    """With a packed prefix of pieces that hold several rows, all of which DRAM has."""
+    store = open_store(SHARED, dram_bytes=32 * chunk_bytes(SHARED), io_threads=1, **config)
+    put_prompt(store, prompt(N), importance=scores_of(2, N), wait_s=30).wait(60)
+    for got, want, by_tier in ask(store, prompt(N), Exact()):
+        assert np.array_equal(got.numpy(), want) and by_tier == {"ssd": N}
+    wait_for_promotions(store)
+    return store
+
+
+def forget_a_chunk(store: impress.PrefixStore) -> None:
+    """Of each layer home has to give one again."""
+    (record,) = store.catalog.records()
+    for layer in range(2):
+        store._copies.chunks[-1].drop_windows(record.span_id, layer, np.array([4]))
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["all from home", "all but a chunk in memory"])
+def test_putting_rows_in_order_is_in_the_wait_and_finding_them_in_the_map(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
+    """A layer's line was written before its rows were put in order, and where those in memory go
+    was found out beside the clock: both were in no number. On clocks of ours."""
+    store = packed_store(open_store)
+    if warm:
+        forget_a_chunk(store)
+    else:
+        store.drop_caches()
+    waited, mapped = [1000.0], [1000.0]
+
+    def takes(clock: list[float], seconds: float, real: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*args: Any) -> Any:
+            clock[0] += seconds
+            return real(*args)
+
+        return slow
+
+    monkeypatch.setattr("impress.read.session.monotonic", lambda: waited[0])
+    monkeypatch.setattr("impress.stats.monotonic", lambda: mapped[0])
+    monkeypatch.setattr("impress.read.load.take_rows", takes(waited, 0.05, take_rows))
+    monkeypatch.setattr("impress.read.direct.scatter_rows", takes(waited, 0.05, scatter_rows))
+    monkeypatch.setattr("impress.read.load.copies_of", takes(mapped, 0.02, copies_of))
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        for layer in range(2):
+            session.retrieve(layer, None)
+        lines = session.report().per_layer
+    for line in lines:
+        assert line["rows"] == ({"dram": N - 64, "ssd": 64} if warm else {"ssd": N})
+        assert line["wait_ms"] == pytest.approx(100), "of K and of V"
+        assert line["map_ms"] == pytest.approx(20 if warm else 0)
 
 
 def test_rows_outlive_their_session(open_store: Open) -> None:

@@ -13,7 +13,7 @@ from impress.errors import PrefixLost
 from impress.read.direct import Direct, copies_of, divided, fit
 from impress.read.flights import Flight, key_of, take
 from impress.read.outs import Outs
-from impress.read.parts import Mask, Part, Positions, Source, parts_of, used_chunks
+from impress.read.parts import Part, Positions, Source, parts_of, used_chunks
 from impress.read.placement import Brought
 from impress.read.plan import (
     Gather,
@@ -25,7 +25,7 @@ from impress.read.plan import (
     rows_by_tier,
 )
 from impress.read.reading import Reading
-from impress.read.takes import Ahead, Takes
+from impress.read.takes import Ahead, Takes, promised
 from impress.read.tickets import when_all, within_memory
 from impress.spans.layout import K, V
 from impress.spans.rows import address_of, as_tensor, take_rows, unpack
@@ -154,7 +154,8 @@ class Load:
             )
         direct.given = [self._rows_given(i, direct.n_rows) for i in range(len(self.planes))]
         plan = plan_reads(direct.left, self.layer, self.planes, runs, (), (), self._dests)
-        plan.copies = copies_of(direct, self.parts, cached, self.layer, self.planes, caches)
+        with self.map_spent:
+            plan.copies = copies_of(direct, self.parts, cached, self.layer, self.planes, caches)
         return plan
 
     def _rows_given(self, i: int, n_rows: int) -> Bytes:
@@ -175,16 +176,8 @@ class Load:
             if alike < i and self._ahead is None:  # the same pieces: they lie alike
                 gathers.append(gathers[alike])
             else:
-                gathers.append(one(parts, plane, gap, self._read_ahead(plane)))
+                gathers.append(one(parts, plane, gap, promised(self._ahead, parts, plane)))
         return gathers
-
-    def _read_ahead(self, plane: int) -> list[Mask] | None:
-        """For each part, the pieces of a plane that were read ahead; None: nothing was."""
-        if self._ahead is None:
-            return None
-        found = [self._ahead.pieces(i, plane, part) for i, part in enumerate(self.parts)]
-        there = [mask for mask in found if mask is not None]
-        return there if len(there) == len(found) else None
 
     def _dest(self, i: int) -> Bytes:
         """Straight into a dense page-aligned out; else a rented buffer, in pieces."""

@@ -262,9 +262,10 @@ class Session:
         try:
             load.wait(self._came_s)  # all may have been begun at once, and come one after the other
             self._came_s = monotonic()
+            k, v = load.tensors()  # may put rows in order: of the wait, too
             self._account(load, begin_s)
             self._keep(layer, [load])
-            return *load.tensors(), None
+            return k, v, None
         except BaseException:
             load.abandon()
             raise
@@ -357,16 +358,17 @@ class Session:
             self._flights.append(load.flight)
         return load
 
-    def _climb(self, load: Load) -> Ticket | None:
+    def _climb(self, load: Load) -> None:
         """Copy what a load brought one tier up: once the request has its rows, so that copies and
         reads do not share the processor; what lies in the caller's memory at once."""
         ticket = climb(load, None if load.outs is not None else self._gate)
         if ticket is not None:
             self._climbs.append(ticket)
+            if load.outs is not None:
+                self._leaving.append(ticket)
             self._held_bytes += sum(len(buffer.array) for buffer in load.buffers)
             if self._held_bytes > MOST_HELD or not self._lease.active:
                 self._open_gate()
-        return ticket
 
     def _open_gate(self) -> None:
         with self._gate_lock:
@@ -393,7 +395,5 @@ class Session:
     def _account(self, load: Load, begin_s: float) -> None:
         """Note what a layer took, and promote it."""
         self._layers.append(line_of(load, [load], (monotonic() - begin_s) * 1e3))
-        promotion = self._climb(load)
+        self._climb(load)
         self._looked.append(Looked(None, decided=False, brought=load.brought()))
-        if promotion is not None and load.outs is not None:
-            self._leaving.append(promotion)

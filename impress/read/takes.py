@@ -34,6 +34,15 @@ class Ahead(Protocol):
         """Copy what lies in part i's span from this piece on; False where it is not all here."""
 
 
+def promised(ahead: Ahead | None, parts: Sequence[Part], plane: int) -> list[Mask] | None:
+    """For each part, the pieces of a plane that were read ahead; None: nothing was."""
+    if ahead is None:
+        return None
+    found = [ahead.pieces(i, plane, part) for i, part in enumerate(parts)]
+    there = [mask for mask in found if mask is not None]
+    return there if len(there) == len(found) else None
+
+
 class Takes:
     """Pieces of a load's dests that come from there, and those that had to be read after all."""
 
