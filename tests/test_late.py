@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_serves, kv_of, prompt, put_prompt, read_limit
+from conftest import assert_serves, kv_of, prompt, put_prompt, read_limit, wait_for_promotions
 
 import impress
 import impress.read.load
 import impress.read.session
 import impress.read.sparse
 import impress.read.tickets
+import tiers.iopool
 from impress.engines.hf_prefix import find_prefix
 from impress.policy import Exact, Quality, Random
 from impress.read.shadow import Seen, ShadowSession
@@ -176,6 +177,36 @@ def test_what_a_layer_is_chosen_by_has_the_whole_limit_once_the_one_before_it_is
         for layer in range(DEEP.n_layers):
             session.retrieve(layer, query, suffix_lse=lse)
     assert now_s[0] > DEEP.n_layers * LIMIT_S
+
+
+def test_what_a_layer_took_ends_with_its_reads(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended when the engine came for it: with all layers begun at once the last one's load took
+    as long as the forward. On a clock of ours."""
+    store = open_store(geometry, io_threads=1)
+    put_prompt(store, prompt(128)).wait(60)
+    now_s, read, n_reads = [1000.0], store.ssd.read, list[int]()
+
+    def slowly(reads: Sequence[Read]) -> None:
+        now_s[0] += 0.05
+        n_reads.append(1)
+        read(reads)
+
+    for module in (impress.read.load, tiers.iopool):
+        monkeypatch.setattr(module, "monotonic", lambda: now_s[0])
+    with store.lease(prompt(128)) as lease, lease.session() as session:
+        monkeypatch.setattr(store.ssd, "read", slowly)
+        session.retrieve(0, None)
+        assert n_reads
+        assert store.stats()["load_latency"]["sum_ms"] == pytest.approx(50 * len(n_reads))
+        monkeypatch.setattr(store.ssd, "read", read)
+        session.prefetch()
+        wait_for_promotions(store)  # all of it is read
+        now_s[0] += 60  # of the forward
+        session.retrieve(1, None)
+    load = store.stats()["load_latency"]
+    assert load["count"] == 2 and load["sum_ms"] == pytest.approx(50 * len(n_reads))
 
 
 # ---- on the clock of all -------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Final, TypeGuard
 
@@ -44,7 +45,7 @@ class Lane(IntEnum):
 class Ticket:
     """A batch of tasks under way. Done when each has run, failed or been cancelled."""
 
-    __slots__ = ("_callbacks", "_cancelled", "_error", "_gates", "_left", "_lock")
+    __slots__ = ("_callbacks", "_cancelled", "_error", "_gates", "_left", "_lock", "ended_s")
 
     def __init__(self, n_tasks: int) -> None:
         self._lock = threading.Lock()
@@ -56,6 +57,7 @@ class Ticket:
         self._error: BaseException | None = None
         self._cancelled = False
         self._callbacks: list[Callback] = []
+        self.ended_s = inf  # when it was done, by monotonic
 
     @property
     def done(self) -> bool:
@@ -140,6 +142,7 @@ class Ticket:
                 del due[:]  # no signal comes between: that is looked for behind calls
                 if self._left:
                     return
+                self.ended_s = monotonic()
                 while self._gates:
                     gate = self._gates[-1]
                     del self._gates[-1]

@@ -292,9 +292,14 @@ class Load:
         if self._lane is not Lane.DEMAND:
             return
         self.reading.counters.add("ahead_used_bytes", self.ahead_used_bytes)
-        self.reading.counters.load_ms((monotonic() - self.started_s) * 1e3)
+        self.reading.counters.load_ms((self._ready_s() - self.started_s) * 1e3)
         for tier, n in self.bytes_by_tier.items():
             self.reading.counters.add(f"read_bytes/{tier}", n)
+
+    def _ready_s(self) -> float:
+        """When the last read was in: whoever takes the layer may come much later."""
+        ends = (ticket.ended_s for ticket in self.tickets.values())
+        return min(max(ends, default=self.started_s), monotonic())
 
     def _failure(self, begin_s: float) -> PrefixLost | None:
         """None when all is in; a bad span is dropped where it is bad."""
