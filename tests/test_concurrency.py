@@ -443,6 +443,41 @@ def test_what_waits_to_be_learnt_keeps_nobodys_memory(
     assert_nothing_is_left(store)
 
 
+def test_what_waits_to_climb_keeps_no_memory_of_whom_it_followed(
+    open_store: Open, small: impress.Geometry
+) -> None:
+    """A load that took its bytes from another request's read kept that one's memory, the caller's
+    own, until what climbs from it had its turn."""
+    store = open_store(small, io_threads=1)
+    put_prompt(store, prompt(256)).wait(60)
+    memory = [aligned(256 * small.k_row_bytes) for _ in range(2 * small.n_layers)]  # K, V by layer
+    tensors = [
+        torch.frombuffer(raw, dtype=torch.float32).view(256, 2, 32).transpose(0, 1)
+        for raw in memory
+    ]
+    alive = [weakref.ref(raw) for raw in memory]
+    with cold_sessions(store, prompt(256), 2) as (first, second):
+        gate = Gate(store)
+        first.prefetch(list(zip(tensors[::2], tensors[1::2], strict=True)))
+        second.prefetch()
+        gate.opened.set()
+        for session in (first, second):
+            assert_right(session, prompt(256), small)
+        assert store.stats()["shared_bytes"] == 256 * small.token_bytes
+        busy, begun = threading.Event(), threading.Event()
+        hog = store._pool.submit(Lane.STORE, [lambda: begun.set() or (busy.wait(60) and None)])
+        assert begun.wait(60)  # the only thread
+        assert first.close() and second.close()
+    assert store._pool.depth()[Lane.PROMOTE] > 0, "the second's waits"
+    del first, second, session, memory, tensors
+    gc.collect()
+    assert all(raw() is None for raw in alive)
+    busy.set()
+    hog.wait(60)
+    wait_for_promotions(store)
+    assert_nothing_is_left(store)
+
+
 # ---- leases that nobody gives back ---------------------------------------------------------------
 
 

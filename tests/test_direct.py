@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,7 +22,8 @@ from impress.read.flights import key_of
 from impress.read.parts import parts_of
 from impress.spans.layout import K, V
 from impress.spans.rows import scatter_rows, take_rows
-from tiers.slots import aligned
+from tiers.iopool import Lane
+from tiers.slots import Buffer, aligned
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -173,6 +178,82 @@ def test_putting_rows_in_order_is_in_the_wait_and_finding_them_in_the_map(
         assert line["rows"] == ({"dram": N - 64, "ssd": 64} if warm else {"ssd": N})
         assert line["wait_ms"] == pytest.approx(100), "of K and of V"
         assert line["map_ms"] == pytest.approx(20 if warm else 0)
+
+
+def test_rows_of_a_request_are_not_kept_by_what_waits_to_climb(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was to climb from a layer's buffers kept all its rows, which lie beside them: of up to
+    1,024 layers, long after their caller had let them go, and no limit knew of them."""
+    store, alive = packed_store(open_store), rows_lent(monkeypatch)
+    forget_a_chunk(store)
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        session.prefetch()
+        wait_for_promotions(store)  # all of it is read
+        with busy_thread(store):
+            assert_right(session)
+            session.close()
+            assert store._pool.depth()[Lane.PROMOTE] == 2, "a layer's chunk each"
+            gc.collect()
+            assert alive and not any(rows() is not None for rows in alive)
+    wait_for_promotions(store)
+    assert store.stats()["promotions"] == {"dram": 22}, "they climb all the same"
+    assert store.buffers.used_bytes == 0
+
+
+def test_what_came_straight_from_memory_has_nothing_to_climb_from(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer of a packed prefix that DRAM had in whole put a task in line that had nothing to
+    do, and kept the layer's rows. What is to be done is read again, behind it all."""
+    store = packed_store(open_store, hbm_bytes=32 * chunk_bytes(SHARED), hbm_device="cpu")
+    alive = rows_lent(monkeypatch)
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        session.prefetch()
+        wait_for_promotions(store)
+        with busy_thread(store):
+            assert_right(session)
+            session.close()
+            assert store._pool.depth()[Lane.PROMOTE] == 1, "only what the request showed"
+            gc.collect()
+            assert alive and not any(rows() is not None for rows in alive)
+    wait_for_promotions(store)
+    assert store.stats()["promotions"] == {"dram": 20, "hbm": 20}
+    assert store.buffers.used_bytes == 0
+
+
+def rows_lent(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[np.ndarray]]:
+    """Those that requests are given from here on."""
+    lent, found = Buffer.lent, list[weakref.ref[np.ndarray]]()
+
+    def noted(buffer: Buffer) -> np.ndarray:
+        rows = lent(buffer)
+        found.append(weakref.ref(rows))
+        return rows
+
+    monkeypatch.setattr(Buffer, "lent", noted)
+    return found
+
+
+@contextmanager
+def busy_thread(store: impress.PrefixStore) -> Iterator[None]:
+    """In the block the only I/O thread does nothing else."""
+    go_on, begun = threading.Event(), threading.Event()
+    hog = store._pool.submit(Lane.DEMAND, [lambda: begun.set() or (go_on.wait(60) and None)])
+    try:
+        assert begun.wait(60)
+        yield
+    finally:
+        go_on.set()
+        hog.wait(60)
+
+
+def assert_right(session: Any) -> None:
+    """Every layer has its rows; nothing holds them any more."""
+    keys, values = kv_of(prompt(N), SHARED)
+    for layer in range(2):
+        k, v, _ = session.retrieve(layer, None)
+        assert np.array_equal(k.numpy(), keys[layer]) and np.array_equal(v.numpy(), values[layer])
 
 
 def test_rows_outlive_their_session(open_store: Open) -> None:

@@ -39,6 +39,8 @@ def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
     levels = levels_above(brought)
     if not levels or all((by_part >= 0).all() for by_part in load.entries[0]):
         return None
+    if not any(len(load.pieces(i)) for i in range(len(load.planes))):
+        return None  # all came from memory to its place: there is nothing to copy from
     n_bytes = sum(len(buffer.array) for buffer in load.buffers)
     noted: list[Ticket] = []
     held: list[Buffer] = []

@@ -64,6 +64,19 @@ def fit(shapes: Sequence[PlaneLayout], *, chosen: bool) -> bool:
     return all(shape.dense and (shape.piece_rows == 1 or not chosen) for shape in shapes)
 
 
+def direct_of(
+    parts: Sequence[Part], entries: Sequence[Sequence[Ids]], shapes: Sequence[PlaneLayout], *,
+    chosen: bool,
+) -> Direct | None:  # fmt: skip
+    """Wanted rows by who has them, where that is best; None: all go one way. Pure."""
+    if any(part.ordinals is None for part in parts) or not fit(shapes, chosen=chosen):
+        return None
+    if not any((ids >= 0).any() for of_cache in entries for ids in of_cache):
+        return None
+    found = divided(parts, entries)
+    return found if found.mine else None
+
+
 def divided(parts: Sequence[Part], entries: Sequence[Sequence[Ids]]) -> Direct:
     """Wanted rows by who has them. `entries[cache][part]`: of its chunks, -1 where it has none.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from impress.cache.chunks import ChunkCache, Ids, only_fastest
 from impress.errors import PrefixLost
-from impress.read.direct import Direct, copies_of, divided, fit
+from impress.read.direct import Direct, copies_of, direct_of
 from impress.read.flights import Flight, key_of, take
 from impress.read.outs import Outs
 from impress.read.parts import Part, Positions, Source, parts_of, used_chunks
@@ -91,6 +91,8 @@ class Load:
         self._pinned: list[list[Ids]] = [[] for _ in caches]  # the same, -1 once they are not
         self._over = False
         self.flight: Flight | None = None  # others may copy what it brings
+        self._followed: Flight | None = None  # whose bytes it copies
+        self._direct: Direct | None = None  # what comes from memory
         self.tickets = {} if tickets is None else tickets
         try:
             for part in self.parts if caches else ():
@@ -134,16 +136,12 @@ class Load:
 
     def _divided(self) -> Direct | None:
         """Rows that lie scattered by who has them; None: all go one way."""
-        if self._ahead is not None or any(part.ordinals is None for part in self.parts):
-            return None
-        if not fit(self.shapes, chosen=self.positions is not None):
+        if self._ahead is not None:
             return None
         if self.outs is not None and any(memory is None for memory in self.outs.memory):
             return None
-        if not any((ids >= 0).any() for of_cache in self.entries for ids in of_cache):
-            return None
-        direct = divided(self.parts, self.entries)
-        return direct if direct.mine else None
+        chosen = self.positions is not None
+        return direct_of(self.parts, self.entries, self.shapes, chosen=chosen)
 
     def _plan(self, runs: Sequence[Sequence[Runs]]) -> ReadPlan:
         """Reads of these runs, and of the rows that come from memory directly."""
@@ -392,6 +390,9 @@ class Load:
         """Nobody looks at the pieces, and at tensors of all rows, any more."""
         if self._over:
             return
+        self._followed = None  # what waits to climb has the load, and is to keep nobody's rows
+        if self._direct is not None:
+            self._direct.given.clear()
         self._over = True
         for buffer in self.buffers:
             buffer.release()
