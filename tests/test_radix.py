@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impress.tree.nodes import NONE
 from impress.tree.radix import RadixTree
+from impress.tree.trace import trace, walk
 
 SIZE = 8  # bytes of a window's label
 
@@ -106,3 +110,73 @@ def test_a_thousand_children_are_told_apart() -> None:
         for span, label in enumerate(sorted(labels))
     )
     assert tree.match(b"r", rng.bytes(SIZE)).n_windows == 0
+
+
+def fanned() -> tuple[RadixTree, int]:
+    """A tree of which 201 nodes have many children, and its uppermost node, which is one of them.
+    Beside it a prompt under another root."""
+    tree, spans = RadixTree(SIZE), itertools.count()
+
+    def add(above: int, kind: int) -> int:
+        return tree.graft(above, kind.to_bytes(SIZE, "little"), next(spans), 0).node
+
+    top = add(tree.root(b"r"), 0)
+    for node in [add(top, kind) for kind in range(1, 201)]:
+        for kind in range(5):
+            add(node, kind)
+    for kind in (201, 202):  # these have few, or none
+        last = add(top, kind)
+    add(add(last, 1), 1)
+    add(tree.root(b"other"), 0)
+    return tree, top
+
+
+def family(tree: RadixTree) -> dict[int, set[int]]:
+    """Each node's children, and each root's."""
+    children: dict[int, set[int]] = {}
+    for node in tree.nodes().tolist():
+        children.setdefault(tree.parent(node), set()).add(node)
+    return children
+
+
+@pytest.mark.parametrize("what", ["subtree", "walk", "trace"])
+def test_a_walk_looks_at_all_nodes_once_however_many_of_them_have_many_children(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each of these: of a large tree it took minutes, and meanwhile nobody could look up a
+    prompt."""
+    tree, top = fanned()
+    children, looks, flatnonzero = family(tree), list[int](), np.flatnonzero
+
+    def counted(column: np.ndarray) -> np.ndarray:
+        looks.append(len(column))
+        return flatnonzero(column)
+
+    monkeypatch.setattr(np, "flatnonzero", counted)
+    if what == "subtree":
+        found, below = tree.subtree(top), [top]
+        for node in below:  # it grows
+            below += children.get(node, ())
+        assert sorted(found) == sorted(below) and found[-1] == top
+        place = {node: at for at, node in enumerate(found)}
+        assert all(place[child] < place[node] for node in below for child in children.get(node, ()))
+    elif what == "walk":
+        path: list[bytes] = []
+        rows = walk(tree, SIZE)
+        for depth, view, prefix in rows:
+            del path[depth:]
+            assert prefix.labels[:-SIZE] == b"".join(path), "right below its parent"
+            path.append(prefix.labels[-SIZE:])
+            assert view.n_windows == 1
+        spans = [view.span for _, view, _ in rows]
+        assert sorted(spans) == list(range(tree.n_nodes))
+    else:
+        near = trace(tree, b"r", b"\x09" * SIZE, SIZE, 0).near
+        assert near is not None and near.n_windows == 3
+    assert len(looks) == 1, "it was looked for, and once"
+    monkeypatch.undo()
+    if what == "subtree":
+        for node in found:
+            tree.remove(node)
+        assert tree.roots.keys() == {b"other"} and tree.n_nodes == 1
+    tree.check()

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from impress.spans.format import SpanRecord
-from impress.tree.radix import Ids, RadixTree
+from impress.tree.nodes import Ids
+from impress.tree.radix import RadixTree
 from impress.usage.prefix_lru import prefix_lru
 from impress.usage.remembered import HALF_LIFE
 

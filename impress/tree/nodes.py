@@ -8,9 +8,13 @@ a million labels for .03 s, over an array of them not at all).
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
 
 NONE: Final = -1
 _FIRST_ROWS: Final = 64
@@ -37,6 +41,26 @@ class Nodes:
             self._n_children, self.used, self.hits,
         )  # fmt: skip
         self._free: list[int] = []
+
+    def nodes(self) -> Ids:
+        """Ids of all nodes but roots, in no order. Pure."""
+        return np.flatnonzero(np.array(self._span) >= 0)
+
+    def columns(self, nodes: Ids) -> tuple[Ids, Ids, Ids, Ids]:
+        """Span, hits, `used` and windows from the root to the end of these nodes."""
+        span, hits, used, end = map(np.array, (self._span, self.hits, self.used, self.end))
+        return span[nodes], hits[nodes], used[nodes], end[nodes]
+
+    def of_span(self, span: int) -> list[int]:
+        """Nodes that view this span. Vectorised over all nodes."""
+        found: list[int] = np.flatnonzero(np.array(self._span) == span).tolist()
+        return found
+
+    def of_spans(self, spans: Collection[int]) -> Ids:
+        """Nodes that view any of these spans. Vectorised over all nodes."""
+        nodes = self.nodes()
+        found = self.columns(nodes)[0]
+        return nodes[np.isin(found, np.fromiter(spans, dtype=np.int64, count=len(spans)))]
 
     def _new(self, label: bytes, parent: int, span: int, first: int) -> int:
         """A row, or, where an exception comes in between, none."""

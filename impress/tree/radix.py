@@ -12,15 +12,12 @@ Not thread-safe: the store calls it under its metadata lock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from impress.tree.nodes import NONE, Nodes
-
-Ids = npt.NDArray[np.int64]
+from impress.tree.nodes import NONE, Ids, Nodes
 
 MANY: Final = -2
 #: Children a node may have before they are found by hash: a lookup tries them one by one.
@@ -126,18 +123,9 @@ class RadixTree(Nodes):
     def parent(self, node: int) -> int:
         return self._parent[node]
 
-    def nodes(self) -> Ids:
-        """Ids of all nodes but roots, in no order. Pure."""
-        return np.flatnonzero(np.array(self._span) >= 0)
-
     def leaves(self) -> Ids:
         """All nodes without children. Vectorised."""
         return np.flatnonzero((np.array(self._span) >= 0) & (np.array(self._n_children) == 0))
-
-    def columns(self, nodes: Ids) -> tuple[Ids, Ids, Ids, Ids]:
-        """Span, hits, `used` and windows from the root to the end of these nodes."""
-        span, hits, used, end = map(np.array, (self._span, self.hits, self.used, self.end))
-        return span[nodes], hits[nodes], used[nodes], end[nodes]
 
     def is_leaf(self, node: int) -> bool:
         """Whether this node, no root, has no children."""
@@ -155,17 +143,6 @@ class RadixTree(Nodes):
         rows = rows[np.argsort(hits[rows], kind="stable")]
         return list(zip(*(column.tolist() for column in self.columns(rows)[:3]), strict=True))
 
-    def of_span(self, span: int) -> list[int]:
-        """Nodes that view this span. Vectorised over all nodes."""
-        found: list[int] = np.flatnonzero(np.array(self._span) == span).tolist()
-        return found
-
-    def of_spans(self, spans: Collection[int]) -> Ids:
-        """Nodes that view any of these spans. Vectorised over all nodes."""
-        nodes = self.nodes()
-        found = self.columns(nodes)[0]
-        return nodes[np.isin(found, np.fromiter(spans, dtype=np.int64, count=len(spans)))]
-
     def children(self, node: int) -> list[int]:
         """Vectorised over all nodes where there are many."""
         if self._child[node] != MANY:
@@ -173,6 +150,31 @@ class RadixTree(Nodes):
         mine = (np.array(self._parent) == node) & (np.array(self._span) >= 0)
         found: list[int] = np.flatnonzero(mine).tolist()
         return found
+
+    def walker(self) -> Callable[[int], list[int]]:
+        """`children`, for a walk while nothing changes: all nodes are looked at once at most."""
+        looked: list[tuple[Ids, Ids]] = []
+
+        def children(node: int) -> list[int]:
+            if self._child[node] != MANY:
+                return list(self._list(self._child[node]))
+            if not looked:
+                looked.append(self._scattered())
+            parents, nodes = looked[0]
+            low, high = np.searchsorted(parents, (node, node + 1))
+            found: list[int] = nodes[low:high].tolist()
+            return found
+
+        return children
+
+    def _scattered(self) -> tuple[Ids, Ids]:
+        """All nodes that are found by hash: (their parents, sorted; they)."""
+        nodes = self.nodes()
+        parents = np.array(self._parent)[nodes]
+        by_hash = np.array(self._child)[parents] == MANY
+        nodes, parents = nodes[by_hash], parents[by_hash]
+        order = np.argsort(parents, kind="stable")
+        return parents[order], nodes[order]
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root's child down to this one."""
@@ -264,10 +266,10 @@ class RadixTree(Nodes):
 
     def subtree(self, node: int) -> list[int]:
         """A node and all below it, leaves last-in first-out: removable in the order given."""
-        found, todo = [], [node]
+        found, todo, children = [], [node], self.walker()
         while todo:
             found.append(todo.pop())
-            todo.extend(self.children(found[-1]))
+            todo.extend(children(found[-1]))
         return found[::-1]
 
     # ---- inside --------------------------------------------------------------------------

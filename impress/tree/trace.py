@@ -79,8 +79,8 @@ def _nearest(tree: RadixTree, ways: list[tuple[int, int]], wanted: bytes, n_befo
     best = int(np.argmax(same - sealed))
     node, at = ways[best]
     span = tree.view(node).span
-    n_bytes = len(tree.label(node)) - at
-    while children := tree.children(node):
+    n_bytes, children_of = len(tree.label(node)) - at, tree.walker()
+    while children := children_of(node):
         node = max(children, key=lambda child: tree.hits[child])
         n_bytes += len(tree.label(node))
     n_windows = n_before + n_bytes // size
@@ -97,10 +97,10 @@ def path_of(tree: RadixTree, node: int, size: int) -> Prefix:
 
 def walk(tree: RadixTree, size: int) -> list[tuple[int, View, Prefix]]:
     """(depth, view, path) of every node, parents before children."""
-    rows = []
-    todo = [(0, child) for root in tree.roots.values() for child in tree.children(root)]
+    rows, children = [], tree.walker()
+    todo = [(0, child) for root in tree.roots.values() for child in children(root)]
     while todo:
         depth, node = todo.pop()
         rows.append((depth, tree.view(node), path_of(tree, node, size)))
-        todo += [(depth + 1, child) for child in tree.children(node)]
+        todo += [(depth + 1, child) for child in children(node)]
     return rows
