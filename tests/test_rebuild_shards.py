@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import assert_serves, prompt, put_prompt
+from conftest import assert_serves, flip_a_bit, prompt, put_prompt
 
 import impress
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
+from impress.write.directory import Shard
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -96,3 +98,27 @@ def test_a_segment_that_is_gone_is_called_so(open_store: Open, geometry: impress
     (path / "shards/main/segments/00000000.seg").unlink()
     with pytest.raises(impress.FormatError, match=r"do not agree \(segment 0 is missing\)"):
         open_store(geometry)
+
+
+def test_of_what_is_noted_to_be_erased_another_shards_ids_are_none_that_a_rebuild_goes_on_from(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """In a folder that was renamed: the highest id was theirs, its own ids counted for nothing, and
+    another span got that of one whose header lies there yet."""
+    with open_store(geometry, shard=0, repack_every_s=0) as store:
+        for seed in (1, 2):
+            assert put_prompt(store, prompt(128, seed)).wait(60)
+        kept, lost = sorted(store.catalog.records(), key=lambda record: record.span_id)
+        slot = store.ssd.reserve(kept.data_bytes)
+        assert slot is not None
+        theirs = replace(kept, span_id=Shard(store.path, 1).spans.start + 7, parts=slot.parts)
+        store.index.commit({}, intend=[theirs])
+        store.ssd.free(slot)
+    flip_a_bit(store.path, lost.parts[0])
+    found = rebuild_store(store.path)
+    assert (found.spans, found.damaged) == (1, 1)
+    with open_store(geometry, shard=0) as again:
+        assert put_prompt(again, prompt(128, 3)).wait(60)
+        assert max(record.span_id for record in again.catalog.records()) > lost.span_id
+        assert not again.index.to_erase()
+        again.check()

@@ -1008,6 +1008,29 @@ def test_a_shard_that_was_renamed_for_a_while_is_rebuilt_under_its_own_name(
         check(again)
 
 
+def test_a_shard_renamed_to_a_lower_number_gives_no_id_out_twice(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """What was noted as given out was the higher number's, and no id of its own came up to that:
+    after a restart another span got the last one's."""
+    a = open_store(geometry, **APART, shard=1)
+    ready(a, prompt(256, 1))
+    a.close()
+    shards = a.path / "shards"
+    (shards / "1").rename(shards / "main")
+    with open_store(geometry, **APART, shard=0) as renamed:
+        for seed in (2, 3):
+            ready(renamed, prompt(128, seed))
+        last = max(record.span_id for record in renamed.catalog.own_records())
+        renamed.lease(prompt(128, 2)).release()
+        assert renamed.evict(1) > 0 and not renamed.lookup(prompt(128, 3))
+    with open_store(geometry, **APART, shard=0) as again:
+        assert again.index.last_id in again.catalog.own
+        ready(again, prompt(128, 4))
+        assert max(record.span_id for record in again.catalog.own_records()) > last
+        check(again)
+
+
 def test_inspect_shows_the_shards_in_use(pair: Pair) -> None:
     a, b = pair
     ready(a, prompt(256, 1))

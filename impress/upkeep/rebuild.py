@@ -152,7 +152,8 @@ def _rebuild(
     found.n_bytes += sum(h.record.owned_bytes for h in sound)
     if not dry_run:
         last = max((header.record.span_id for header in ours), default=0)
-        _install(shard, sound, notes, max([last, *notes]), wear)
+        noted = [span for span in notes if span in shard.spans]  # renamed, it notes another's, too
+        _install(shard, sound, notes, max([last, *noted]), wear)
 
 
 # ---- scan ------------------------------------------------------------------------------------

@@ -182,6 +182,8 @@ class Home:
             self._counters.add("damaged_spans", len(damaged))
         ids = self.catalog.own
         mine = [span for span in superfluous + damaged if span in ids] + strange
+        if self._shard is not None:
+            self.index.only(ids)
         # One that is only noted to be erased may not be another's: its note goes when it is erased.
         known = [*mine, self.index.last_id, self.index.last_span, *self.index.to_erase()]
         return mine, max([last, ids.start, *(span for span in known if span in ids)])

@@ -63,6 +63,7 @@ class Index:
     def __init__(self, folder: Path, *, create: bool) -> None:
         self._folder = folder.resolve()
         self._erased: set[int] = set()  # and still noted
+        self.last_span = 0  # the highest id the log knows to have been given out
         try:
             if create:
                 make_folder(self._folder)
@@ -213,6 +214,12 @@ class Index:
         self._log = log
         self._erased -= erased
 
+    def only(self, ids: range) -> None:
+        """Of ids given out, one that is none of these counts for nothing: its shard was renamed."""
+        given = self.last_id, self._last_noted, self.last_span
+        mine = (span if span in ids else 0 for span in given)
+        self.last_id, self._last_noted, self.last_span = mine
+
     def keep_id(self, span: int) -> None:
         """Before a header with this id is written: it is no other span's, whatever a crash leaves.
 
@@ -311,7 +318,7 @@ class Index:
 
     def _read_log(self) -> deque[tuple[int, int]]:
         """(generation, bytes) of what the log holds."""
-        self.last_span = 0  # the highest id the log knows to have been given out
+        self.last_span = 0
         if "log" not in self._dbs:
             return deque()
         with self._read() as txn, txn.cursor(self._dbs["log"]) as cursor:
