@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from impress.blockhash import namespace_digest
+from impress.blockhash import namespace_digest, root_key
 from impress.cli.options import Json, Store, print_json, store_dir
 from impress.cli.survey import called
-from impress.config import Config
+from impress.config import Config, tenant_secret
 from impress.errors import BadInput, StoreFailed
+from impress.spans.format import SpanRecord
 from impress.spans.params import Params
 from impress.store import PrefixStore
 from impress.terminal import count, out, size
@@ -104,26 +105,37 @@ def _erased(
         with writing(shard):
             shard.lock()
         shard.unlock()
-    digests: set[bytes] = set()
+    digests, there, unerased = set[bytes](), list[SpanRecord](), 0
     if shards:
         with PrefixStore.open(where, identity.geometry, b"purge", config, "r") as reader:
             digests = _digests(reader, shards, namespace)
-    spans = freed = unerased = 0
+            # Now: what hangs from what is purged in another shard goes as its own is opened.
+            there = _wanted(reader, shards, tenant, digests)
     for shard in shards:
         of_shard = config.model_copy(update={"shard": shard.number})
         with writing(shard):
             with PrefixStore.open(where, identity.geometry, b"purge", of_shard) as opened:
-                before = opened.ssd.usage().used
-                spans += opened.purge(tenant, namespaces=digests)[0]
-            # With what was held until it closed.
-            freed += before - opened.ssd.usage().used
+                opened.purge(tenant, namespaces=digests)
             unerased += opened.counters["unerased_spans"]
             shard.lock()
         compact(shard.index)
         shard.unlock()
     if unerased:
         raise StoreFailed(f"{where}: purged, but not all could be overwritten; see the log")
-    return digests, spans, freed
+    return digests, len(there), sum(record.owned_bytes for record in there)
+
+
+def _wanted(
+    store: PrefixStore, shards: list[Shard], tenant: str | None, digests: set[bytes]
+) -> list[SpanRecord]:
+    """What all shards hold of a tenant (None: of all of them) in namespaces, in the tree or not."""
+    ids = (span for shard in shards for span in store.catalog.known(shard.spans))
+    records = store.catalog.retired_records(list(ids))
+    if tenant is None:
+        return [record for record in records if record.namespace in digests]
+    secret = tenant_secret(store.config)
+    roots = {root_key(d, store.geometry, store.window, tenant, secret) for d in digests}
+    return [record for record in records if record.root in roots]
 
 
 def _nothing(tenant: str, secret: str | None) -> str:
