@@ -92,6 +92,18 @@ def test_users_who_come_once_leave_nothing_behind(
     assert b"model-y" not in everything_in(path)
 
 
+def test_of_users_who_come_once_each_between_two_restarts_one_name_stays(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Which root keeps it was not known to the next process, so each kept one more."""
+    for user in (0, 1, 0, 2):
+        with open_store(geometry, namespace="model-y") as store:
+            put_prompt(store, prompt(128, user), tenant=f"user {user}").wait(60)
+            store.evict(1 << 30)
+            assert list(store.names().values()) == ["model-y"]
+            assert list(store.index.names().values()) == ["model-y"]
+
+
 def test_a_user_whose_prefix_goes_bad_under_a_store_leaves_nothing_behind(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

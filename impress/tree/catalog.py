@@ -157,6 +157,11 @@ class Catalog:
                     free.append(self._forget(span))
         return free
 
+    def roots(self) -> set[bytes]:
+        """Root keys that have something in the tree."""
+        with self.lock:
+            return {*self._tree.roots}
+
     def bare_roots(self, spans: Iterable[int]) -> set[bytes]:
         """Root keys of these retired spans that have nothing in the tree any more."""
         with self.lock:

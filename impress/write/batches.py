@@ -56,7 +56,9 @@ class Batches:
         self._swaps = Swaps(index, headers, catalog, history, duties, self._delete, self._unseen)
         self.names: dict[bytes, str] = index.names()
         """Root key -> what its namespace is called, in the index."""
-        self._keeper: dict[str, bytes] = {}  # name -> the bare root that keeps it
+        alive = catalog.roots()
+        bare = ((name, root) for root, name in self.names.items() if root not in alive)
+        self._keeper = dict(bare)  # name -> the bare root that keeps it
         self._undone = Batch()  # deletes that failed
         self._left: list[Batch] = []  # whose deletes are to be added to these
         self.undone = ""
