@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 import impress
 from impress.cli.main import app
 from impress.errors import StoreFailed
+from impress.spans.format import SpanRecord
+from impress.tree.catalog import Catalog
 from impress.tree.merged import MergedCatalog
 from impress.upkeep.rebuild import rebuild_store
 from impress.write.env import compact
@@ -500,9 +502,9 @@ def test_a_store_begun_while_a_purge_takes_out_what_it_hangs_from_is_purged(
     for tenant in tenants:
         put_prompt(store, tokens[:128], wait_s=60, tenant=tenant).wait(60)
 
-    def begun_before(catalog: MergedCatalog, root: bytes) -> list[int]:
+    def begun_before(catalog: MergedCatalog, roots: Collection[bytes]) -> list[int]:
         writers.extend(store.writer(tokens, wait_s=60, tenant=tenant) for tenant in tenants)
-        return purge(catalog, root)
+        return purge(catalog, roots)
 
     monkeypatch.setattr(MergedCatalog, "purge", begun_before)
     assert store.purge("hers") == (1, 1)
@@ -923,4 +925,27 @@ def test_a_purge_that_cannot_erase_what_is_free_says_so(
         store.purge("alice")
     assert store.lookup(prompt(64, 1), tenant="alice") == 0
     assert_serves(store, prompt(64, 2), 64, tenant="bob")
+    store.check()
+
+
+def test_a_purge_looks_at_all_spans_as_often_for_many_tenants_as_for_few(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each tenant it looked through the spans of all: of a store with many it took hours, and
+    who looked up a prompt meanwhile waited."""
+    store, looks, records = open_store(geometry, repack_every_s=0), list[int](), Catalog.records
+
+    def counted(catalog: Catalog) -> list[SpanRecord]:
+        looks.append(1)
+        return records(catalog)
+
+    monkeypatch.setattr(Catalog, "records", counted)
+    found = []
+    for n_tenants in (2, 50):
+        for seed in range(n_tenants):
+            put_prompt(store, prompt(64, seed), wait_s=60, tenant=f"user {seed}").wait(60)
+        looks.clear()
+        assert store.purge() == (n_tenants, 0)
+        found.append(len(looks))
+    assert found[0] == found[1] > 0
     store.check()

@@ -335,17 +335,17 @@ class MergedCatalog(Catalog):
                 n_bytes -= self._record(span).owned_bytes
         return gone
 
-    def purge(self, root: bytes) -> list[int]:
-        """Take one's own spans under a root key out of the tree, held or not; they, and unplaced
-        ones. Raises StoreFailed."""
+    def purge(self, roots: Collection[bytes]) -> list[int]:
+        """Take one's own spans under these root keys out of the tree, held or not; they, and
+        unplaced ones. Raises StoreFailed."""
         gone, before = list[int](), set[int]()
         # Again: a repack may have put a copy in the place of one between the two.
-        while spans := {r.span_id for r in self.own_records() if r.root == root}:
+        while spans := {r.span_id for r in self.own_records() if r.root in roots}:
             if spans == before:  # what Ctrl-C cut off left spans without a node
                 raise StoreFailed("purge: the tree is torn: open the store again, then purge")
             gone, before = gone + self.withdraw(spans), spans
         with self.lock:
-            unplaced = {s for s in self._unplaced if place_of(self._kept[s])[1] == root}
+            unplaced = {s for s in self._unplaced if place_of(self._kept[s])[1] in roots}
             self._unplaced -= unplaced
             for span in unplaced:
                 self.waiting.forget(span)

@@ -181,7 +181,7 @@ class Leaving:
             raise StoreFailed(f"{self._path}: not purged: no commit within {COMMIT_TIMEOUT_S:g} s")
         known = {(record.namespace, record.root) for record in self._catalog.all_records()}
         roots = {root for namespace, root in known if wanted(namespace, root)}
-        return drafts, roots, [span for root in roots for span in self._catalog.purge(root)]
+        return drafts, roots, self._catalog.purge(roots)
 
     def _ready(self) -> list[Extent]:
         """Where one's own spans lie that have been READY, sorted: every byte is their own."""
