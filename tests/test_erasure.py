@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 from conftest import MIB, SMALL, assert_serves, everything_in, kv_of, prompt, put_prompt
@@ -949,3 +950,67 @@ def test_a_purge_looks_at_all_spans_as_often_for_many_tenants_as_for_few(
         found.append(len(looks))
     assert found[0] == found[1] > 0
     store.check()
+
+
+def damage_notes(path: Path) -> int:
+    """A bit flips in each note of what is to be erased; how many there are."""
+    with lmdb.open(str(path / "shards/main/index"), map_size=1 << 30, max_dbs=8) as env:
+        notes = env.open_db(b"erase", create=False)
+        with env.begin(write=True) as txn:
+            found = dict(txn.cursor(notes))
+            for span, note in found.items():
+                txn.put(span, bytes([note[0] ^ 1]) + note[1:], db=notes)
+    assert found
+    return len(found)
+
+
+def test_a_rebuild_does_not_bring_back_what_a_damaged_note_is_of(tmp_path: Path) -> None:
+    """It was passed over: what a purge had taken out was served again."""
+    path = cut_off(tmp_path, "purge")
+    damage_notes(path)
+    found = rebuild_store(path)
+    assert (found.spans, found.purged, found.notes) == (0, 1, [])
+    with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:
+        assert store.lookup(prompt(256, 1)) == 0
+        assert row_of(prompt(256, 1)) not in everything_in(segments(path))
+
+
+def test_where_a_note_is_damaged_the_next_open_erases_all_that_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It erased nothing for it, and the note stayed for good. It does stay where that fails."""
+    path = cut_off(tmp_path, "purge")
+    n_notes = damage_notes(path)
+    last = kv_of(prompt(256, 1), GEOMETRY)[1][1].transpose(1, 0, 2)[-1].tobytes()
+
+    def failing(ssd: SsdTier, slot: Slot) -> None:
+        raise MediumError("ssd: no")
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(SsdTier, "erase", failing)
+        with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:
+            put_prompt(store, prompt(64, 3)).wait(60)
+            assert store.counters["unerased_spans"] == len(store.index.to_erase()) == n_notes
+    assert last in everything_in(segments(path))
+    with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:
+        assert last not in everything_in(segments(path))
+        assert store.counters["unerased_spans"] == 0
+        put_prompt(store, prompt(64, 4)).wait(60)
+        assert not store.index.to_erase()
+        for seed in (3, 4):
+            assert_serves(store, prompt(64, seed), 64)
+        store.check()
+
+
+def test_the_command_says_erased_where_the_note_of_an_earlier_purge_is_damaged(
+    tmp_path: Path,
+) -> None:
+    """Every later one found it not erased, and ended with 2."""
+    path = cut_off(tmp_path, "purge")
+    damage_notes(path)
+    config = impress.Config(**SMALL, shard=1)
+    with impress.PrefixStore.open(path, GEOMETRY, "test", config) as store:
+        put_prompt(store, prompt(64, 3)).wait(60)
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--namespace", "test"])
+    assert done.exit_code == 0, done.output
+    assert row_of(prompt(256, 1)) not in everything_in(path)

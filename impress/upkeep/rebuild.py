@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -243,11 +242,14 @@ def _spared(
     headers: Sequence[SpanHeader], notes: Mapping[int, bytes], found: Rebuilt
 ) -> list[SpanHeader]:
     """Those that are not to be erased."""
-    places = set()
+    places, anywhere = set(), set()
     for span, note in notes.items():
-        with suppress(FormatError):  # said at the next open
+        try:
             places.add((span, decode_extents(note)[0][:2]))
-    spared = [h for h in headers if (h.record.span_id, h.record.meta[:2]) not in places]
+        except FormatError:  # said at the next open, which erases all that is free
+            anywhere.add(span)
+    kept = (header for header in headers if header.record.span_id not in anywhere)
+    spared = [h for h in kept if (h.record.span_id, h.record.meta[:2]) not in places]
     found.purged += len(headers) - len(spared)
     return spared
 

@@ -162,13 +162,27 @@ class Reclaim:
 
     def finish(self) -> None:
         """At opening: erase what was left to be, where nothing else lies by now."""
-        slots = {}
+        slots, lost = {}, []
         for span, note in self._index.to_erase().items():
             try:
                 slots[span] = Slot(tuple(self._ssd.free_parts(decode_extents(note))))
             except FormatError as err:
-                self._unerased([span], err)
+                log.warning("%s: %s: all that is free is erased", self._shard.path, err)
+                lost.append(span)
         self._erase(slots)
+        if lost:
+            self._erase_lost(lost)
+
+    def _erase_lost(self, spans: Collection[int]) -> None:
+        """At opening: of these nobody knows where they lay, so all that is free is erased."""
+        free = Slot(tuple(self._ssd.free_parts(self._ssd.turns())))
+        try:
+            self._ssd.erase(free)
+            self._ssd.sync([free])
+        except (MediumError, MemoryError) as err:
+            self._unerased(spans, err)
+        else:
+            self._index.erased(spans)
 
     def _wipe(self, records: Sequence[SpanRecord]) -> None:
         """Overwrite those of them that are spoilt, for good."""
