@@ -26,17 +26,21 @@ from test_engine_hf import (
     prompts,
 )
 
+import impress
 from impress.cli.explain import explain
 from impress.demo.lookup import tasks
 from impress.demo.lookup.tasks import TASKS, document, questions
 from impress.engines import hf, hf_audit
 from impress.engines.choice import Rates
-from impress.engines.hf_audit import Interrupted, Turn
+from impress.engines.hf_audit import Interrupted, Turn, Watch, weigh
+from impress.engines.hf_prefix import find_prefix
 from impress.errors import PrefixLost
 from impress.policy import AllHeads, Exact, Quality, StaticH2O
 from impress.quality import guard
+from impress.read.shadow import SHADOW_ROWS
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
+from impress.selection.scores import suffix_lse_of, true_missing_mass
 
 N = 5  # shadows that earn trust here
 
@@ -242,6 +246,38 @@ def test_a_sparse_shadow_weighs_the_answers_own_selection(tmp_path):
         engine.flush()
         assert engine.last_request.mode == "sparse"
         assert ledger_of(engine)["worst_missing_mass"] > 0.3  # not that of a selection made anew
+
+
+def test_a_long_sparse_request_is_weighed_by_what_it_was_served(open_store):
+    """Of more query rows than are kept, the shadow chose again by those that were. Here the last 30
+    of 1,280, a question say, look at rows that the request left out, as 30 are few; of the last 256
+    they are many, so the shadow chose their rows and called the request clean."""
+    store = open_store(impress.Geometry(1, 2, 2, 16, "float32"))
+    tokens, n_new, n_question = np.arange(129, dtype=np.int32), 1280, 30
+    keys, new_keys = torch.zeros(2, 128, 16), torch.zeros(2, n_new, 16)
+    keys[:, :8, 0] = keys[:, 64:72, 1] = 3.0
+    query = torch.zeros(2, n_new, 16)
+    query[:, :-n_question, 0] = query[:, -n_question:, 1] = 4.0
+    store.store(tokens[:128], [keys], [keys]).wait(60)
+    policy = Quality()
+    prefix = find_prefix(store, [tokens])
+    prefix.open(policy)
+    prefix.seen = {}
+    served, _ = prefix.choose(0, query, new_keys, 1.0)
+    assert torch.equal(served, keys[:, :8])
+    watch = Watch(b"", policy, prefix.lend(), 128 + n_new, prefix.seen)
+    assert prefix.close()
+    weighed = weigh(watch, 1, lambda: None)
+    watch.drop()
+    kept = slice(-SHADOW_ROWS, None)
+    suffix_lse = suffix_lse_of(query, new_keys, 1.0)
+    true = true_missing_mass(query[:, kept], keys, 1.0, suffix_lse[:, kept], np.arange(8)).mean()
+    assert true == pytest.approx(n_question / SHADOW_ROWS, rel=0.01)
+    assert weighed.true_mass == pytest.approx(true)
+    ledger = guard.Ledger(policy.max_missing_mass, 300)
+    ledger.note(weighed)
+    # its estimate is of all 1,280 rows, of which it is right
+    assert (ledger.n_exceeded, ledger.n_understated) == (1, 0)
 
 
 def test_nothing_of_a_request_is_held_once_it_is_weighed(tmp_path):

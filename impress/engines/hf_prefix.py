@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -85,11 +87,14 @@ class StoredPrefix:
             lse = suffix_lse_of(query, new_keys, scaling)
         k, v, _ = session.retrieve(layer, query, scaling, lse)
         if self.seen is not None and lse is not None and isinstance(session, SparseSession):
-            all_kept = query.shape[1] <= SHADOW_ROWS
+            chosen = session.chosen[layer]
+            if query.shape[1] > SHADOW_ROWS:  # its estimates are of rows that are not kept, too
+                chosen = replace(
+                    chosen, estimated_missing_mass=math.nan, missing_mass_worst_head=math.nan
+                )
             self.seen[layer] = Seen(
-                query[:, -SHADOW_ROWS:].clone(), scaling, lse[:, -SHADOW_ROWS:].clone(),
-                session.chosen[layer] if all_kept else None,
-            )  # fmt: skip
+                query[:, -SHADOW_ROWS:].clone(), scaling, lse[:, -SHADOW_ROWS:].clone(), chosen
+            )
         return k, v
 
     def lend(self) -> Lease:

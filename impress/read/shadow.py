@@ -1,6 +1,6 @@
 """Shadows: what a request's chosen rows really left out, weighed against all keys after its answer.
 
-the request's own query rows ─┬─ its selection, or one made as it would have been
+the request's own query rows ─┬─ its selection; of an exact request, one made by these rows
                               └─ all keys of the prefix ──→ true missing mass, beside the estimate
 """
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 #: The last query rows of a request that are kept to be asked again. A longer one is judged by
-#: these, with a selection made by them: 256 rows of 32 heads of 128 are 2 MiB a layer in 16 bits.
+#: these, and where it was exact the selection is made by them alone: 256 rows of 32 heads of 128
+#: are 2 MiB a layer in 16 bits.
 SHADOW_ROWS = 256
 
 
@@ -30,8 +31,9 @@ SHADOW_ROWS = 256
 class Seen:
     """What one layer's attention was asked: a request's last query rows.
 
-    query [n_heads, r, head_dim] after RoPE; suffix_lse float32 [n_heads, r]. `chosen`: what was
-    chosen by just these rows; None where that is still to be done.
+    query [n_heads, r, head_dim] after RoPE; suffix_lse float32 [n_heads, r]. `chosen`: what the
+    request chose, by all its rows; its estimates are nan where more rows than these were asked, as
+    they are compared with what these miss. None where it was exact: chosen by these, as weighed.
     """
 
     query: torch.Tensor
