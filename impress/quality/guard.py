@@ -14,8 +14,12 @@ that, and a bound on the mean of 300 (empirical Bernstein's adds .04) would neve
 that the mean is aimed at. Not Wilson's or a normal approximation: they are worst where it matters,
 at no or few exceedances. The exact limit needs no model of the masses, only requests that are
 alike. 300 clean ones in a row rule out shares above 1 %; trust ends where the bound over the last
-300 is above twice that: at the second that is not clean, not at the first. It is looked at after
-every request, which makes its confidence over a long time a little less than 95 %.
+300 is above twice that: at the second that is not clean, not at the first.
+
+The confidence is that of the 300, not of being trusted: any 300 in a row will do, and each shadow
+may end such a row. A policy of which 1 % of requests are not clean is trusted within its first 600
+shadows in one case of five, and after 1,939 on average; at 2 %, after 21,400. Those are left to the
+watch. Nor is it known whether requests are alike: 300 repeats of one prompt count as 300.
 """
 
 from __future__ import annotations
@@ -164,8 +168,9 @@ class Ledger:
     def _trust(self) -> str:
         self.state = "trusted"
         return (
-            f"trusted after {self.n_wanted} clean shadows in a row: sparse from now on, "
-            f"with {self.bound:.2%} of requests at most over a missing mass of {self.most_mass:g}"
+            f"trusted after {self.n_wanted} clean shadows in a row: sparse from now on; up to "
+            f"{self.bound:.2%} of requests miss more than {self.most_mass:g} (95 % limit of these "
+            f"{self.n_wanted})"
         )
 
     def _send_back(self) -> str:
