@@ -127,7 +127,8 @@ LINES: Final = (
          (Ours("accuracy", "specialised.rte.25.static_h2o.n", "of {:.0f} questions each"),
           Ours("accuracy", "agreeing.rte.25.static_h2o.lost_points", "{:.1f}", "points agreeing "),
           Ours("accuracy", "specialised.rte.25.static_h2o.lost_points", "{:.1f}", "specialised ")),
-         "measured", f"25 % kept, by the importance that rows were stored with; {_SMALL}"),
+         "measured", "25 % kept, by importance: the attention of the document's last 16 tokens, "
+         f"not of all of them (H2O); {_SMALL}"),
     Line("Fig 16", "p50 against AS+H2O+LFU", "1.2–2.8×",
          (Ours("ttft", "p50_vs_as_h2o_lfu", within=True),), "emulated", _SLICE),
     Line("", "mean against AS+H2O+LFU", "not given",

@@ -151,7 +151,11 @@ class Recency:
 
 @dataclass(frozen=True, slots=True)
 class StaticH2O:
-    """The top `keep` by the importance given when the prefix was stored, whatever the query."""
+    """The top `keep` by the importance given when the prefix was stored, whatever the query.
+
+    What the Transformers engine gives is the attention of the prompt's last 16 rows (hf_observed),
+    where H2O takes that of all rows. The same as SnapWindow(pool=1).
+    """
 
     keep: float = 0.25
     name: str = _fixed("static_h2o")
@@ -169,7 +173,8 @@ class SnapWindow:
     That attention is the importance given at storing; each token takes the largest of its `pool`
     neighbours (an odd number, itself in the middle), so that a few words are kept, not one. Chosen
     once for a prefix, whatever the query. Simplified: one set for all heads, where SnapKV has one
-    for each, and a prefix stored in parts pools within its whole length. Raises BadInput.
+    for each; the window of those last rows is not kept for sure, where SnapKV always keeps it; and
+    a prefix stored in parts pools within its whole length. Raises BadInput.
     """
 
     keep: float = 0.25

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impress import BadInput, Geometry, ImpressError
-from impress.policy import Contiguous, Pages, Policy, SnapWindow
+from impress.policy import Contiguous, Pages, Policy, SnapWindow, StaticH2O
 from impress.selection.choices_units import pooled, unit_choice
 from impress.selection.identify import Asked, select
 from impress.selection.probes import codec_of
@@ -133,6 +133,20 @@ def test_a_word_is_kept_with_its_neighbours() -> None:
         asked(geometry, drawn(geometry, 64, 0), torch.ones(2, 1, 4), importance=lambda: importance),
     )
     assert got.positions is not None and got.positions.tolist() == [19, 20, 21]
+
+
+@given(
+    st.lists(st.floats(0, 1, width=32), min_size=1, max_size=64),
+    st.sampled_from([0.01, 0.25, 0.5, 1.0]),
+)
+def test_a_pool_of_one_is_static_h2o(values: list[float], keep: float) -> None:
+    """The Transformers engine gives both the same importance, so one stands for the other there."""
+    importance = np.array(values, dtype=np.float32)
+    asked_of = Asked(
+        0, len(values), Geometry(1, 2, 2, 4, "float32"), WINDOW, importance=lambda: importance
+    )
+    static, snap = (select(policy, asked_of) for policy in (StaticH2O(keep), SnapWindow(keep, 1)))
+    np.testing.assert_equal(snap.positions, static.positions)
 
 
 # ---- all ---------------------------------------------------------------------------------------
