@@ -1,6 +1,6 @@
 """What every way to a prefix keeps of accuracy, against the full KV on the same questions.
 
-    python -m experiments.accuracy                                       both lookup models
+    python -m experiments.accuracy                                       the three lookup models
     python -m experiments.accuracy --model DIR --task rte --data DIR --shots 20      a real one
 
 Kept shares × selectors (experiments/arms.py), our bound at several values, and all of the KV in 8

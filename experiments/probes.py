@@ -3,8 +3,9 @@
 On the lookup models: recall of the true top tenth of a layer's rows (by the column sums of all
 heads on the stored keys, queries of the exact forward; mean over layers and questions), accuracy
 when each layer loads the top 2, 5, 10 and 25 % by the codec (heads3: the paper's vote, no gate),
-and what `Quality` loads and loses with it. "keys" ranks by the stored keys: the most a sketch can
-reach. The pca codecs are fitted to documents of another split.
+and what `Quality` loads and how many right answers turn wrong with it (not points lost: those that
+turn right are not set against them). "keys" ranks by the stored keys: the most a sketch can reach.
+The pca codecs are fitted to documents of another split.
 
 For 16 and more heads and heads of 64 there is no trained model here: recall only, on SYNTHETIC keys
 that have the spectrum of the lookup model's, and queries that look at some of them.
@@ -55,7 +56,7 @@ class Counted:
 
     recalls: list[float] = field(default_factory=list)
     right: dict[float, list[bool]] = field(default_factory=lambda: {keep: [] for keep in KEEPS})
-    lost: dict[float, list[bool]] = field(default_factory=lambda: {b: [] for b in BOUNDS})
+    to_wrong: dict[float, list[bool]] = field(default_factory=lambda: {b: [] for b in BOUNDS})
     shares: dict[float, list[float]] = field(default_factory=lambda: {b: [] for b in BOUNDS})
     missing: dict[float, list[float]] = field(default_factory=lambda: {b: [] for b in BOUNDS})
 
@@ -160,7 +161,7 @@ def ask(
                 chosen = choice_of(
                     walk(model, n, q.tokens, bounded(prefix, sketches, name, bound, counted)), q
                 )
-                counted.lost[bound].append(exact == q.answer and chosen != q.answer)
+                counted.to_wrong[bound].append(exact == q.answer and chosen != q.answer)
 
 
 def bounded(
@@ -219,8 +220,9 @@ def _row(checkpoint: str, name: str, geometry: impress.Geometry, counted: Counte
     for keep, right in counted.right.items():
         row[f"right at {keep:.0%}"] = float(np.mean(right))
     for bound in BOUNDS:
-        some = bool(counted.lost[bound])
-        row[f"lost at {bound:g}"] = 100 * float(np.mean(counted.lost[bound])) if some else ""
+        flips = counted.to_wrong[bound]
+        some = bool(flips)
+        row[f"to wrong at {bound:g}"] = 100 * float(np.mean(flips)) if some else ""
         row[f"bytes at {bound:g}"] = float(np.mean(counted.shares[bound])) if some else ""
         row[f"missing at {bound:g}"] = float(np.mean(counted.missing[bound])) if some else ""
     return row
@@ -305,8 +307,9 @@ _TABLES: Final = {
     "recall of the top tenth, and accuracy at shares kept": (
         "codec", "probe share", "recall", *(f"right at {keep:.0%}" for keep in KEEPS),
     ),
-    "Quality by bound: points lost, bytes read, true missing mass": (
-        "codec", *(f"{what} at {b:g}" for b in BOUNDS for what in ("lost", "bytes", "missing")),
+    "Quality by bound: flips to wrong in points, bytes read, true missing mass": (
+        "codec",
+        *(f"{what} at {b:g}" for b in BOUNDS for what in ("to wrong", "bytes", "missing")),
     ),
 }  # fmt: skip
 

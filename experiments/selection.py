@@ -246,7 +246,7 @@ def all_figures(found: dict[str, Found], seed: int) -> tuple[dict[str, float], l
             for checkpoint, one in found.items()
             for task in (*TASKS, "")
         }
-        # A document stands in both checkpoints: pooled, it is still one document.
+        # A document is asked of every checkpoint: pooled, it is still one document.
         cells["", ""] = [o for one in found.values() for o in one.by_policy[name]]
         for (checkpoint, task), outcomes in cells.items():
             said = figures_of(outcomes, policy, seed)
