@@ -82,9 +82,18 @@ def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
     for row in base.values():
         if "p99_ms" in row:
             said[f"p99_ms.{row['system']}"] = row["p99_ms"]
+    late = [_late_share(row) for row in base.values() if "stated_ms" in row]
+    if late:
+        said["late_share_worst"] = max(late)
     if "impress" in base:
         said["fallback_share"] = base["impress"]["fell_back"]
     return said, rows
+
+
+def _late_share(row: Row) -> float:
+    """Of a system's p50, what its waits went on for beyond what was stated: threads that read hold
+    the interpreter, and no accelerator waits for that."""
+    return float((row["emulated_ms"] - row["stated_ms"]) / row["p50_ms"])
 
 
 def _say(said: Figures, name: str, found: Times) -> None:

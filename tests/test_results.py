@@ -184,6 +184,29 @@ def test_cells_stand_side_by_side_and_the_base_cell_in_full(tmp_path: Path) -> N
     assert "zipf 1.2" not in page.read_text()
 
 
+def test_waits_that_end_late_beside_readers_are_said(tmp_path: Path) -> None:
+    """What reads holds the interpreter, and an emulated wait ends late: 22 % of the time of int4
+    of everything was that, and stood in no table."""
+    rest = dict.fromkeys(("p50_low", "p50_high", "p90_ms", "mean_ms", "io_ms", "ssd_floor_ms", "mb",
+                          "ssd_mb", "hbm", "dram", "rows", "fell_back"), 0.5)  # fmt: skip
+    ms = {"as_int4": (11.1, 4.35, 1.95), "exact": (46.0, 3.33, 1.63), "impress": (26.2, 2.36, 1.97)}
+    rows = [
+        {"part": "cell", "cell": "base", "system": name, **rest, "p50_ms": p50,
+         "emulated_ms": waited, "stated_ms": stated}
+        for name, (p50, waited, stated) in ms.items()
+    ]  # fmt: skip
+    said, _ = ttft.figures(rows, _options(tmp_path, quick=True))
+    assert said["late_share_worst"] == pytest.approx((4.35 - 1.95) / 11.1)
+    before = {**rows[1], "system": "as"}
+    del before["stated_ms"]
+    said, _ = ttft.figures([before], _options(tmp_path, quick=True))
+    assert "late_share_worst" not in said
+    text = _filled(tmp_path, "ttft", {"ttft": {"figures": {}, "rows": [*rows, before]}})
+    assert "| I/O ms | waits ms | stated ms |" in text
+    assert "| as_int4 | 11.1 | 0.5 | 0.5 | 0.5 | 4.35 | 1.95 |" in text
+    assert "| as | 46 | 0.5 | 0.5 | 0.5 | 3.33 | – |" in text
+
+
 def test_filling_twice_changes_nothing(tmp_path: Path) -> None:
     once = _filled(tmp_path, "runs", {"hits": {"figures": {}}})
     results_table.fill(tmp_path / "page.md", tmp_path / "results")
