@@ -41,6 +41,8 @@ _DISK_BYTES = {False: 1 << 30, True: 256 << 20}
 #: And how often: the median is taken. One run behind the deletion of much else once had a third of
 #: the rate, and everything emulated went by it.
 _DISK_READS = 5
+#: Where fio's rate of a disk and its rounds' are more times apart, a cell hangs on which is taken.
+_ONE_RATE = 1.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +214,15 @@ def _run(
         f"{experiment.about} Estimated time: {duration(seconds)} "
         f"({len(todo)} of {len(cells)} cells to measure){disk.said()}."
     )
-    _measure(experiment.name, todo, done)
+    _measure(experiment.name, todo, done, disk)
     after = _disk(args, folder, experiment.uses_disk) if todo else disk
     if after.apart(disk):
         console.print(f"the disk gave {disk.gb_s:.2f} GB/s before and {after.gb_s:.2f} after: what "
                       "is set against its rate is as uncertain as that")  # fmt: skip
     if others := done.others([params for params, _ in cells]):
         console.print(f"{others} finished cells are not among these: the report leaves them out")
+    for params, cell in cells:
+        _say_rates(cell, done[params])
     rows = [{**cell.params, **row} for params, cell in cells for row in done[params]]
     figures, lines = experiment.figures(rows, options)
     if args.json is not None:
@@ -249,8 +253,12 @@ def _chosen(cells: Sequence[Cell], words: Sequence[str] | None) -> list[Cell]:
     ]
 
 
-def _measure(name: str, todo: Sequence[tuple[dict[str, Any], Cell]], done: Cells) -> None:
-    """Measure cells in order; each is kept as soon as it is whole."""
+def _measure(
+    name: str, todo: Sequence[tuple[dict[str, Any], Cell]], done: Cells, disk: Disk
+) -> None:  # fmt: skip
+    """Measure cells in order; each is kept as soon as it is whole, with what fio said of the disk:
+    a run that goes on later has another rate."""
+    by_fio = {"fio_gb_s": disk.gb_s} if disk.by == "fio" else {}
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TimeElapsedColumn(), TimeRemainingColumn(),
@@ -260,9 +268,25 @@ def _measure(name: str, todo: Sequence[tuple[dict[str, Any], Cell]], done: Cells
         for params, cell in todo:
             progress.update(bar, description=" ".join([name, *cell.words()])[:70])
             begin_s = time.monotonic()
-            rows = [dict(row) for row in cell.measure()]
+            rows = [{**row, **by_fio} for row in cell.measure()]
             done.add(params, rows, time.monotonic() - begin_s)
             progress.advance(bar)
+
+
+def _say_rates(cell: Cell, rows: Sequence[Row]) -> None:
+    """A line where a cell's rounds, by whose rate its compute was stretched, found another disk
+    than fio before it. Nothing where nothing was read, or of before fio's was kept with rows."""
+    both = {"disk_gb_s", "fio_gb_s"}
+    found = next((row for row in rows if both <= row.keys() and row["mb"]), None)
+    if found is None:
+        return
+    rounds, by_fio = found["disk_gb_s"], found["fio_gb_s"]
+    if max(rounds, by_fio) > _ONE_RATE * min(rounds, by_fio):
+        console.print(
+            f"{' '.join(cell.words()[:2])}: the disk gave {rounds:.2f} GB/s before the rounds and "
+            f"{by_fio:.2f} by fio: of what only reads, ratios to recompute would be "
+            f"{by_fio / rounds:.2f} times as large by fio's"
+        )
 
 
 def _disk(args: argparse.Namespace, folder: Path, uses_disk: bool) -> Disk:

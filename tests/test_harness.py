@@ -138,6 +138,36 @@ def test_the_check_of_every_run_is_kept(tmp_path: Path, report: Path) -> None:
     assert said["figures"] == {"worst": 0.149}
 
 
+def test_each_cell_keeps_what_fio_said_before_it(
+    tmp_path: Path, report: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A report said one rate, of the last command, and its cells were of many: fio had found 2.77
+    GB/s where the rounds of the cell behind it had 2.29, and nobody could see by how much ratios
+    hung on which."""
+    rates = iter([2.77] * 10 + [2.3] * 10 + [9.0] * 5)  # five before and five behind; nothing new
+    monkeypatch.setattr(fio, "version", lambda: "fio-3")
+    monkeypatch.setattr(fio, "write", lambda file, *_: file.touch())
+    monkeypatch.setattr(fio, "read", lambda *_, **__: fio.FioResult(10**9, 1 / next(rates), 0.0))
+
+    def cells(_options: Options) -> list[Cell]:
+        unread = {"system": "recompute", "mb": 0.0, "disk_gb_s": 5.0}
+        rows = [unread, {"system": "as", "mb": 1.0, "disk_gb_s": 2.29}]
+        return [Cell({"part": "cell", "cell": name}, lambda: rows) for name in ("base", "zipf")]
+
+    made = Experiment("doubling", "Reads.", cells, lambda rows, _: ({}, rows), uses_disk=True)
+    args = ["--dir", str(tmp_path), "--json", str(report), "--resume"]
+    for name in ("base", "zipf"):
+        assert main(made, [*args, "--cells", name]) == 0
+    capsys.readouterr()
+    assert main(made, args) == 0
+    rows = json.loads(report.read_text())["rows"]
+    assert [row["fio_gb_s"] for row in rows] == pytest.approx([2.77, 2.77, 2.3, 2.3])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("before the rounds") == 1
+    assert "cell base: the disk gave 2.29 GB/s before the rounds and 2.77 by fio" in said
+    assert "ratios to recompute would be 1.21 times as large by fio's" in said
+
+
 @pytest.mark.parametrize("change", [["--seed", "2"], ["--quick"]])
 def test_other_parameters_are_measured_again(
     tmp_path: Path, report: Path, change: list[str]
