@@ -2,17 +2,19 @@
 
 Rows of 1, 4 and 16 KiB, choices that follow the average order more or less (the overlap is
 measured), each request read once from rows in position order, once from packed ones, beside a
-sequential read of everything, and beside the packed one's requests sent to the disk alone. All is
-real: no compute is in it. Where on the curve the small trained models' choices lie is measured, too
-(experiments/overlap.py).
+sequential read of everything, and beside an earlier packed one's requests sent to the disk alone.
+Their order is drawn for each request: what has just been read may be quicker, and in a ring the
+same way always comes behind the same. All is real: no compute is in it. Where on the curve the
+small trained models' choices lie is measured, too (experiments/overlap.py).
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -20,16 +22,26 @@ from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.overlap import measure as measure_models
 from experiments.selection import CHECKPOINTS, digest_of
-from experiments.systems.rows import Positions, Rows, choices, measured_overlap
+from experiments.systems.rows import Plan, Positions, Rows, choices, measured_overlap
 
 ROW_KIB: Final = (1, 4, 16)
 KEEP: Final = 0.25
 #: Knobs of the mix; what overlap they make is measured.
 MIXES: Final = {False: (0.3, 0.6, 0.8, 0.9, 0.96, 0.99, 1.0), True: (0.6, 0.9, 0.99)}
 UNITS: Final = (16, 32, 64, 128, 256)
-#: Threads that send, bare, what the packed read asked of the disk: neither is quicker everywhere.
-ALONE: Final = {"by_eight": 8, "by_one": 1}
-#: What is read in turns.
+
+
+class Alone(NamedTuple):
+    """A packed read's requests, sent bare by so many threads: of `back` requests before."""
+
+    n_threads: int
+    back: int
+
+
+#: Neither is quicker everywhere. All that one request reads, and more, lies between two of the ways
+#: that ask for the same bytes.
+ALONE: Final = {"by_eight": Alone(8, 2), "by_one": Alone(1, 4)}
+#: What is read for each request.
 WAYS: Final = ("before", "after", "all", *ALONE)
 #: Where one figure is to speak for the curve: the measured overlap nearest to this. The paper's
 #: recall of a static order is "over 80 %".
@@ -41,8 +53,8 @@ PACKED_FROM: Final = 0.9
 
 def cells(options: Options) -> list[Cell]:
     reads = [
-        Cell(  # alone: cells of before had its reads sent by eight threads alone
-            {"row_kib": kib, "mix": mix, "alone": "by the quicker"},
+        Cell(  # alone: cells of before had reads of the same request, some by eight threads only
+            {"row_kib": kib, "mix": mix, "alone": "an earlier request's, by the quicker"},
             partial(measure, options, kib, mix), 2.0 + 0.8 * kib,
         )
         for kib in ROW_KIB for mix in MIXES[options.quick]
@@ -65,10 +77,13 @@ def measure(options: Options, kib: int, mix: float) -> list[Row]:
     rows = Rows.of(folder, kib << 10, earlier, options.seed)
     try:
         read: dict[str, list[Row]] = {way: [] for way in WAYS}
-        for turn, chosen in enumerate(asked):
-            at = turn % len(WAYS)
-            for way in WAYS[at:] + WAYS[:at]:
-                read[way].append(_read(rows, way, chosen))
+        rng = np.random.default_rng([options.seed, 13])
+        plans: deque[Plan] = deque(maxlen=max(one.back for one in ALONE.values()))
+        for chosen in asked:
+            for at in rng.permutation(len(WAYS)).tolist():
+                if (took := _read(rows, WAYS[at], chosen, plans)) is not None:
+                    read[WAYS[at]].append(took)
+            plans.append(rows.plans["after"])
         units = {
             f"{name}_unit_{unit}": float(np.mean([rows.chunks(c, name, unit) for c in asked[:4]]))
             for name in ("before", "after") for unit in UNITS
@@ -90,11 +105,15 @@ def measure(options: Options, kib: int, mix: float) -> list[Row]:
     return [{**line, **units}]
 
 
-def _read(rows: Rows, way: str, chosen: Sequence[Positions]) -> Row:
+def _read(
+    rows: Rows, way: str, chosen: Sequence[Positions], plans: Sequence[Plan]
+) -> Row | None:  # fmt: skip
+    """`plans`: of the packed reads of the requests before; None while there are too few."""
     if way == "all":
         return rows.read_all("before")
     if way in ALONE:
-        return rows.read_alone("after", ALONE[way])
+        n_threads, back = ALONE[way]
+        return rows.read_alone("after", plans[-back], n_threads) if len(plans) >= back else None
     return rows.read(way, chosen)
 
 
@@ -207,8 +226,10 @@ EXPERIMENT: Final = Experiment(
     meta=lambda _options: {
         "io_s": "from asking for a layer's rows to having them in memory, verified; sum of layers",
         "floor": "selected bytes ÷ the rate at which the same session reads everything",
-        "alone": "the packed read's requests, sent by eight threads or by one, whichever is the "
-                 "quicker, planned beforehand and neither verified nor put in order",
+        "alone": "requests of a packed read of two or four requests before, sent by eight threads "
+                 "or by one, whichever is the quicker, neither planned nor verified nor put in "
+                 "order",
+        "order": "of the ways, drawn for each request",
         "models": "what trained models' questions choose by the paper's selector without its gate, "
                   "and by ours: share of it first by what the document's others chose (others), or "
                   "by the importance at storing (stored); mean over documents, layers, questions",

@@ -175,7 +175,7 @@ LINES: Final = (
     Line("Fig 20", "its requests alone, nothing planned or verified ÷ the same floor", "",
          tuple(Ours("chunks", f"disk_alone_vs_sequential_floor.{kib}", "{:.2f}", f"{kib} KiB ")
                for kib in (1, 4, 16)), "measured",
-         "the same bytes, sent by eight threads or by one: the quicker"),
+         "sent by eight threads or by one: the quicker"),
     Line("Fig 21", "HBM hit rate by rows, LFU → importance", "68 → 80 %",
          (Ours("hits", "hbm_hit_lfu", "{:.0%}", "LFU "),
           Ours("hits", "hbm_hit_importance", "{:.0%}", "importance ")), "measured",

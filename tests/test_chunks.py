@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from argparse import Namespace
+from collections import Counter
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from experiments import chunks
 from experiments.common import Unable
+from experiments.harness import Disk, Options
 from experiments.systems.rows import Rows, choices, measured_overlap
 
 
@@ -37,7 +43,7 @@ def test_packed_rows_cost_less_and_are_the_same(tmp_path: Path) -> None:
             assert one["selected"] == other["selected"]
             assert other["moved"] < one["moved"]
             assert other["requests"] < one["requests"]
-        alone = rows.read_alone("after", 8)
+        alone = rows.read_alone("after", rows.plans["after"], 8)
         assert [alone[key] for key in ("selected", "moved")] == [
             after[-1][key] for key in ("selected", "moved")
         ]
@@ -63,3 +69,40 @@ def test_a_choice_by_popularity_alone_follows_the_average_order() -> None:
         asked, earlier = choices(4, mix, 0.25, 2)
         assert least <= measured_overlap(asked, earlier) <= most
     assert max(chunks.MIXES[True]) < 1
+
+
+def test_no_way_follows_another_for_good_or_asks_for_what_was_just_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ways took turns in a ring: sent by one thread mostly came behind sent by eight, which had
+    read the same bytes, as had the packed read before both."""
+    plans: dict[str, int] = {}
+    asked: list[tuple[str, int | None]] = []  # a way, and whose packed read's bytes it asks for
+
+    def note(way: str, of: int | None = None) -> dict[str, float]:
+        asked.append((way, of))
+        return {"selected": 1, "moved": 1, "requests": 1, "io_s": 1.0}
+
+    def read(name: str, _chosen: object) -> dict[str, float]:
+        if name == "after":
+            plans[name] = sum(way == name for way, _ in asked)
+        return note(name, plans[name] if name == "after" else None)
+
+    fake = SimpleNamespace(
+        plans=plans, read=read, read_all=lambda _: note("all"), chunks=lambda *_: 1.0,
+        read_alone=lambda _, plan, n_threads: note(f"alone {n_threads}", plan), close=lambda: None,
+    )  # fmt: skip
+    monkeypatch.setattr(chunks, "Rows", SimpleNamespace(of=lambda *_: fake))
+    options = Options(False, None, None, False, tmp_path, 1, Disk(2.0, "given"), Namespace(),
+                      ExitStack())  # fmt: skip
+    (row,) = chunks.measure(options, 4, 0.9)
+    assert row["n"] == plans["after"] + 1 == 24
+    times = Counter(way for way, _ in asked)
+    assert times == {"before": 24, "after": 24, "all": 24, "alone 8": 22, "alone 1": 20}
+    follows = Counter(pairwise(way for way, _ in asked))
+    assert all(n <= times[way] / 2 for (_, way), n in follows.items())
+    last_read: dict[int, int] = {}
+    for at, (way, plan) in enumerate(asked):
+        if plan is not None:
+            assert at - last_read.get(plan, -len(asked)) > 3, f"{way} of what was just read"
+            last_read[plan] = at

@@ -44,6 +44,24 @@ SMOOTH: Final = 64
 Positions = npt.NDArray[np.int64]
 #: Reads of a layer, as each thread got its own.
 Slices = list[Sequence[Read]]
+_NOWHERE: Final = np.empty(0, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A sparse request as the disk saw it: what it wanted, in bytes, and of each layer the reads
+    with their lengths. Where it read to is let go of: what comes next needs that memory."""
+
+    wanted: int
+    layers: list[list[tuple[Read, int]]]
+
+    @classmethod
+    def of(cls, wanted: int, layers: Sequence[Slices]) -> Plan:
+        return cls(wanted, [
+            [(read._replace(dest=_NOWHERE, sums=None), len(read.dest))
+             for some in layer for read in some]
+            for layer in layers
+        ])  # fmt: skip
 
 
 def choices(
@@ -92,8 +110,7 @@ class Rows:
     geometry: Geometry
     stores: dict[str, PrefixStore]
     tokens: Any
-    #: By store: what its last sparse request wanted, in bytes, and how it asked for each layer.
-    _last: dict[str, tuple[int, list[Slices]]] = field(default_factory=dict)
+    plans: dict[str, Plan] = field(default_factory=dict)  # by store, of its last sparse request
 
     @classmethod
     def of(cls, folder: Path, row_bytes: int, earlier: Any, seed: int, window: int = 64) -> Rows:
@@ -125,36 +142,35 @@ class Rows:
         policy = Planned(KeepAll(), given, lambda _layer: None)
         wanted = sum(len(p) for p in chosen) * 2 * self.geometry.k_row_bytes
         row, layers = self._read(name, policy)
-        self._last[name] = wanted, layers
+        self.plans[name] = Plan.of(wanted, layers)
         return {"selected": wanted, **row}
 
     def read_all(self, name: str) -> Row:
         """Every row of every layer, layer by layer as the sparse ones."""
         return self._read(name, KeepAll())[0]
 
-    def read_alone(self, name: str, n_slices: int) -> Row:
-        """What the last sparse request asked of the disk, once more: layer by layer the same
+    def read_alone(self, name: str, plan: Plan, n_slices: int) -> Row:
+        """What a sparse request of before asked of the disk, once more: layer by layer the same
         bytes, but planned beforehand and neither verified nor put in order.
 
         In so many slices, each sent by a thread, however the request was sliced: a yardstick that
         is cut as what it is held against moves with it.
         """
-        store, (wanted, layers) = self.stores[name], self._last[name]
-        sizes = [sum(len(read.dest) for some in layer for read in some) for layer in layers]
+        store = self.stores[name]
+        sizes = [sum(n_bytes for _, n_bytes in layer) for layer in plan.layers]
         memory, io_s = aligned(size_class(max(sizes))), 0.0  # of a pool's kind
         memory.fill(0)  # which has been used before, too
-        for asked, size in zip(layers, sizes, strict=True):
+        for asked, size in zip(plan.layers, sizes, strict=True):
             at, bare = 0, []
-            for read in sorted((r for some in asked for r in some), key=lambda read: read.off):
-                dest = memory[at : at + len(read.dest)]
-                bare.append(read._replace(dest=dest, sums=None))
-                at += len(dest)
+            for read, n_bytes in sorted(asked, key=lambda one: one[0].off):
+                bare.append(read._replace(dest=memory[at : at + n_bytes]))
+                at += n_bytes
             tasks = [partial(store.ssd.read, some) for some in slices(bare, -(-size // n_slices))]
             begin = perf_counter()
             done = store._pool.submit(Lane.DEMAND, tasks).wait(60)
             io_s += perf_counter() - begin
             assert done, "a read takes more than a minute"
-        return {"selected": wanted, "moved": sum(sizes), "io_s": io_s}
+        return {"selected": plan.wanted, "moved": sum(sizes), "io_s": io_s}
 
     def _read(self, name: str, policy: Any) -> tuple[Row, list[Slices]]:
         store = self.stores[name]
