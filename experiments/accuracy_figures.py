@@ -1,7 +1,9 @@
 """What `accuracy` says of its rows: figures by GROUP.TASK.ARM, tables, plots.
 
 Intervals are bootstrapped over documents, as questions on one are not independent; flips and lost
-points are paired with the full KV on the same question.
+points are paired with the full KV on the same question. Where none flipped, no draw has a flip, and
+the interval would have no width: lost points then end at the exact one-sided bound of 95 % on the
+share of documents with a flip, 8.4 points of 34 documents.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from experiments.common import Row, print_rows
 from experiments.harness import Figures
 
 N_RESAMPLES: Final = 2000
+#: How often the bound may be wrong that stands where nothing flipped.
+_MISSED: Final = 0.05
 #: Every task of a group, and every group.
 ALL: Final = "all"
 _MEANS: Final = {"kl": "kl", "agreed": "agreement64", "run": "run64", "rows": "rows_share",
@@ -38,10 +42,13 @@ def all_figures(rows: list[Row], seed: int) -> tuple[Figures, list[Row]]:
     figures: Figures = {}
     lines: list[Row] = []
     for group, task, some in _splits(rows):
-        drawn = _drawn([row["document"] for row in some], seed)
+        documents = [row["document"] for row in some]
+        drawn = _drawn(documents, seed)
         for arm in some[0]["arms"]:
             said = _figures_of([row["arms"][arm] for row in some],
                                [row["arms"][EXACT] for row in some], drawn)  # fmt: skip
+            if arm != EXACT and not said["flips"]:
+                said["lost_points_high"] = _most_unseen(len(set(documents)))
             figures |= {f"{group}.{task}.{arm}.{what}": value for what, value in said.items()}
             lines.append({"group": group, "task": task, "arm": arm, **said})
     return figures, lines
@@ -69,6 +76,11 @@ def _drawn(documents: list[int], seed: int) -> npt.NDArray[np.float64]:
     counts = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), size=N_RESAMPLES)
     weights: npt.NDArray[np.float64] = counts[:, of].astype(np.float64)
     return weights
+
+
+def _most_unseen(n_documents: int) -> float:
+    """Most points that may be lost where none of so many documents had a flip."""
+    return float(f"{100 * (1 - _MISSED ** (1 / n_documents)):.5g}")
 
 
 def _figures_of(some: list[Row], exact: list[Row], drawn: npt.NDArray[np.float64]) -> Figures:
