@@ -88,3 +88,9 @@ def chosen(names: Sequence[str] | None, keep: float = 0.25) -> list[System]:
     every = systems(keep)
     known = {system.name: system for system in (*every, *reading_ahead(keep))}
     return [known[name] for name in names or [system.name for system in every]]
+
+
+def choosing(some: Sequence[System]) -> list[Policy]:
+    """Policies by which these systems choose rows, each once."""
+    policies = dict.fromkeys(system.policy for system in some)
+    return [policy for policy in policies if policy is not None and policy.name != "exact"]

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments.common import Row
-from experiments.systems.catalogue import System
+from experiments.systems.catalogue import System, choosing
 from experiments.systems.clock import A100, PAPER_DISK_GB_S, Clock, Compute, Roofline, dilation_of
 from experiments.systems.data import Data
 from experiments.systems.generate import Knobs
@@ -154,13 +154,7 @@ class Bench:
 
     def _prepare(self, asked: Sequence[tuple[int, int]]) -> None:
         """Write the data, where it is not there yet, and make the choices of these requests."""
-        policies = list(
-            {
-                s.policy: None
-                for s in self.systems if s.policy is not None and s.policy.name != "exact"
-            }
-        )  # fmt: skip
-        kinds = {s.data for s in self.systems}
+        kinds, policies = {s.data for s in self.systems}, choosing(self.systems)
         self.choices = self.data.prepare(kinds, policies, asked, self.load.knobs)
 
     def _server(self, system: System) -> Server:

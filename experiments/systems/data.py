@@ -46,7 +46,7 @@ _BITS: Final = {"int8": 8, "int4": 4}
 _SHARE: Final = {"int8": 0.6, "int4": 0.35}
 
 
-def _ordered_by(kind: str, keep: float) -> Policy | None:
+def ordered_by(kind: str, keep: float) -> Policy | None:
     """Whose choices the rows of a kind are ordered by."""
     known: dict[str, Policy] = {"packed": Paper(keep, gate=False), "sketched": Quality()}
     return known.get(kind)
@@ -150,7 +150,7 @@ class Data:
             for layer in range(self.n_layers):
                 store.put(number, layer, prefix.keys(layer), prefix.values(layer))
             return
-        policy = _ordered_by(kind, self.keep)
+        policy = ordered_by(kind, self.keep)
         worth = None
         if policy is not None:
             worth = average(prefix, policy, number, self.geometry, self.knobs)

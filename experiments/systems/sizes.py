@@ -20,12 +20,13 @@ CACHES: Final = {False: 10 << 30, True: 5 << 30}
 MOST_DATA: Final = {False: 2600 << 20, True: 1300 << 20}
 #: Layers of a slice, by `quick`.
 LAYERS: Final = {False: 4, True: 2}
-_MEAN_TOKENS: Final = 5250
+#: Of a prefix.
+MEAN_TOKENS: Final = 5250
 
 
 def n_prefixes(shape: str, ratio: int, n_systems: int, *, quick: bool) -> int:
     """Prefixes of a cell: the data, and n_systems pairs of caches for it, fit the machine."""
-    one = _MEAN_TOKENS * SHAPES[shape].row_bytes * LAYERS[quick]
+    one = MEAN_TOKENS * SHAPES[shape].row_bytes * LAYERS[quick]
     most = min(MOST_DATA[quick], CACHES[quick] * ratio // (42 * max(n_systems, 1)))
     return max(4, min(24, int(most // one)))
 

@@ -12,23 +12,34 @@ import torch
 
 from experiments.common import Row
 from experiments.harness import Cell, Figures, Options
-from experiments.systems.catalogue import System, chosen
+from experiments.systems.catalogue import System, choosing, chosen
 from experiments.systems.cell import LEAST_WINDOWS, Bench, Load, summary
+from experiments.systems.clock import A100, Compute
+from experiments.systems.data import N_EARLIER, ordered_by
 from experiments.systems.generate import Knobs
 from experiments.systems.shapes import SHAPES, Shape
-from experiments.systems.sizes import LAYERS, Verdict, data_of, dilation, n_prefixes, stretch
+from experiments.systems.sizes import (
+    LAYERS,
+    MEAN_TOKENS,
+    Verdict,
+    data_of,
+    dilation,
+    n_prefixes,
+    stretch,
+)
 
 #: The base cell: OPT-6.7B, the middle of the paper's cache ratios, requests by Zipf's law.
 BASE: Final[dict[str, Any]] = {
     "shape": "opt-6.7b", "ratio": 130, "zipf": 0.9, "agreement": Knobs().agreement,
     "overlap": Knobs().overlap, "keep": 0.25, "in_a_row": 1,
 }  # fmt: skip
-#: Seconds, about, by what `ttft` and `ablation` took. Of a layer of a request while caches are
-#: warmed, its choices included; of a request that is measured, and of a layer of it on the
-#: paper's disk, which is dilated; of writing a layer of one prefix in one form.
-_WARM_S: Final = 0.04
+#: Seconds, about, by what eight cells of `ttft` took. Of a layer of a request while caches are
+#: warmed; of what one policy chooses of it, before the clock; of a measured request, and of a layer
+#: of it on the paper's disk, which is dilated; of writing a layer of one prefix in one form.
+_WARM_S: Final = 0.02
+_CHOICE_S: Final = 0.012
 _REQUEST_S: Final = 0.05
-_LAYER_S: Final = 0.015
+_LAYER_S: Final = 0.01
 _PREFIX_S: Final = 0.4
 
 
@@ -70,15 +81,23 @@ def estimate(
     systems: Sequence[System], shape: Shape, n_layers: int, n_prefixes: int, load: Load,
     times: float,
 ) -> float:  # fmt: skip
-    """Seconds, about, of a cell: its data written, caches warmed, requests measured, compute
-    `times` as long."""
+    """Seconds, about, of a cell: its data written, in an order that earlier choices gave, rows of
+    all requests chosen, caches warmed, requests measured, compute `times` as long."""
     kinds = {system.data for system in systems} - {""}
     layers = n_layers * max(shape.row_bytes / SHAPES[BASE["shape"]].row_bytes, 0.4)
     n_warmed = load.n_warm * min(load.most_windows, LEAST_WINDOWS + 1)  # most are flat by then
     on_the_clock = _REQUEST_S + layers * _LAYER_S * times
-    each = n_warmed * layers * _WARM_S + load.n_measured * on_the_clock
+    n_chosen = len(choosing(systems)) * (n_warmed + load.n_measured)
+    ordered = sum(ordered_by(kind, BASE["keep"]) is not None for kind in kinds)
+    n_chosen += ordered * n_prefixes * N_EARLIER
+    reading = n_warmed * layers * _WARM_S + load.n_measured * on_the_clock
+    # What recomputes does nothing while others' caches are warmed.
+    forward = Compute(shape, A100).layer(MEAN_TOKENS, 0) * n_layers * times
+    recomputing = load.n_measured * (_REQUEST_S + forward)
+    served = sum(reading if system.data else recomputing for system in systems)
     modes = sum(system.auto for system in systems) * n_warmed * on_the_clock
-    return n_prefixes * len(kinds) * layers * _PREFIX_S + len(systems) * each + modes
+    prepared = n_prefixes * len(kinds) * layers * _PREFIX_S + n_chosen * layers * _CHOICE_S
+    return prepared + served + modes
 
 
 def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
