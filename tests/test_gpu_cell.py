@@ -12,7 +12,7 @@ import pytest
 from experiments import gpu_cell
 from experiments.harness import Disk, Options
 from experiments.systems.catalogue import chosen
-from experiments.systems.cell import config_of
+from experiments.systems.cell import config_of, order_of, window_of
 from experiments.systems.data import Data
 from experiments.systems.generate import Knobs
 
@@ -20,12 +20,16 @@ RECIPE = Path(gpu_cell.__file__).with_name("gpu_recipe.md").read_text()
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 
 
+def _options(folder: Path, gb_s: float, *, quick: bool) -> Options:
+    disk = Disk(gb_s, "given")
+    return Options(quick, None, None, False, folder, 1, disk, Namespace(), ExitStack())
+
+
 @pytest.fixture
 def seconds(tmp_path: Path) -> dict[str, float]:
     """About how long each system's command takes, at the disk rate that the recipe names."""
-    disk = Disk(2.0, "given")
-    options = Options(False, None, None, False, tmp_path, 1, disk, Namespace(), ExitStack())
-    return {cell.params["system"]: cell.seconds for cell in gpu_cell.cells(options)}
+    cells = gpu_cell.cells(_options(tmp_path, 2.0, quick=False))
+    return {cell.params["system"]: cell.seconds for cell in cells}
 
 
 def test_the_recipe_has_a_command_for_every_system(seconds: dict[str, float]) -> None:
@@ -54,3 +58,24 @@ def test_every_system_fits_the_memory_that_the_recipe_names(
     for system in chosen([name for name in seconds if name != "recompute"]):
         config = config_of(system, data, gpu_cell.RATIO)
         assert config.dram_bytes + config.hbm_bytes + longest < int(found[1]) << 30
+
+
+def test_every_prefix_is_asked_for_before_it_is_measured(tmp_path: Path) -> None:
+    """Windows of six requests had the least popular of six prefixes in none: its first request was
+    one that is measured."""
+    load = gpu_cell.load_of(_options(tmp_path, 2.0, quick=False))
+    assert set(window_of(load, gpu_cell.N_PREFIXES)) == set(range(gpu_cell.N_PREFIXES))
+    n_warmed = len(order_of(load, gpu_cell.N_PREFIXES)) - load.n_measured
+    assert f"after {n_warmed} requests" in " ".join(RECIPE.split())
+
+
+def test_a_row_says_how_warm_its_caches_were_and_the_report_that_no_wait_was_checked(
+    tmp_path: Path,
+) -> None:
+    """Other emulated cells say both; this one's looked as if it had been checked and was flat."""
+    options = _options(tmp_path, 50.0, quick=True)
+    (row,) = gpu_cell.measure(options, "recompute")
+    load = gpu_cell.load_of(options)
+    assert (row["n_warmed"], row["flat"]) == (load.n_warm * load.most_windows, False)
+    meta = gpu_cell.EXPERIMENT.meta(options)
+    assert meta["emulator"] == "not checked" and "waits are not checked" in " ".join(RECIPE.split())
