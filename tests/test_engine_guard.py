@@ -368,7 +368,7 @@ def test_an_answer_that_cannot_be_run_again_stays_one_shadow(tmp_path, monkeypat
     monkeypatch.setattr(guard, "RERUN_EVERY", 1)
     monkeypatch.setattr(hf_audit, "rerun", fails)
     if not heard:
-        monkeypatch.setattr(hf_audit.RawLogits, "_note", lambda *_: None)
+        monkeypatch.setattr(hf_audit.RawLogits, "note", lambda *_: None)
     with filled(model_of("llama"), tmp_path, Liar(), guard_shadows=1) as engine:
         ask(engine)
         assert ask(engine)[1].mode == "sparse"

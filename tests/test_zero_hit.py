@@ -32,9 +32,9 @@ def test_an_engine_that_chooses_is_measured_with_what_it_observes(
     seen: dict[str, Any] = {}
     observing = hf.observing
 
-    def spy(model: Any, observed: Any) -> Any:
-        seen["observed"] = observed is not None
-        return observing(model, observed)
+    def spy(model: Any, cache: Any) -> Any:
+        seen["observed"] = cache.observed is not None
+        return observing(model, cache)
 
     def one(engine: hf.Engine, _model: Any, prompts: list[Any]) -> dict[str, Any]:
         engine.generate(prompts[0], max_new_tokens=1)

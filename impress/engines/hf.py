@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -39,7 +39,7 @@ from impress.engines.hf_mode import EXACT, Modes
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_models import geometry_of as geometry_of  # README names it here
 from impress.engines.hf_observed import OBSERVED_ROWS, Observed, observing
-from impress.engines.hf_output import FirstLogits, PromptOnce
+from impress.engines.hf_output import FirstLogits, PromptOnce, RawLogits, hearing
 from impress.engines.hf_prefix import StoredPrefix, end_reads, find_prefix
 from impress.engines.hf_request import Request, totals
 from impress.engines.hf_storing import Outcome, StoreQueue
@@ -285,8 +285,7 @@ class Engine:
                 prefix.open(policy)
             if prefix is not None and chooses(policy):
                 raw = watch.raw if watch is not None else None
-                with nullcontext() if raw is None else raw.heard(self.model):
-                    return self._run_sparse(prompt, prefix, once, first), None
+                return self._run_sparse(prompt, prefix, once, first, raw), None
             return self._run_dense(prompt, prefix, once, first, watched=watch is not None)
 
     def _run_dense(
@@ -314,7 +313,7 @@ class Engine:
             if watched or (self._store_new and chooses(self._policy)):
                 n_rows = SHADOW_ROWS if watched else OBSERVED_ROWS
                 cache.observed = Observed(prompt.n_tokens, n_rows)
-            with observing(self.model, cache.observed):
+            with observing(self.model, cache):
                 result = self._decode(prompt, cache, once, first)
             n_whole = cache.length // self.store.window * self.store.window
             # Before it is stored as this model's. On a miss not earlier: the first token is sooner.
@@ -335,6 +334,7 @@ class Engine:
         prefix: StoredPrefix,
         once: PromptOnce | None,
         first: FirstLogits,
+        raw: RawLogits | None,
     ) -> Any:
         """Chosen rows of the prefix. What is computed on them stays in here."""
         n_new = prompt.n_tokens - prefix.n_tokens + prompt.n_new
@@ -342,7 +342,7 @@ class Engine:
         cache = ChosenCache(self.store.geometry, prefix, n_new, self.store.buffers, rental)
         try:
             prefix.read_ahead()
-            with attending(self.model, cache):
+            with attending(self.model, cache), hearing(self.model, cache, raw):
                 result = self._decode(prompt, cache, once, first)
         finally:
             cache.release()

@@ -26,6 +26,7 @@ from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_mode import Way
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_modules import bare
+from impress.engines.hf_output import RawLogits
 from impress.engines.hf_prefix import StoredPrefix, end_reads
 from impress.errors import ImpressError, PrefixLost, StoreMismatch, Unsupported
 from impress.policy import Exact, Policy
@@ -39,8 +40,6 @@ from tiers.iopool import start, started
 
 log = logging.getLogger("impress")
 
-#: Tokens of an answer that are compared with the exact one's.
-MOST_COMPARED: Final = 64
 _MOST_WAITING: Final = 2  # watches that may wait, each with a cache or a lease held back
 _PATIENCE_S: Final = 0.5  # for a request under way, before each layer; then it goes on beside it
 
@@ -127,29 +126,6 @@ def turn_of(model: Any) -> Turn:
 
 class Interrupted(Exception):
     """A request came, or the program ends: the audit makes way."""
-
-
-class RawLogits:
-    """The model's logits at a request's last position, pass by pass, before any processor."""
-
-    def __init__(self) -> None:
-        self.first: torch.Tensor | None = None  # float32 [vocab]
-        self.tops: list[int] = []
-
-    @contextmanager
-    def heard(self, model: Any) -> Iterator[None]:
-        hook = bare(model).register_forward_hook(self._note)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _note(self, module: Any, args: Any, output: Any) -> None:
-        last = output.logits[0, -1]
-        if self.first is None:
-            self.first = last.float().clone()
-        if len(self.tops) < MOST_COMPARED:
-            self.tops.append(int(last.argmax()))
 
 
 @dataclass(slots=True)

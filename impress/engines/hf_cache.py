@@ -207,6 +207,15 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         self.keys, self.values = k, v
         return (k.contiguous(), v.contiguous()) if self._contiguous else (k, v)
 
+    @untraced
+    def owns(self, key: torch.Tensor) -> bool:
+        """Whether these keys, as an attention was given them, are those `update` returned last.
+
+        While a request runs, code of the caller's may run the model over keys of its own. Not asked
+        under eager attention, which is given copies.
+        """
+        return self.keys is not None and key.data_ptr() == self.keys.data_ptr()
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
 

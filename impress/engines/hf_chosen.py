@@ -11,7 +11,7 @@ never handed out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, Protocol
@@ -124,6 +124,11 @@ class ChosenLayer(RowsLayer):
         self._new = key_states, value_states
         return self._new
 
+    def owns(self, key: torch.Tensor) -> bool:
+        if self._new is not None:
+            return key.data_ptr() == self._new[0].data_ptr()
+        return super().owns(key)
+
     def lay_down(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy chosen rows [n_kv_heads, m, head_dim] and append the new ones; returns all."""
         assert self._new is not None, "rows are chosen after the first update"
@@ -211,39 +216,37 @@ def attend(
     """Attention [1, q, n_heads, head_dim] over chosen and new rows; the first call chooses.
 
     query [1, n_heads, q, head_dim]. Each new token sees all chosen rows, and the new ones up to
-    itself. Raises PrefixLost, ImpressError where no request is under way in this thread.
+    itself. Keys that are not the request's get the stock function and their mask: a processor, a
+    criterion or a streamer of the caller's may run the model meanwhile. Raises PrefixLost,
+    ImpressError where no request is under way in this thread.
     """
     cache = _serving.get(None)
     if cache is None:
         raise ImpressError("the model serves a sparse request in another thread")
-    if not cache.layers[module.layer_idx].is_chosen:
+    result: tuple[torch.Tensor, None]
+    layer = cache.layers[module.layer_idx]
+    if not layer.owns(key):
+        result = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+        return result
+    if not layer.is_chosen:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         key, value = cache.choose(module.layer_idx, query, scale, key)
     q, n = query.shape[2], key.shape[2]
     mask = None
     if q > 1:
         mask = torch.ones(q, n, dtype=torch.bool, device=query.device).tril_(n - q)[None, None]
-    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+    result = sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling
     )
     return result
 
 
-def _mask_beside(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """No mask for a sparse request: `attend` makes it. Others that run the model meanwhile, without
-    the engine, get that of its own attention, which may be back before their layers attend.
-    """
-
-    @untraced
-    def mask(**asked: Any) -> Any:
-        return stock(**asked) if _serving.get(None) is None else None
-
-    return mask
-
-
 for _own, _name in ATTENTION_NAMES.items():
     AttentionInterface.register(_name, attend)
-    AttentionMaskInterface.register(_name, _mask_beside(_MASKS[_own]))
+    # The stock mask, for whoever else runs the model meanwhile: `attend` makes a request's own.
+    AttentionMaskInterface.register(_name, _MASKS[_own])
 
 
 @contextmanager

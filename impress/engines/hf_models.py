@@ -54,7 +54,6 @@ _SETTINGS = frozenset(vars(GenerationConfig()))
 _ONE = {
     "num_beams": "beam search reorders the cache",
     "num_return_sequences": "one per row",
-    # Under an attention of ours it would lose its mask, or be taken for the prompt's own.
     "guidance_scale": "guidance runs the model on a second prompt in the midst of a request",
 }
 # What generate() gives back with a row for each token that was computed.

@@ -29,7 +29,7 @@ ATTENTION_NAME = "impress_observed_sdpa"
 #: The last rows of the prompt that are asked; SnapKV asks 16 to 64.
 OBSERVED_ROWS: Final = 16
 
-_observing: ContextVar[Observed] = ContextVar("impress_observed")
+_observing: ContextVar[Any] = ContextVar("impress_observed")  # the request's cache
 
 
 class Observed:
@@ -86,10 +86,10 @@ def observe(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The stock sdpa attention; notes the query's last rows where a request is observed."""
-    seen = _observing.get(None)
-    if seen is not None:
-        seen.note(module.layer_idx, query, key.shape[2], options.get("scaling"))
+    """The stock sdpa attention; notes the last rows of a query over an observed request's keys."""
+    cache = _observing.get(None)
+    if cache is not None and cache.layers[module.layer_idx].owns(key):
+        cache.observed.note(module.layer_idx, query, key.shape[2], options.get("scaling"))
     result: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, **options
     )
@@ -101,16 +101,17 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 @contextmanager
-def observing(model: Any, observed: Observed | None) -> Iterator[None]:
-    """Have the model's attention noted; its own is back afterwards. None: nothing is done.
+def observing(model: Any, cache: Any) -> Iterator[None]:
+    """Have the attention of a request noted in its cache's `observed`; the model's own is back
+    afterwards. None there: nothing is done.
 
     Only sdpa is observed: under eager attention nothing is noted.
     """
     before = model.config._attn_implementation
-    if observed is None or before != "sdpa":
+    if cache.observed is None or before != "sdpa":
         yield
         return
-    token = _observing.set(observed)
+    token = _observing.set(cache)
     try:
         model.set_attn_implementation(ATTENTION_NAME)
         yield

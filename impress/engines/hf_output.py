@@ -1,15 +1,23 @@
-"""What a request says on its way: its first logits, what it is given, its tokens to a streamer."""
+"""What a request says on its way: its first logits, what it is given, its tokens to a streamer, and
+what the guard compares."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import LogitsProcessor
+
+from impress.engines.hf_modules import bare
+
+#: Tokens of an answer that are compared with the exact one's.
+MOST_COMPARED: Final = 64
 
 
 class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
@@ -66,3 +74,35 @@ class PromptOnce:
 
     def end(self) -> None:
         self._streamer.end()
+
+
+class RawLogits:
+    """The model's logits at a request's last position, pass by pass, before any processor."""
+
+    def __init__(self) -> None:
+        self.first: torch.Tensor | None = None  # float32 [vocab]
+        self.tops: list[int] = []
+
+    def note(self, cache: Any, module: Any, args: Any, output: Any) -> None:
+        """A pass over another cache, or none, is no pass of the request: whoever it calls on its
+        way (a processor, a streamer) may run the model."""
+        if getattr(output, "past_key_values", None) is not cache:
+            return
+        last = output.logits[0, -1]
+        if self.first is None:
+            self.first = last.float().clone()
+        if len(self.tops) < MOST_COMPARED:
+            self.tops.append(int(last.argmax()))
+
+
+@contextmanager
+def hearing(model: Any, cache: Any, raw: RawLogits | None) -> Iterator[None]:
+    """Have the logits of a request's passes noted, those over its cache. None: nothing is done."""
+    if raw is None:
+        yield
+        return
+    hook = bare(model).register_forward_hook(partial(raw.note, cache))
+    try:
+        yield
+    finally:
+        hook.remove()

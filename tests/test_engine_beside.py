@@ -1,0 +1,168 @@
+"""A caller's code that runs the model in the midst of a request: neither answer knows of the other.
+
+A processor, a criterion and a streamer are called by generate(), in the request's own thread, while
+the model attends in a way of the engine's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from masked_reference import LOGITS, Given, filled, model_of, pick, request_ids
+from test_engine_guard import ask, guarded, ledger_of
+from test_engine_hf import Heard, assert_same_bits, attach, prompts, tiny
+from test_engine_observed import stored_importance
+from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor as Guidance
+
+from impress.policy import Exact, Quality
+from impress.quality import guard
+from impress.selection.choices import Selection
+from impress.selection.identify import Asked, select
+
+ROWS = (pick(1, 5), pick(2, 100), pick(3, 31))
+GREEDY = {"do_sample": False, **LOGITS}
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def two_padded():
+    """Two prompts, the first padded on the left; which tokens are shown."""
+    shown = torch.ones(2, 40, dtype=torch.long)
+    shown[0, :20] = 0
+    return prompts(40, batch=2, seed=7), shown
+
+
+class Running(transformers.LogitsProcessor):
+    """Changes nothing; runs the model on other prompts in each pass and keeps what it said."""
+
+    def __init__(self, model):
+        self.model, self.said = model, []
+        self.ids, self.shown = two_padded()
+
+    def __call__(self, input_ids, scores):
+        self.run()
+        return scores
+
+    def run(self):
+        logits = self.model(self.ids, attention_mask=self.shown).logits
+        self.said.append(logits[self.shown == 1])
+
+
+class RunningStreamer(Heard):
+    """The same as a streamer: it is called before the prompt's own pass, too."""
+
+    def __init__(self, running):
+        super().__init__()
+        self.running = running
+
+    def put(self, value):
+        self.running.run()
+        super().put(value)
+
+
+def beside(running, kind):
+    """As an argument of generate()."""
+    if kind == "streamer":
+        return {"streamer": RunningStreamer(running)}
+    return {"logits_processor": transformers.LogitsProcessorList([running])}
+
+
+@pytest.mark.parametrize("kind", ["processor", "streamer"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_model_run_within_a_sparse_request_sees_its_own_mask(tmp_path, family, attention, kind):
+    """It got no mask there: padded prompts attended to their pads, and wrong tokens came of it."""
+    model, ids = model_of(family, attention=attention), request_ids()
+    running = Running(model)
+    with torch.no_grad():
+        running.run()
+    alone = running.said.pop()
+    with filled(model, tmp_path, policy=Given(ROWS)) as engine:
+        want = engine.generate(ids, max_new_tokens=6, **GREEDY)
+        mine = engine.generate(ids, max_new_tokens=6, **beside(running, kind), **GREEDY)
+        assert engine.last_request.mode == "sparse"
+    assert len(running.said) == 6 + (kind == "streamer")  # which gets the prompt, too
+    for said in running.said:
+        if attention == "sdpa":
+            assert torch.equal(said, alone)
+        else:  # the engine's is sdpa there
+            torch.testing.assert_close(said, alone, rtol=0, atol=1e-5)
+    assert_same_bits(mine, want)
+
+
+def test_guidance_by_a_processor_of_the_callers_is_that_of_a_masked_prompt(tmp_path):
+    """Its second prompt grows by each token, in a cache of its own: pads were seen all the way."""
+    model, ids = model_of("llama"), request_ids()
+    other, shown = two_padded()
+
+    def guiding():
+        return Guidance(1.5, model, other[:1], shown[:1])
+
+    def by_hand(input_ids, scores):
+        """The same from the whole of the second prompt, each time, outside of any request."""
+        n_new = input_ids.shape[1] - ids.shape[1]
+        second = torch.cat([other[:1], input_ids[:, input_ids.shape[1] - n_new :]], 1)
+        mask = torch.cat([shown[:1], torch.ones(1, n_new, dtype=torch.long)], 1)
+        with torch.no_grad():
+            says = model(second, attention_mask=mask).logits[:, -1].log_softmax(-1)
+        return says + 1.5 * (scores.log_softmax(-1) - says)
+
+    with filled(model, tmp_path, policy=Given(ROWS)) as engine:
+        mine = engine.generate(
+            ids, max_new_tokens=12, logits_processor=[guiding()], output_scores=True, **GREEDY
+        )
+        assert engine.last_request.mode == "sparse"
+    for n, (logits, scores) in enumerate(zip(mine.logits, mine.scores, strict=True)):
+        want = by_hand(mine.sequences[:, : ids.shape[1] + n], logits)
+        torch.testing.assert_close(scores, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_what_another_run_of_the_model_asks_is_not_a_prompts_importance(tmp_path, batch):
+    """Its rows stood for those of the prompt: wrong ones were important for good, and of a larger
+    batch than the other's the storing thread raised IndexError."""
+    found = []
+    for name in ("alone", "beside"):
+        model, ids = tiny("llama"), prompts(200, batch=batch)
+        options = beside(Running(model), "processor") if name == "beside" else {}
+        with attach(model, tmp_path / name, policy=Quality(0.1)) as engine:
+            engine.generate(ids, max_new_tokens=3, policy=Exact(), do_sample=False, **options)
+            engine.flush()
+            found.append(stored_importance(engine))
+    assert len(found[0]) == len(found[1]) == batch
+    for alone, other in zip(*found, strict=True):
+        assert np.array_equal(other, alone)
+
+
+@dataclass(frozen=True)
+class Every:
+    """Names every row, so that a choice was made and nothing is left out."""
+
+    name: str = field(default="every", repr=False)
+    needs_suffix_lse: bool = field(default=False, repr=False)
+    probe: str | None = field(default=None, repr=False)
+
+
+@select.register
+def _(policy: Every, asked: Asked) -> Selection:
+    return Selection(np.arange(asked.n_tokens), 0.0, 0.0, False, "given")
+
+
+def test_another_run_of_the_model_is_no_part_of_an_answer_that_is_run_again(tmp_path, monkeypatch):
+    """The guard heard it as passes of the request: tokens were said to have flipped."""
+    monkeypatch.setattr(guard, "RERUN_EVERY", 1)
+    model = model_of("llama")
+    with guarded(model, tmp_path, Every(), guard_shadows=1) as engine:
+        engine.generate(prompts(200), max_new_tokens=1, policy=Exact())
+        engine.flush()
+        ask(engine)
+        _, request = ask(engine, n_new=8, **beside(Running(model), "processor"))
+        assert request.mode == "sparse"
+        ledger = ledger_of(engine)
+    assert (ledger["reruns"], ledger["compared"], ledger["flips"]) == (1, 8, 0)
+    assert ledger["worst_kl"] < 1e-6
