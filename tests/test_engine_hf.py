@@ -863,6 +863,27 @@ def test_a_model_whose_tokens_come_to_see_those_behind_them_is_refused(tmp_path)
 
 
 @pytest.mark.parametrize(
+    ("family", "path"),
+    [("llama", "model.layers.1.self_attn"), ("opt", "model.decoder.layers.1.self_attn")],
+)
+def test_an_attention_that_sees_what_follows_is_refused_whenever_it_comes(tmp_path, family, path):
+    """The config alone was asked, and torch's sdpa goes by the module where there is no mask: a hit
+    had the keys of another prompt's end."""
+    model, ids = tiny(family), prompts(200)
+    said = rf"^{re.escape(path)} has is_causal=False: keys depend on what follows them$"
+    with attach(model, tmp_path / "late") as engine:
+        model.get_submodule(path).is_causal = False
+        with pytest.raises(Unsupported, match=said):
+            engine.generate(ids, max_new_tokens=2)
+        assert engine.last_request is None
+    with pytest.raises(Unsupported, match=said):
+        attach(model, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+    model.get_submodule(path).is_causal = True
+    attach(model, tmp_path / "store").close()
+
+
+@pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"num_beams": 2}, "num_beams"),
@@ -1119,11 +1140,24 @@ def test_a_submodule_in_training_mode_is_refused_before_its_dropout_is_stored(tm
         assert engine.last_request.stored_tokens == 192
 
 
+def an_attention_that_sees_what_follows(model):
+    model.model.layers[1].self_attn.is_causal = False
+
+
 @pytest.mark.parametrize("hit", [0, 192])
-def test_a_model_that_is_set_to_training_during_a_request_leaves_nothing_of_it(tmp_path, hit):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (torch.nn.Module.train, "training mode"),
+        (an_attention_that_sees_what_follows, r"layers\.1\.self_attn has is_causal=False"),
+    ],
+)
+def test_a_model_that_is_set_otherwise_during_a_request_leaves_nothing_of_it(
+    tmp_path, hit, change, said
+):
     class Changing(Heard):
         def put(self, value):
-            model.train()
+            change(model)
             super().put(value)
 
     model, ids = tiny(attention_dropout=0.5), prompts(400)
@@ -1131,7 +1165,7 @@ def test_a_model_that_is_set_to_training_during_a_request_leaves_nothing_of_it(t
         if hit:
             engine.generate(ids[:, :200], max_new_tokens=1)
             engine.flush()
-        with pytest.raises(Unsupported, match="training mode"):
+        with pytest.raises(Unsupported, match=said):
             engine.generate(ids, max_new_tokens=2, streamer=Changing())
         engine.flush()
         assert engine.store.lookup(ids[0].numpy()) == hit

@@ -15,7 +15,13 @@ import numpy.typing as npt
 import torch
 from transformers import GenerationConfig
 
-from impress.engines.hf_modules import check_adapters, check_eval, foreign_code, modules_of
+from impress.engines.hf_modules import (
+    check_adapters,
+    check_causal_modules,
+    check_eval,
+    foreign_code,
+    modules_of,
+)
 from impress.errors import BadInput, Unsupported
 from impress.settings import check_config
 from impress.types import Geometry
@@ -101,7 +107,9 @@ def check_model(model: Any) -> None:
     if not model.can_generate():
         raise Unsupported(f"{type(model).__name__} cannot generate: load the causal LM class")
     check_adapters(model)
-    if said := foreign_code(model, modules_of(model)):
+    modules = modules_of(model)
+    check_causal_modules(model, modules)
+    if said := foreign_code(model, modules):
         raise Unsupported(said)
     _check_attention(model.config)
 
@@ -188,7 +196,9 @@ def check_request(
 def _check_mode(model: Any) -> None:
     _check_attention(model.config)
     _check_causal(model.config)  # read in every forward, so it may have come after attach
-    check_eval(model, modules_of(model))
+    modules = modules_of(model)
+    check_causal_modules(model, modules)
+    check_eval(model, modules)
     if torch.is_autocast_enabled(model.device.type):
         raise Unsupported("torch.autocast computes keys in another precision than the model's")
     if model.dtype == torch.float32 and _is_rounded():

@@ -55,6 +55,16 @@ def check_eval(model: Any, modules: Sequence[Any]) -> None:
             )
 
 
+def check_causal_modules(model: Any, modules: Sequence[Any]) -> None:
+    """Raises Unsupported where a module lets each token see those behind it: torch's sdpa goes by
+    this where there is no mask, whatever the config says."""
+    for module in modules:
+        if not module.__dict__.get("is_causal", True):
+            raise Unsupported(
+                f"{_name(model, module)} has is_causal=False: keys depend on what follows them"
+            )
+
+
 def check_adapters(model: Any) -> None:
     """Raises Unsupported where a PEFT adapter's part in a token's keys depends on what follows."""
     for name, adapter in (getattr(model, "peft_config", None) or {}).items():

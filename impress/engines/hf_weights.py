@@ -10,7 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from impress.engines.hf_modules import check_adapters, check_eval, foreign_code, modules_of
+from impress.engines.hf_modules import (
+    check_adapters,
+    check_causal_modules,
+    check_eval,
+    foreign_code,
+    modules_of,
+)
 from impress.errors import StoreMismatch
 from impress.namespace import adapter_settings
 
@@ -43,10 +49,12 @@ class Weights:
 
     def check(self) -> None:
         """In every request. Raises StoreMismatch where weights are others now or code has come to
-        a module, and Unsupported where one is in training mode or such an adapter has come.
+        a module, and Unsupported where one is in training mode or sees what follows, or such an
+        adapter has come.
         """
         check_adapters(self._model)
         modules = modules_of(self._model)
+        check_causal_modules(self._model, modules)
         check_eval(self._model, modules)
         if said := foreign_code(self._model, modules):
             raise StoreMismatch(f"the model changed since attach(): {said}")
