@@ -883,6 +883,30 @@ def test_an_attention_that_sees_what_follows_is_refused_whenever_it_comes(tmp_pa
     attach(model, tmp_path / "store").close()
 
 
+def in_a_dict(**settings):
+    return {"quant_method": "bitsandbytes", "load_in_8bit": True, **settings}
+
+
+def in_an_object(**settings):
+    return transformers.BitsAndBytesConfig(load_in_8bit=True, **settings)
+
+
+@pytest.mark.parametrize("given", [in_a_dict, in_an_object])
+def test_int8_that_looks_for_outliers_in_all_rows_is_refused(tmp_path, given):
+    """Which columns it computes in float goes by all rows of a pass, those behind a token too: a
+    hit had the keys of another prompt's end."""
+    model = tiny()
+    for settings, threshold in (({}, 6.0), ({"llm_int8_threshold": 4.5}, 4.5)):
+        model.config.quantization_config = given(**settings)
+        with pytest.raises(Unsupported, match=rf"^llm_int8_threshold={threshold} .*: set .*=0\.0 "):
+            attach(model, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+    model.config.quantization_config = given(llm_int8_threshold=0.0)
+    attach(model, tmp_path / "store").close()
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    attach(model, tmp_path / "other").close()
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -121,6 +121,7 @@ def check_family(config: Any) -> None:
         if kind not in ("full_attention", "sliding_attention"):
             raise Unsupported(f"layer type {kind!r} is not supported, only full attention is")
     _check_causal(config)
+    _check_quantization(config)
 
 
 def check_kind(config: Any) -> None:
@@ -137,6 +138,19 @@ def _check_causal(config: Any) -> None:
     """Raises Unsupported where each token sees those behind it: Transformers' masks go by this."""
     if not getattr(config, "is_causal", True):
         raise Unsupported("is_causal=False is not supported: keys depend on what follows them")
+
+
+def _check_quantization(config: Any) -> None:
+    """Raises Unsupported on LLM.int8() with a threshold: a column in which any row of a pass is
+    above it is computed in float for all of them."""
+    given = getattr(config, "quantization_config", None) or {}
+    settings = given if isinstance(given, Mapping) else given.to_dict()
+    threshold = settings.get("llm_int8_threshold", 6.0)  # what bitsandbytes takes where none is set
+    if settings.get("load_in_8bit") and threshold:
+        raise Unsupported(
+            f"llm_int8_threshold={threshold} is not supported, keys then depend on what follows "
+            "them: set llm_int8_threshold=0.0 in the quantization_config"
+        )
 
 
 def _rope_types(config: Any) -> list[str]:
