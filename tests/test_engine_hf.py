@@ -939,6 +939,21 @@ def test_a_request_that_is_not_served_is_refused_by_name(tmp_path, options, name
         assert engine.last_request is None
 
 
+@pytest.mark.parametrize("keep", [torch.tensor([0]), torch.tensor(0), [0], np.array([0])], ids=repr)
+def test_logits_of_named_positions_are_refused(tmp_path, keep):
+    """They count from the beginning of a pass, and that of a hit begins behind what was stored: it
+    gave another token than a miss."""
+    model, ids = tiny(), prompts(200)
+    want = model.generate(ids, max_new_tokens=4)
+    with attach(model, tmp_path) as engine:
+        with pytest.raises(Unsupported, match=r"^logits_to_keep as \w+ is not supported, only an"):
+            engine.generate(ids, max_new_tokens=4, logits_to_keep=keep)
+        for hit in (0, 192):
+            assert torch.equal(engine.generate(ids, max_new_tokens=4, logits_to_keep=3), want)
+            assert engine.last_request.hit_tokens == hit
+            engine.flush()
+
+
 @pytest.mark.parametrize("name", [*hf_models._REFUSED, "cache_implementation", "attention_mask"])
 def test_what_is_refused_may_be_none(tmp_path, name):
     """As callers that hand all arguments on have it; past_key_values=None came twice then."""

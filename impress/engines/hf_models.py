@@ -299,6 +299,12 @@ def _check_options(model: Any, kwargs: Mapping[str, Any]) -> None:
             raise Unsupported(f"{name}={value} is not supported, only 1: {why}")
     if setting(model, kwargs, "use_cache") is False:
         raise Unsupported("use_cache=False is not supported: there would be nothing to reuse")
+    keep = kwargs.get("logits_to_keep")
+    if keep is not None and not isinstance(keep, int):
+        raise Unsupported(
+            f"logits_to_keep as {type(keep).__name__} is not supported, only an int: it names "
+            "positions of a pass, and on a hit these are others"
+        )
     for name, value in kwargs.items():
         if name not in _ARGUMENTS and name not in _SETTINGS and value is not None:
             raise Unsupported(f"{name} is not supported: it is no setting of generate()")
