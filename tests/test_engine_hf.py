@@ -1092,6 +1092,11 @@ def test_arguments_of_a_wrong_kind_are_bad_input_and_say_what_was_wanted(tmp_pat
     [
         {"family": "mistral", "sliding_window": 100},
         {
+            "family": "mistral",
+            "sliding_window": 100,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+        {
             "family": "qwen2",
             "use_sliding_window": True,
             "sliding_window": 100,
@@ -1100,6 +1105,8 @@ def test_arguments_of_a_wrong_kind_are_bad_input_and_say_what_was_wanted(tmp_pat
     ],
 )
 def test_a_sliding_window_is_refused_where_prompt_and_answer_outgrow_it(tmp_path, changes):
+    """Mistral's mask goes by the window alone: a config that called all layers full let through
+    what sparse requests then saw past the window."""
     model = tiny(**changes)
     with attach(model, tmp_path) as engine:
         fits = prompts(90)

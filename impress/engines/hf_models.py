@@ -341,6 +341,8 @@ def _check_window(config: Any, n_tokens: int) -> None:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     slides = window is not None if kinds is None else "sliding_attention" in kinds
+    if config.model_type == "mistral":  # its mask goes by the window alone, whatever its layers say
+        slides = True
     if slides and window is not None and n_tokens > window:
         raise Unsupported(
             f"sliding window of {window} tokens is shorter than prompt and new tokens ({n_tokens})"
