@@ -33,6 +33,7 @@ from impress.policy import Recency
 from impress.read.session import Session
 from impress.store import PrefixStore
 from impress.types import Geometry
+from impress.write.draft import Stored
 from tests.vllm.served import MIB, SMALL, Served, params, words
 from tests.vllm.test_vllm_blocks import _isas
 from tiers.slots import BufferPool
@@ -449,6 +450,58 @@ def test_behind_a_write_that_hangs_one_request_waits_and_no_other(
         saver.flush()
         assert [store.lookup(prompt.tokens) for prompt in prompts] == [0, 0, 0, 0, 0, 2048]
         saver.close()
+
+
+def test_behind_a_commit_that_hangs_one_request_waits_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A commit holds no write buffers, by which it was judged whether the disk hangs: each prompt
+    that begins like the one being committed waited 10 s for it, with its blocks held."""
+    go, in_vain = threading.Event(), []
+    sync, wait = SsdTier.sync, Stored.wait
+
+    def stuck(*args: Any) -> None:
+        assert go.wait(60)
+        sync(*args)
+
+    def counted(stored: Stored, timeout_s: float | None = None) -> bool:
+        is_ready = wait(stored, timeout_s)
+        if not is_ready:
+            in_vain.append(stored)
+        return is_ready
+
+    monkeypatch.setattr(SsdTier, "sync", stuck)
+    monkeypatch.setattr(Stored, "wait", counted)
+    monkeypatch.setattr(saving, "_EARLIER_WAIT_S", 0.01)
+    shared, rest = np.arange(64), np.arange(192)
+    prompts = [
+        Prompt(np.concatenate([shared, 200 * (at + 1) + rest]).astype(np.int32), {}, "")
+        for at in range(6)
+    ]
+    with PrefixStore.open(
+        tmp_path / "s", Geometry(2, 2, 2, 32, "float32"), b"x" * 32, Config(**SMALL), "rw"
+    ) as store:
+        layout: Any = _Zeros()
+        saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
+
+        def offer(*names: int) -> None:
+            for i in names:
+                saver.offer(SaveSpec(f"{i}", f"{i}#0", prompts[i], 256, [1] * 8))
+                with saver._lock:
+                    assert saver._changed.wait_for(lambda i=i: not saver.busy(f"{i}"), 60)
+
+        try:
+            offer(0, 1, 2, 3, 4)
+            assert (len(in_vain), saver.n_skipped) == (1, 3)
+        finally:
+            go.set()
+        saver.flush()
+        offer(5)
+        saver.flush()
+        assert [store.lookup(prompt.tokens) for prompt in prompts] == [256, 256, 64, 64, 64, 256]
+        saver.close()
+    (said,) = [r.getMessage() for r in caplog.records if "the disk hangs" in r.getMessage()]
+    assert said.endswith("until an earlier store has ended")
 
 
 def test_what_is_not_stored_is_counted_and_each_reason_said_once(

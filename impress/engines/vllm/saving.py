@@ -80,6 +80,7 @@ class Saver:
         self._writing: dict[bytes, str] = {}  # root -> key of the life that stores it
         self._pending: list[tuple[str, bytes, Stored]] = []  # handed to the committer
         self._stuck_bytes = 0  # in write buffers, as a wait for them ran out
+        self._overdue: Stored | None = None  # was waited for in vain: a commit may hang
         self._uses: dict[str, tuple[int, int]] = {}  # request -> tokens asked for, admitted
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -296,10 +297,13 @@ class Saver:
             log.warning("the disk hangs: nothing is stored until a write ends")
 
     def _stuck(self) -> bool:
-        """Whether no write has ended since one was waited for in vain."""
+        """Whether a store waited for in vain is still under way, or no write has ended since."""
         if self._store.write_buffers.used_bytes < self._stuck_bytes:
             self._stuck_bytes = 0
-        return self._stuck_bytes > 0
+        late = self._overdue
+        if late is not None and (late.ready or late.refused or late.error is not None):
+            self._overdue = None
+        return self._stuck_bytes > 0 or self._overdue is not None
 
     def _begin(self, life: _Life, spec: SaveSpec) -> bool:
         """Open a writer for what is admitted of a spec's prompt; False: nothing of it is."""
@@ -316,7 +320,8 @@ class Saver:
             except ImpressError:
                 continue
             if late:
-                self._note_stuck()
+                self._overdue = stored
+                log.warning("the disk hangs: nothing is stored until an earlier store has ended")
                 break
         prompt = spec.prompt.cut(life.n_wanted)
         life.writer = self._store.writer(
