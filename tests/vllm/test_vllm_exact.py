@@ -114,6 +114,19 @@ def test_admission_at_second_use_stores_what_came_before(serve: Serve) -> None:
     assert first.tokens[:10] == second.tokens
 
 
+def test_several_answers_of_one_request_are_one_use(serve: Serve) -> None:
+    """vLLM makes a request of each, of whose id the saver tells that they are one."""
+    from vllm import SamplingParams
+
+    served = serve(extra={"config": {**SMALL, "admit": "second"}})
+    two = SamplingParams(n=2, seed=1, max_tokens=5, ignore_eos=True, detokenize=False)
+    prompt = QUESTIONS[0]
+    for stored in (0, len(prompt) // 64 * 64):
+        served.llm.generate([{"prompt_token_ids": prompt}], two, use_tqdm=False)
+        served.forget()
+        assert served.store.lookup(prompt) == stored
+
+
 def test_what_prompts_share_is_stored_once(serve: Serve) -> None:
     served = serve()
     served.ask(QUESTIONS)

@@ -504,6 +504,42 @@ def test_behind_a_commit_that_hangs_one_request_waits_and_no_other(
     assert said.endswith("until an earlier store has ended")
 
 
+def test_the_answers_of_one_request_are_one_use_of_its_prompt(tmp_path: Path) -> None:
+    """With "admit": "second". vLLM makes a request of each of them: the second one's counted as a
+    second use, and of a prompt that never came again everything was stored."""
+    asked, short, long, other = (
+        np.arange(at, at + n, dtype=np.int32)
+        for at, n in ((0, 128), (200, 64), (400, 128), (600, 64))
+    )
+    config = Config(**{**SMALL, "admit": "second"})
+    with PrefixStore.open(
+        tmp_path / "s", Geometry(2, 2, 2, 32, "float32"), b"x" * 32, config, "rw"
+    ) as store:
+        layout: Any = _Zeros()
+        saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
+
+        def stored(name: str, prompt: Any, *answer: Any) -> int:
+            """Of a request's prompt, or of that and its answer."""
+            tokens = np.concatenate([prompt, *answer])
+            blocks = [1] * (len(tokens) // 32)
+            spec = SaveSpec(
+                name, f"{name}#0", Prompt(tokens, {}, ""), len(tokens), blocks, len(prompt)
+            )
+            saver.offer(spec)
+            saver.flush()
+            return store.lookup(tokens)
+
+        assert [stored("0_a", asked), stored("1_a", asked)] == [0, 0]
+        assert [stored("0_a", asked, short), stored("1_a", asked, long)] == [0, 0]
+        assert [stored("0_b", asked), stored("1_b", asked)] == [128, 128]
+        # An answer is as new as it is, whatever was had of its prompt and of the others.
+        assert [stored("0_b", asked, other), stored("1_b", asked, short)] == [128, 192]
+        # Whichever answer is gone on from was had before.
+        assert stored("0_c", np.concatenate([asked, long])) == 256
+        assert stored("d", np.concatenate([asked, other])) == 192
+        saver.close()
+
+
 def test_what_is_not_stored_is_counted_and_each_reason_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import re
 import threading
 import time
 from collections import deque
@@ -333,18 +334,21 @@ class Saver:
     def _admitted(self, spec: SaveSpec) -> int:
         """Tokens to be stored by Config.admit; notes a request's use of each window once.
 
-        A request comes here again with its answer, or after it was preempted: what it noted itself
-        does not count as used before.
+        A request comes here again with its answer, or after it was preempted, and with each of its
+        answers where it has several: what it noted itself does not count as used before.
         """
         prompt, n = spec.prompt, len(spec.prompt.tokens)
         if self._store.config.admit == "first":
             return n
-        asked, admitted = self._uses.get(spec.request_id, (0, 0))
+        whole = re.sub(r"^\d+_", "", spec.request_id)  # its answers come as 0_ID, 1_ID, …
+        asked, admitted = self._uses.get(spec.request_id) or self._uses.get(whole, (0, 0))
         if n > asked:
             found = self._store.admitted(prompt.tokens, prompt.extra, prompt.tenant)
             asked, admitted = n, found if admitted == asked else admitted
             self._uses[spec.request_id] = asked, admitted
-            if len(self._uses) > _MOST_USES:
+            shared = min(n, spec.n_prompt)  # of its answers
+            self._uses.setdefault(whole, (shared, min(admitted, shared)))
+            while len(self._uses) > _MOST_USES:
                 del self._uses[next(iter(self._uses))]
         return min(admitted, n)
 

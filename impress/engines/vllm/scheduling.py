@@ -262,10 +262,11 @@ class SchedulerSide:
         except ImpressError as err:
             tracked.refused = str(err)
             return None
-        request_id = tracked.request.request_id
+        request = tracked.request
         if not tracked.private:
-            self._events.expect(tracked.request, prompt)
-        return SaveSpec(request_id, tracked.key, prompt, end, blocks)
+            self._events.expect(request, prompt)
+        n_prompt = request.num_prompt_tokens // self._window * self._window
+        return SaveSpec(request.request_id, tracked.key, prompt, end, blocks, n_prompt)
 
     def _blocks(self, request_id: str, n_tokens: int) -> list[int]:
         (ids,) = self.kv_cache_manager.get_block_ids(request_id)
