@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,11 +26,12 @@ from impress.config import Config
 from impress.engines.vllm import saving
 from impress.engines.vllm.blocks import BlockLayout, slots_of
 from impress.engines.vllm.metrics import COUNTS
+from impress.engines.vllm.scheduling import Tracked
 from impress.engines.vllm.sparse import SparseRequest
 from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec
 from impress.engines.vllm.working import ExactLoad, WorkerSide
 from impress.errors import StoreFailed
-from impress.policy import Recency
+from impress.policy import Exact, Recency
 from impress.read.session import Session
 from impress.store import PrefixStore
 from impress.types import Geometry
@@ -502,6 +504,37 @@ def test_behind_a_commit_that_hangs_one_request_waits_and_no_other(
         saver.close()
     (said,) = [r.getMessage() for r in caplog.records if "the disk hangs" in r.getMessage()]
     assert said.endswith("until an earlier store has ended")
+
+
+def test_a_request_with_the_id_of_one_that_ended_is_stored_under_its_own_name(
+    tmp_path: Path,
+) -> None:
+    """An id may come again (VLLM_DISABLE_REQUEST_ID_RANDOMIZATION) while the saver has yet to
+    forget the request that had it, half of whose prompt it had read: the second one's rows became
+    the first prompt's other half, and were served as such from then on."""
+    first, second = (Prompt(np.arange(at, at + 128, dtype=np.int32), {}, "") for at in (0, 500))
+    a, b = (Tracked(SimpleNamespace(request_id="x"), Exact()) for _ in range(2))
+    inside, go = threading.Event(), threading.Event()
+
+    class Slow(_Zeros):
+        """Its first read waits."""
+
+        def read(self, kv_cache: torch.Tensor, blocks: list[int]) -> Any:
+            inside.set()
+            assert go.wait(60)
+            return super().read(kv_cache, blocks)
+
+    geometry, layout = Geometry(2, 2, 2, 32, "float32"), Slow()
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
+        saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
+        saver.offer(SaveSpec("x", a.key, first, 64, [1, 2]))
+        assert inside.wait(60)
+        saver.end("x")
+        saver.offer(SaveSpec("x", b.key, second, 128, [3, 4, 5, 6]))
+        go.set()
+        saver.flush()
+        assert [store.lookup(prompt.tokens) for prompt in (first, second)] == [0, 128]
+        saver.close()
 
 
 def test_the_answers_of_one_request_are_one_use_of_its_prompt(tmp_path: Path) -> None:

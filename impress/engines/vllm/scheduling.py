@@ -9,6 +9,7 @@ request, whose adapter's files are looked at, and read where no digest of them i
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import secrets
@@ -31,12 +32,15 @@ log = logging.getLogger("impress")
 _HASH_BYTES = 32
 #: What an answer says of its error.
 _MASSES = ("estimated_missing_mass", "missing_mass_worst_head")
+#: Of requests: vLLM may take an id again, with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION.
+_numbers = itertools.count()
 
 
 class Tracked:
     """One request, as the scheduler's side knows it."""
 
     def __init__(self, request: Any, policy: Policy) -> None:
+        self._number = next(_numbers)
         self.request = request
         self.policy = policy  # what it may get; sparse only if `private`
         self.refused = ""  # why neither read nor stored
@@ -61,7 +65,8 @@ class Tracked:
 
     @property
     def key(self) -> str:
-        return f"{self.request.request_id}#{self.n_preempted}"
+        """Of its blocks until it is preempted. No other request ever has it."""
+        return f"{self.request.request_id}#{self._number}.{self.n_preempted}"
 
     @property
     def said(self) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class LoadSpec:
 class SaveSpec:
     """Rows up to `end` of a prompt are computed after this step: store them in the background.
 
-    `key` is the request and how often it was preempted: blocks of one life are not another's.
+    `key` is the request, its number and how often it was preempted: blocks of one life are not
+    another's, be it of a request with the same id.
     """
 
     request_id: str
