@@ -204,6 +204,24 @@ _CUTS = [
 ]
 
 
+def _cut_a_step_short(
+    served: Served, monkeypatch: pytest.MonkeyPatch, where: str, err: BaseException
+) -> None:
+    """The engine's next step ends in this error."""
+    runner = served.core.model_executor.driver_worker.model_runner
+    at: tuple[Any, str] = (runner, "_prepare_inputs")
+    if where == "a layer":
+        at = runner.get_model().model.decoder.layers[1], "forward"
+
+    def cut(*args: Any, **named: Any) -> Any:
+        raise err
+
+    with monkeypatch.context() as once:
+        once.setattr(*at, cut)
+        with pytest.raises(type(err)):
+            served.llm.llm_engine.step()
+
+
 @pytest.mark.parametrize(("where", "err"), _CUTS, ids=["error", "Ctrl-C", "before the layers"])
 def test_a_step_that_is_cut_short_is_the_last_of_which_anything_is_stored(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str, err: BaseException
@@ -212,20 +230,10 @@ def test_a_step_that_is_cut_short_is_the_last_of_which_anything_is_stored(
     layers behind the error never wrote, zeros or another request's rows, was stored under the
     prompt's name, and answered from ever after."""
     served = serve(max_num_batched_tokens=128)
-    engine, runner = served.llm.llm_engine, served.core.model_executor.driver_worker.model_runner
-    at: tuple[Any, str] = (runner, "_prepare_inputs")
-    if where == "a layer":
-        at = runner.get_model().model.decoder.layers[1], "forward"
-
-    def cut(*args: Any, **named: Any) -> Any:
-        raise err
-
+    engine = served.llm.llm_engine
     engine.add_request("cut", {"prompt_token_ids": PROMPT}, params(100))
     engine.step()
-    with monkeypatch.context() as once:
-        once.setattr(*at, cut)
-        with pytest.raises(type(err)):
-            engine.step()
+    _cut_a_step_short(served, monkeypatch, where, err)
     while engine.has_unfinished_requests():  # it goes on behind the hole
         engine.step()
     served.settle()
@@ -238,6 +246,28 @@ def test_a_step_that_is_cut_short_is_the_last_of_which_anything_is_stored(
     (answer,) = fresh.ask([PROMPT])
     (alone,) = fresh.ask([PROMPT], salt="shares nothing")
     assert (answer.tokens, answer.n_cached) == (alone.tokens, 0)
+
+
+@pytest.mark.parametrize(("where", "err"), _CUTS, ids=["error", "Ctrl-C", "before the layers"])
+def test_what_had_ended_before_a_step_that_is_cut_short_gives_its_blocks_back(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str, err: BaseException
+) -> None:
+    """Its blocks are held until a step says that they were read. That word was lost with the step,
+    or never asked for: the blocks stayed, and the loop in docs/VLLM.md that steps an engine until
+    it is idle never ended."""
+    served = serve()
+    engine = served.llm.llm_engine
+    engine.add_request("ended", {"prompt_token_ids": PROMPT}, params(1))
+    engine.add_request("goes on", {"prompt_token_ids": words(300, seed=4)}, params(9))
+    ended = {output.request_id: output.finished for output in engine.step()}
+    assert ended == {"ended": True, "goes on": False}
+    _cut_a_step_short(served, monkeypatch, where, err)
+    engine.abort_request(["goes on"])  # vLLM waits for a token of the step that was cut
+    served.worker.flush()  # all is read: every step says so
+    for _ in range(20):
+        engine.step()
+    assert not served.scheduler.has_requests()
+    assert served.used_blocks() == 0
 
 
 def test_too_many_specs_while_blocks_are_read_store_nothing_of_them(tmp_path: Path) -> None:

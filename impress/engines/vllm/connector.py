@@ -202,7 +202,9 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler().hear(
-            connector_output.kv_connector_worker_meta, connector_output.invalid_block_ids or ()
+            connector_output.kv_connector_worker_meta,
+            connector_output.invalid_block_ids or (),
+            connector_output.finished_sending or (),
         )
 
     def request_finished_all_groups(

@@ -103,7 +103,7 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._late: list[SaveSpec] = []  # of requests that have finished
         self._gone: list[list[int]] = []  # blocks of each that finished since the last plan
-        self._held: list[str] = []
+        self._held: set[str] = set()  # finished; their blocks may not go, as far as is known
         self._ended: list[str] = []
         self._dropped: list[str] = []
         self.saving = False  # the worker reads blocks, or has yet to
@@ -216,7 +216,7 @@ class SchedulerSide:
         if self._view.current:
             self._events.check(self._view.lookup)
         plan.dropped += self._dropped
-        self._late, self._held, self._ended, self._dropped, self._gone = [], [], [], [], []
+        self._late, self._ended, self._dropped, self._gone = [], [], [], []
         return plan
 
     def _preempted(self, tracked: Tracked, plan: StepPlan) -> None:
@@ -293,7 +293,7 @@ class SchedulerSide:
         if not (tracked.refused or tracked.sparse) and self._settings.store_new:
             self._save_late(tracked, block_ids)
         if tracked.n_saved:  # refused or not by now: what was handed over is still read there
-            self._held.append(request.request_id)
+            self._held.add(request.request_id)
         return bool(tracked.n_saved), said
 
     def _save_late(self, tracked: Tracked, block_ids: list[int]) -> None:
@@ -308,8 +308,14 @@ class SchedulerSide:
 
     # ---- the worker reports ----------------------------------------------------------------
 
-    def hear(self, report: StepReport | None, invalid_block_ids: Iterable[int]) -> None:
-        """What the worker read, stored and lost in a step."""
+    def hear(
+        self,
+        report: StepReport | None,
+        invalid_block_ids: Iterable[int],
+        saved: Iterable[str] = (),
+    ) -> None:
+        """What the worker read, stored and lost in a step, and whose blocks it gave back."""
+        self._held.difference_update(saved)
         if report is not None:
             self.saving = report.saving
             if report.stored or report.lost or report.evicted:

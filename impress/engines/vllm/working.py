@@ -132,6 +132,7 @@ class WorkerSide:
         """First thing in a step, before any block is written."""
         self._end_loads()  # of a step that an error cut short
         self.sparse.end(plan.ended)
+        self._held = set(plan.held)
         self._ran = -1
         if self.saver is not None:
             self.saver.drop(plan.dropped)
@@ -139,7 +140,6 @@ class WorkerSide:
     def start(self, plan: StepPlan) -> None:
         """Begin reading what the step's layers will wait for."""
         self._plan = plan
-        self._held.update(plan.held)
         if self._streams is not None:
             self._streams.begin()
         for spec in plan.loads:
@@ -250,14 +250,13 @@ class WorkerSide:
     # ---- what vLLM asks after a step -------------------------------------------------------
 
     def saved(self) -> set[str]:
-        """Finished requests whose blocks may go."""
-        done = {
+        """Finished requests whose blocks may go. Where vLLM does not hear of them, as an error cut
+        the step short, the next plan names them again."""
+        return {
             request_id
             for request_id in self._held
             if self.saver is None or not self.saver.busy(request_id)
         }
-        self._held -= done
-        return done
 
     def take_invalid(self) -> set[int]:
         """Blocks whose load failed in this step."""
