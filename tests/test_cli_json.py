@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 from console import (
     CONFIG,
@@ -14,12 +17,14 @@ from console import (
     assert_refused,
     opened,
     put,
+    rows_of,
     run,
     run_json,
     two_prompts,
 )
 
 import impress
+from impress.write.directory import SPANS
 
 
 @pytest.fixture
@@ -48,6 +53,30 @@ def test_a_shard_that_repack_leaves_alone_is_in_its_report_and_status(path: Path
         assert f"process {os.getpid()}: stop that process" in done.stderr
     done = run(*args)
     assert done.returncode == 0 and json.loads(done.stdout)["busy_shards"] == []
+
+
+def test_a_shard_that_fails_keeps_repack_from_no_other(tmp_path: Path) -> None:
+    """Nothing of the shards before it was reported, those behind it were not looked at."""
+    worth = np.ones((GEOMETRY.n_layers, len(PROMPT)), dtype=np.float32)
+    path, report = tmp_path / "store", tmp_path / "report.json"
+    with ExitStack() as stack:
+        for shard in range(3):
+            tokens, rows = [shard, *PROMPT[1:]], rows_of(len(PROMPT))
+            store = stack.enter_context(opened(path))
+            assert store.store(tokens, rows, rows, importance=worth).wait(60)
+    shutil.rmtree(path / "shards/1/index")
+    done = run("repack", "--store", path, "--json", report)
+    assert done.returncode == 1 and "2 spans looked at" in done.stdout, done
+    (said,) = [line for line in done.stderr.splitlines() if line.endswith("(shard 1)")]
+    assert "impress rebuild makes it again" in said
+    found = json.loads(report.read_text())
+    assert [span["span"] // SPANS for span in found["spans"]] == [0, 2]
+    assert (found["busy_shards"], found["failed_shards"]) == ([], ["1"])
+    for shard in ("main", "2"):
+        shutil.rmtree(path / "shards" / shard / "index")
+    done = run("repack", "--store", path, "--json", report)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert json.loads(report.read_text())["failed_shards"] == ["main", "1", "2"]
 
 
 def test_a_shard_that_rebuild_leaves_alone_is_in_its_report_and_status(path: Path) -> None:

@@ -10,12 +10,13 @@ import typer
 
 from impress.cli.options import Store, check_json, store_dir, write_json
 from impress.config import MIB, Config
-from impress.errors import StoreLocked
+from impress.errors import ImpressError, StoreLocked
 from impress.repacking.report import NO_MEMORY, UNREADABLE, RepackReport, SpanReport
 from impress.store import PrefixStore
-from impress.terminal import count, err, number, out, show, size, table_of
+from impress.terminal import count, err, line_of, number, out, show, size, table_of
 from impress.write.directory import Identity, Shard, read_identity, shards_of, writing
 from impress.write.jobs import Swapped
+from tiers.errors import MediumError
 from tiers.files import segment_paths, size_of
 
 
@@ -37,7 +38,8 @@ def repack(
     A span is copied in its new order, and the copy takes its place when it is whole: nothing that
     is stored is edited, and an interruption leaves the old one. Spans of which nothing is known,
     neither choices nor importance, are left out. A shard that is open for writing elsewhere is
-    named and left alone.
+    named and left alone. One that fails (its index is damaged, say) is named with the reason, and
+    the others are done.
 
     A copy wants room in the segment files there are: none is added, so that disk_bytes holds, and
     one that is left empty goes. What is written counts in daily_write_bytes of whoever serves next.
@@ -49,7 +51,7 @@ def repack(
 
     0 done, also where spans had no room for a copy · 1 a span does not read back (it goes, but for
     a dry run), there was no memory for one, a copy failed or was not committed in time, or a shard
-    was open elsewhere · 2 it could not run, or every shard was
+    was open elsewhere or failed · 2 it could not run, or not in any shard
 
     **Examples**
 
@@ -60,7 +62,27 @@ def repack(
     where = store_dir(store)
     identity = read_identity(where)
     check_json(json_file)
-    report, busy, shards = RepackReport(dry_run), [], shards_of(where)
+    shards = shards_of(where)
+    report, busy, failed = _all_repacked(where, shards, identity, dry_run)
+    if json_file is not None:
+        write_json(json_file, _plain(where, report, busy, failed))
+    left = len(busy) + len(failed)
+    if left and left == len(shards):
+        raise typer.Exit(2)
+    if str(json_file) != "-":
+        _print(where, report)
+    bad = (Swapped.FAILED.value, Swapped.LATE.value, UNREADABLE, NO_MEMORY)
+    if left or any(span.outcome in bad for span in report.spans):
+        raise typer.Exit(1)
+
+
+def _all_repacked(
+    where: Path, shards: list[Shard], identity: Identity, dry_run: bool
+) -> tuple[RepackReport, list[str], list[str]]:
+    """What came of all shards, and the names of those that were busy and of those that failed."""
+    report = RepackReport(dry_run)
+    busy: list[str] = []
+    failed: list[str] = []
     for shard in shards:
         try:
             with writing(shard):
@@ -68,15 +90,11 @@ def repack(
         except StoreLocked as taken:
             busy.append(shard.name)
             err.print(str(taken), markup=False, soft_wrap=True)
-    if json_file is not None:
-        write_json(json_file, _plain(where, report, busy))
-    if busy and len(busy) == len(shards):
-        raise typer.Exit(2)
-    if str(json_file) != "-":
-        _print(where, report)
-    failed = (Swapped.FAILED.value, Swapped.LATE.value, UNREADABLE, NO_MEMORY)
-    if busy or any(span.outcome in failed for span in report.spans):
-        raise typer.Exit(1)
+        except (ImpressError, MediumError, OSError) as error:  # the others are done all the same
+            failed.append(shard.name)
+            said = f"impress: {line_of(error)} (shard {shard.name})"
+            err.print(said, markup=False, soft_wrap=True)
+    return report, busy, failed
 
 
 def _repacked(where: Path, shard: Shard, identity: Identity, dry_run: bool) -> RepackReport:
@@ -94,10 +112,10 @@ def _repacked(where: Path, shard: Shard, identity: Identity, dry_run: bool) -> R
         return report
 
 
-def _plain(where: Path, report: RepackReport, busy: list[str]) -> dict[str, Any]:
+def _plain(where: Path, report: RepackReport, busy: list[str], failed: list[str]) -> dict[str, Any]:
     return {
         "store": str(where), "dry_run": report.dry_run, "moved": report.moved,
-        "moved_bytes": report.moved_bytes, "busy_shards": busy,
+        "moved_bytes": report.moved_bytes, "busy_shards": busy, "failed_shards": failed,
         "spans": [asdict(span) for span in report.spans],
     }  # fmt: skip
 
