@@ -15,9 +15,11 @@ import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
 
 import impress
 from impress.cli.explain import explain
+from impress.cli.main import app
 from impress.cli.run import run
 from impress.engines import hf
 from impress.errors import BadInput, StoreFailed, StoreMismatch, Unsupported
@@ -307,6 +309,25 @@ def test_a_tokenizer_whose_download_was_cut_off_is_refused(here, tmp_path):
         run(tmp_path, here / "text", "w1", tmp_path / "store")
     with pytest.raises(BadInput, match=r"its tokenizer does not load; .* fetch it again"):
         told(here, model=tmp_path)
+
+
+@pytest.mark.parametrize("query", [[], ["--query", "w1"]], ids=["no query", "query"])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"layer_types": ["full_attention"]}, "num_hidden_layers"), ({"hidden_size": "x"}, "'x'")],
+)
+def test_a_config_that_transformers_finds_wrong_is_one_line_and_2(
+    here, tmp_path, wrong, said, query
+):
+    """A class of its own for a field, or for two that are at odds: a traceback, and status 1."""
+    saved_model(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **wrong}))
+    args = ("--store", here / "store", "--prefix", here / "text", "--model", tmp_path, *query)
+    done = CliRunner().invoke(app, ["explain", *map(str, args)])
+    assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1, done.output
+    assert f"--model {tmp_path}: its config does not load" in done.stderr
+    assert said in done.stderr
 
 
 def test_a_checkpoint_whose_quantiser_is_not_installed_is_refused(here, tmp_path):

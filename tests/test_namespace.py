@@ -485,6 +485,17 @@ def test_the_directory_may_be_gone_or_hold_another_model(saved):
     assert namespace_of(model) == replaced
 
 
+def test_a_directory_whose_config_has_become_wrong_does_not_name_the_model(saved):
+    """Transformers' own class of error for it came out of `namespace_of`, and so of attach."""
+    model = load(saved)
+    true = namespace_of(model)
+    edit_config(saved, layer_types=["full_attention"])  # of two layers
+    wrong = namespace_of(model)
+    assert wrong != true
+    shutil.rmtree(saved)
+    assert namespace_of(model) == wrong
+
+
 @pytest.mark.parametrize("left", ["others", "none"])
 def test_files_replaced_while_they_are_read_do_not_name_the_model_of_before(
     saved, monkeypatch, left

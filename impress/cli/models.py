@@ -118,10 +118,8 @@ def geometry_in(model_dir: Path, stored: Geometry) -> Geometry:
 
     from impress.engines.hf_models import check_family, geometry_of
 
-    try:
+    with loading(model_dir, "config does"):
         config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"--model {model_dir}: {str(error)[:300]}") from None
     check_family(config)
     geometry = geometry_of(config, stored.dtype)
     return geometry if geometry == stored else geometry_of(config, config.dtype or "float32")
