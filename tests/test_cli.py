@@ -302,6 +302,11 @@ def test_a_model_is_purged_by_what_inspect_calls_it(tmp_path):
     assert third["root"][:12] in shown
     assert_refused(run(*purge, third["root"][:12]), "is a root", f"--namespace '{third['name']}'")
     assert_refused(run(*purge, first["name"]), "is not stored here")
+    for few in (third["namespace"][:7], f"model {third['namespace'][:4]}"):
+        # It said that it is not stored here.
+        assert_refused(run(*purge, few), f"--namespace {few} ", "give at least 8 of its digits")
+    for other in (first["namespace"][:7], "model "):
+        assert_refused(run(*purge, other), "is not stored here")
     _, left = run_json("inspect", "--store", tmp_path / "s")
     assert left["namespaces"] == [third]
 

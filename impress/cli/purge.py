@@ -74,11 +74,7 @@ def purge(
         )
     where = store_dir(store)
     secret = None if tenant_secret_file is None else str(tenant_secret_file)
-    digests, spans, freed = _erased(where, namespace, tenant, secret)
-    if namespace is not None and not digests:
-        raise BadInput(
-            f"purge: --namespace {namespace} is not stored here (impress inspect lists them)"
-        )
+    spans, freed = _erased(where, namespace, tenant, secret)
     if tenant is not None and not spans:  # keys do not tell whose they are: a wrong name is none
         raise BadInput(_nothing(tenant, secret))
     if as_json:
@@ -90,10 +86,11 @@ def purge(
 
 def _erased(
     where: Path, namespace: str | None, tenant: str | None, secret: str | None
-) -> tuple[set[bytes], int, int]:
-    """(digests of the namespaces meant, spans erased, bytes freed), after what is to be done.
+) -> tuple[int, int]:
+    """(spans erased, bytes freed), after what is to be done.
 
-    The index of every shard is written anew also where there are none. Raises StoreLocked.
+    The index of every shard is written anew also where nothing is of that namespace, then
+    BadInput is raised. Raises StoreLocked.
     """
     identity = read_identity(where)
     config = Config(
@@ -105,10 +102,12 @@ def _erased(
         with writing(shard):
             shard.lock()
         shard.unlock()
-    digests, there, unerased = set[bytes](), list[SpanRecord](), 0
+    stored, digests = set[bytes](), set[bytes]()
+    there, unerased = list[SpanRecord](), 0
     if shards:
         with PrefixStore.open(where, identity.geometry, b"purge", config, "r") as reader:
-            digests = _digests(reader, shards, namespace)
+            stored = _stored(reader, shards)
+            digests = _digests(reader, stored, namespace)
             # Now: what hangs from what is purged in another shard goes as its own is opened.
             there = _wanted(reader, shards, tenant, digests)
     for shard in shards:
@@ -122,7 +121,9 @@ def _erased(
         shard.unlock()
     if unerased:
         raise StoreFailed(f"{where}: purged, but not all could be overwritten; see the log")
-    return digests, len(there), sum(record.owned_bytes for record in there)
+    if namespace is not None and not digests:
+        raise BadInput(_unknown(namespace, stored))
+    return len(there), sum(record.owned_bytes for record in there)
 
 
 def _wanted(
@@ -138,6 +139,22 @@ def _wanted(
     return [record for record in records if record.root in roots]
 
 
+def _unknown(namespace: str, there: set[bytes]) -> str:
+    """That no namespace is called so, or that its digits are too few to go by. Pure."""
+    digits = _digits(namespace)
+    if digits and any(digest.hex().startswith(digits) for digest in there):
+        return (
+            f"purge: --namespace {namespace} is no name here; to go by digits, give at least "
+            f"{_LEAST_HEX} of its digits"
+        )
+    return f"purge: --namespace {namespace} is not stored here (impress inspect lists them)"
+
+
+def _digits(namespace: str) -> str:
+    """Of a namespace's digest, as `inspect` shows one that has no name. Pure."""
+    return namespace.lower().removeprefix("model ")
+
+
 def _nothing(tenant: str, secret: str | None) -> str:
     """That a tenant has nothing here, and what may be wrong. Pure."""
     key = "another secret" if secret else "a secret (--tenant-secret-file)"
@@ -148,13 +165,17 @@ def _nothing(tenant: str, secret: str | None) -> str:
     )
 
 
-def _digests(store: PrefixStore, shards: list[Shard], namespace: str | None) -> set[bytes]:
-    """Digests of the namespaces meant, if any. Raises BadInput where the name is several's."""
+def _stored(store: PrefixStore, shards: list[Shard]) -> set[bytes]:
+    """Digests of all namespaces: by names and parameters also where all spans are gone."""
     there = {record.namespace for record in store.catalog.records()}
-    names = store.names()  # these and parameters: also where all its spans are gone
-    there |= {namespace_digest(name) for name in names.values() if name}
+    there |= {namespace_digest(name) for name in store.names().values() if name}
     for shard in shards:
         there |= Params(shard.params, write=False).namespaces()
+    return there
+
+
+def _digests(store: PrefixStore, there: set[bytes], namespace: str | None) -> set[bytes]:
+    """Digests of the namespaces meant, if any. Raises BadInput where the name is several's."""
     if namespace is None:
         return there
     if not namespace:
@@ -162,7 +183,7 @@ def _digests(store: PrefixStore, shards: list[Shard], namespace: str | None) -> 
     named = namespace_digest(namespace)
     if named in there:
         return {named}
-    digits = namespace.lower().removeprefix("model ")
+    digits = _digits(namespace)
     if len(digits) < _LEAST_HEX:
         return set()
     found = {d for d in there if d.hex().startswith(digits)}
@@ -170,6 +191,7 @@ def _digests(store: PrefixStore, shards: list[Shard], namespace: str | None) -> 
         raise BadInput(
             f"purge: --namespace {namespace} names several namespaces (impress inspect lists them)"
         )
+    names = store.names()
     for record in store.catalog.records() if not found else ():
         if record.root.hex().startswith(digits):  # one tenant's part: not said by whose name
             name = called(record.namespace, names.get(record.root, ""))
