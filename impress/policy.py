@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -59,7 +59,7 @@ class Paper:
 
     def __post_init__(self) -> None:
         _check_keep(self.name, self.keep)
-        if not _is_number(self.alpha) or not 0 <= self.alpha < math.inf:
+        if not _is_number(self.alpha) or not 0 <= self.alpha <= sys.float_info.max:  # an exponent
             raise BadInput(f"paper: alpha must be a number of at least 0, got {self.alpha!r}")
         if not isinstance(self.gate, bool):
             raise BadInput(f"paper: gate must be True or False, got {self.gate!r}")
@@ -238,7 +238,8 @@ def _check_keep(policy: str, keep: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    """Maybe NaN, which is in no range. Pure."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_count(value: Any) -> bool:

@@ -653,14 +653,19 @@ def test_fewer_rows_bound_the_worst_head_than_in_the_order_of_all_heads_together
         (lambda: AllHeads(-0.1), "keep"),
         (lambda: Random(math.nan), "keep"),
         (lambda: Recency(True), "keep"),
+        (lambda: Paper(10**400), "keep"),
         (lambda: StaticH2O("all"), "keep"),  # type: ignore[arg-type]
         (lambda: Random(0.5, -1), "seed"),
         (lambda: Paper(alpha=-1), "alpha"),
         (lambda: Paper(alpha=math.inf), "alpha"),
+        (lambda: Paper(alpha=math.nan), "alpha"),
+        (lambda: Paper(alpha=10**400), "alpha"),
         (lambda: Paper(gate=1), "gate"),  # type: ignore[arg-type]
         (lambda: Paper(fallback="none"), "fallback"),  # type: ignore[arg-type]
         (lambda: Quality(-0.1), "max_missing_mass"),
         (lambda: Quality(1.1), "max_missing_mass"),
+        (lambda: Quality(math.nan), "max_missing_mass"),
+        (lambda: Quality(10**400), "max_missing_mass"),
         (lambda: Quality(max_bytes=0), "max_bytes"),
         (lambda: Quality(max_bytes=1.5), "max_bytes"),  # type: ignore[arg-type]
         (lambda: Quality(per="token"), "per"),  # type: ignore[arg-type]
@@ -668,6 +673,8 @@ def test_fewer_rows_bound_the_worst_head_than_in_the_order_of_all_heads_together
     ],
 )
 def test_policies_refuse_bad_numbers_in_one_line(make: Any, what: str) -> None:
+    """An int that is larger than any float was an OverflowError: one that a client asked for ended
+    vLLM's engine."""
     with pytest.raises(BadInput, match=what) as caught:
         make()
     assert "\n" not in str(caught.value)
