@@ -334,8 +334,12 @@ class Home:
         """Assert that tree and space agree. `drafts`: stores under way, which own space too."""
         self.catalog.check()
         self.ssd.check()
-        if self.committer is not None:
-            records = [*self.catalog.all_records(), *self.leaving.in_limbo, *drafts]
-            owned = sum(r.owned_bytes for r in records)
+        if self.committer is None or self.reclaimer is None:
+            return
+        with self.reclaimer.at_rest():
+            # By id: one may go from the tree to limbo in between.
+            records = {record.span_id: record for record in self.catalog.all_records()}
+            records |= {record.span_id: record for record in self.leaving.in_limbo}
+            owned = sum(record.owned_bytes for record in (*records.values(), *drafts))
             used = self.ssd.usage().used
-            assert used == owned, f"ssd: {used} bytes used, spans own {owned}"
+        assert used == owned, f"ssd: {used} bytes used, spans own {owned}"

@@ -149,6 +149,13 @@ class Reclaim:
                 self._n_busy -= ours
                 self._state.notify_all()
 
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Nothing is given back meanwhile, and nothing is half given back."""
+        with self._state:
+            self._state.wait_for(lambda: not self._n_busy, WRITE_TIMEOUT_S)
+            yield
+
     def _bury(self, records: Sequence[SpanRecord]) -> None:
         self._wipe(records)
         for record in records:
