@@ -673,8 +673,7 @@ def test_fewer_rows_bound_the_worst_head_than_in_the_order_of_all_heads_together
     ],
 )
 def test_policies_refuse_bad_numbers_in_one_line(make: Any, what: str) -> None:
-    """An int that is larger than any float was an OverflowError: one that a client asked for ended
-    vLLM's engine."""
+    """An int that is larger than any float was an OverflowError."""
     with pytest.raises(BadInput, match=what) as caught:
         make()
     assert "\n" not in str(caught.value)
