@@ -412,6 +412,17 @@ def test_promotions_that_pile_up_behind_requests_hold_little_memory(
     assert_nothing_is_left(store)
 
 
+def outs_of_ones_own(geometry: impress.Geometry) -> tuple[list[tuple[torch.Tensor, ...]], list]:
+    """K and V by layer for 256 rows, as a caller brings them; and weak references to the memory."""
+    memory = [aligned(256 * geometry.k_row_bytes) for _ in range(2 * geometry.n_layers)]
+    tensors = [
+        torch.frombuffer(raw, dtype=torch.float32).view(256, 2, 32).transpose(0, 1)
+        for raw in memory
+    ]
+    outs = list(zip(tensors[::2], tensors[1::2], strict=True))
+    return outs, [weakref.ref(raw) for raw in memory]
+
+
 def test_what_waits_to_be_learnt_keeps_nobodys_memory(
     open_store: Open, small: impress.Geometry
 ) -> None:
@@ -419,21 +430,16 @@ def test_what_waits_to_be_learnt_keeps_nobodys_memory(
     of them."""
     store = open_store(small, io_threads=1)
     put_prompt(store, prompt(256)).wait(60)
-    memory = [aligned(256 * small.k_row_bytes) for _ in range(2 * small.n_layers)]  # K, V by layer
-    tensors = [
-        torch.frombuffer(raw, dtype=torch.float32).view(256, 2, 32).transpose(0, 1)
-        for raw in memory
-    ]
-    alive = [weakref.ref(raw) for raw in memory]
+    outs, alive = outs_of_ones_own(small)
     with cold_sessions(store, prompt(256), 1) as (session,):
-        session.prefetch(list(zip(tensors[::2], tensors[1::2], strict=True)))
+        session.prefetch(outs)
         assert_right(session, prompt(256), small)
         busy, begun = threading.Event(), threading.Event()
         hog = store._pool.submit(Lane.STORE, [lambda: begun.set() or (busy.wait(60) and None)])
         assert begun.wait(60)  # the only thread
         assert session.close()
     assert store._pool.depth()[Lane.PROMOTE] > 0, "it waits"
-    del session, memory, tensors
+    del session, outs
     gc.collect()
     assert all(raw() is None for raw in alive)
     busy.set()
@@ -450,15 +456,10 @@ def test_what_waits_to_climb_keeps_no_memory_of_whom_it_followed(
     own, until what climbs from it had its turn."""
     store = open_store(small, io_threads=1)
     put_prompt(store, prompt(256)).wait(60)
-    memory = [aligned(256 * small.k_row_bytes) for _ in range(2 * small.n_layers)]  # K, V by layer
-    tensors = [
-        torch.frombuffer(raw, dtype=torch.float32).view(256, 2, 32).transpose(0, 1)
-        for raw in memory
-    ]
-    alive = [weakref.ref(raw) for raw in memory]
+    outs, alive = outs_of_ones_own(small)
     with cold_sessions(store, prompt(256), 2) as (first, second):
         gate = Gate(store)
-        first.prefetch(list(zip(tensors[::2], tensors[1::2], strict=True)))
+        first.prefetch(outs)
         second.prefetch()
         gate.opened.set()
         for session in (first, second):
@@ -469,7 +470,7 @@ def test_what_waits_to_climb_keeps_no_memory_of_whom_it_followed(
         assert begun.wait(60)  # the only thread
         assert first.close() and second.close()
     assert store._pool.depth()[Lane.PROMOTE] > 0, "the second's waits"
-    del first, second, session, memory, tensors
+    del first, second, session, outs
     gc.collect()
     assert all(raw() is None for raw in alive)
     busy.set()

@@ -55,21 +55,19 @@ class Direct:
         return self.given[i]
 
 
-def fit(shapes: Sequence[PlaneLayout], *, chosen: bool) -> bool:
-    """Whether rows of these planes are best brought so. Pure.
-
-    Dense ones; but not `chosen` rows that share pieces with rows nobody wants: those are put in
-    order as fast from a buffer.
-    """
-    return all(shape.dense and (shape.piece_rows == 1 or not chosen) for shape in shapes)
-
-
 def direct_of(
     parts: Sequence[Part], entries: Sequence[Sequence[Ids]], shapes: Sequence[PlaneLayout], *,
     chosen: bool,
 ) -> Direct | None:  # fmt: skip
-    """Wanted rows by who has them, where that is best; None: all go one way. Pure."""
-    if any(part.ordinals is None for part in parts) or not fit(shapes, chosen=chosen):
+    """Wanted rows by who has them, where that is best; None: all go one way. Pure.
+
+    Dense rows; but not `chosen` ones that share pieces with rows nobody wants: those are put in
+    order as fast from a buffer.
+    """
+    alone = all(shape.piece_rows == 1 for shape in shapes)
+    if not all(shape.dense for shape in shapes) or (chosen and not alone):
+        return None
+    if any(part.ordinals is None for part in parts):
         return None
     if not any((ids >= 0).any() for of_cache in entries for ids in of_cache):
         return None

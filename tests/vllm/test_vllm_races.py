@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -435,6 +436,15 @@ def test_a_saver_without_its_thread_says_so_in_one_line(
                 saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
 
 
+def _offered(saver: saving.Saver, prompts: list[Prompt], *names: int) -> None:
+    """These prompts, whole, each once the one before is no longer busy."""
+    for i in names:
+        n = len(prompts[i].tokens)
+        saver.offer(SaveSpec(f"{i}", f"{i}#0", prompts[i], n, [1] * (n // 32)))
+        with saver._lock:
+            assert saver._changed.wait_for(lambda i=i: not saver.busy(f"{i}"), 60)
+
+
 def test_behind_a_write_that_hangs_one_request_waits_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,12 +474,7 @@ def test_behind_a_write_that_hangs_one_request_waits_and_no_other(
         layout: Any = _Zeros()
         saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
 
-        def offer(*names: int) -> None:
-            for i in names:
-                saver.offer(SaveSpec(f"{i}", f"{i}#0", prompts[i], 2048, [1] * 64))
-                with saver._lock:
-                    assert saver._changed.wait_for(lambda i=i: not saver.busy(f"{i}"), 60)
-
+        offer = partial(_offered, saver, prompts)
         try:
             offer(0, 1, 2, 3, 4)
             assert (len(ran_out), saver.n_skipped) == (1, 4)
@@ -516,12 +521,7 @@ def test_behind_a_commit_that_hangs_one_request_waits_and_no_other(
         layout: Any = _Zeros()
         saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
 
-        def offer(*names: int) -> None:
-            for i in names:
-                saver.offer(SaveSpec(f"{i}", f"{i}#0", prompts[i], 256, [1] * 8))
-                with saver._lock:
-                    assert saver._changed.wait_for(lambda i=i: not saver.busy(f"{i}"), 60)
-
+        offer = partial(_offered, saver, prompts)
         try:
             offer(0, 1, 2, 3, 4)
             assert (len(in_vain), saver.n_skipped) == (1, 3)
