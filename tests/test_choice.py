@@ -43,6 +43,21 @@ def test_a_fit_finds_the_cost_of_each_amount():
     assert fit.seconds((3, 500, 70)) == pytest.approx(0.75 + 5 + 7)
 
 
+def test_a_choice_solves_nothing(monkeypatch):
+    """Costs were fitted anew for every estimate, before a request's reads: milliseconds of it."""
+    rates, stored = Rates(), Stored(1000, 4, 1 << 20, 1 << 19)
+    for i in range(6):
+        for mode in MODES:
+            rates.note_forward(mode, 1000 + i, 0.5)
+        for mode in ("sparse", "exact"):
+            rates.note_read(mode, Stored(1000, 4, (1 << 20) + i, i << 10), 0.01)
+    expected = rates.estimate(1064, stored)
+    monkeypatch.setattr("numpy.linalg.solve", None)
+    monkeypatch.setattr("numpy.linalg.det", None)
+    assert rates.choose("sparse", 1064, stored).mode == "sparse"
+    assert rates.estimate(1064, stored) == expected
+
+
 def test_samples_that_are_all_alike_give_a_rate():
     fit = Fit(2)
     for _ in range(5):

@@ -72,13 +72,14 @@ class Stored:
 class Fit:
     """seconds = amounts · costs, fitted by least squares with no cost negative; later samples count
     for more. Where samples are too alike to tell two amounts' costs apart, the later amount gets it
-    all."""
+    all. Fitted as a sample comes, behind a request: the next has its estimate before its reads."""
 
     def __init__(self, n_amounts: int) -> None:
         self.n_samples = 0
         self._products = np.zeros((n_amounts, n_amounts))
         self._by_seconds = np.zeros(n_amounts)
         self._squared = 0.0
+        self._costs = np.zeros(n_amounts)
         self._subsets = [
             list(subset) for size in range(1, n_amounts + 1)
             for subset in sorted(combinations(range(n_amounts), size), reverse=True)
@@ -94,9 +95,11 @@ class Fit:
         self._by_seconds = _DECAY * self._by_seconds + seconds * x
         self._squared = _DECAY * self._squared + seconds * seconds
         self.n_samples += 1
+        self._costs = self._fitted()
 
     def age(self, n_requests: int) -> None:
-        """So many requests went by without a sample: older samples count for less."""
+        """So many requests went by without a sample: older samples count for less. The costs stay
+        what they are until the next."""
         left = _DECAY ** min(n_requests, _LOOK_AGAIN[0])
         self._products *= left
         self._by_seconds *= left
@@ -104,9 +107,9 @@ class Fit:
 
     def seconds(self, amounts: Sequence[float]) -> float | None:
         """The estimate; None before the first sample."""
-        return float(self._costs() @ amounts) if self.n_samples else None
+        return float(self._costs @ amounts) if self.n_samples else None
 
-    def _costs(self) -> npt.NDArray[np.float64]:
+    def _fitted(self) -> npt.NDArray[np.float64]:
         """Of one of each amount: of all subsets that need no negative cost the nearest fit."""
         best, least = np.zeros_like(self._by_seconds), self._squared
         slack = 1e-9 * self._squared  # more costs must be worth it
