@@ -12,26 +12,19 @@ from impress.cache.chunks import ChunkCache, Ids, only_fastest
 from impress.errors import PrefixLost
 from impress.read.direct import Direct, copies_of, direct_of
 from impress.read.flights import Flight, key_of, take
+from impress.read.mapping import gathers_of
 from impress.read.outs import Outs
 from impress.read.parts import Part, Positions, Source, parts_of, used_chunks
 from impress.read.placement import Brought
-from impress.read.plan import (
-    Gather,
-    ReadPlan,
-    Runs,
-    gather,
-    gather_whole,
-    plan_reads,
-    rows_by_tier,
-)
+from impress.read.plan import ReadPlan, Runs, plan_reads, rows_by_tier
 from impress.read.reading import Reading
-from impress.read.takes import Ahead, Takes, promised
+from impress.read.takes import Ahead, Takes
 from impress.read.tickets import when_all, within_memory
 from impress.spans.layout import K, V
 from impress.spans.rows import address_of, as_tensor, take_rows, unpack
 from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
-from tiers.coalesce import STREAM, TURNS, slice_bytes, slices
+from tiers.coalesce import LARGE_SLICE, STREAM, TURNS, slice_bytes, slices
 from tiers.errors import HARMLESS, MediumError
 from tiers.iopool import Lane, Task, Ticket
 from tiers.slots import Buffer
@@ -43,6 +36,8 @@ if TYPE_CHECKING:
 
 #: Among a load's tickets: copies of what was read ahead.
 _AHEAD: Final = "ahead"
+#: And what puts V's rows in order.
+_ORDER: Final = "order"
 #: Threads that share a copy: more than processors can take wait for each other's interpreter (on
 #: two, 25 MB in scattered pieces took 5.7 ms shared by eight and 4.9 by four).
 _COPYING: Final = 2 * len(os.sched_getaffinity(0))
@@ -114,7 +109,10 @@ class Load:
         self.entries = [[ids.copy() for ids in of_cache] for of_cache in self._pinned]
         with self.map_spent:
             self._direct = self._divided()
-            gathers = self._map(self.parts if self._direct is None else self._direct.left)
+            gathers = gathers_of(
+                self.parts, self.planes, self.shapes, self.reading.config.read_gap_bytes,
+                chosen=self.positions is not None, direct=self._direct, ahead=ahead,
+            )  # fmt: skip
         self.runs = [g.runs for g in gathers]  # of pieces, by plane and part
         self._rows = [g.rows for g in gathers]  # of dest, by plane; None: all, as they lie
         self._n_pieces = [g.n_pieces for g in gathers]
@@ -163,24 +161,10 @@ class Load:
             return self.reading.rent(n_rows * self.shapes[i].row_bytes).lent()
         return dense
 
-    def _map(self, parts: Sequence[Part]) -> list[Gather]:
-        """Where the wanted rows lie, by plane."""
-        gap, one = self.reading.config.read_gap_bytes, gather
-        if self.positions is None and self._direct is None:
-            one = gather_whole
-        gathers: list[Gather] = []
-        for i, (plane, shape) in enumerate(zip(self.planes, self.shapes, strict=True)):
-            alike = self.shapes.index(shape)
-            if alike < i and self._ahead is None:  # the same pieces: they lie alike
-                gathers.append(gathers[alike])
-            else:
-                gathers.append(one(parts, plane, gap, promised(self._ahead, parts, plane)))
-        return gathers
-
     def _dest(self, i: int) -> Bytes:
         """Straight into a dense page-aligned out; else a rented buffer, in pieces."""
         shape = self.shapes[i]
-        if self._rows[i] is None and self.outs is not None and shape.dense:
+        if self._rows[i] is None and self._direct is None and self.outs is not None and shape.dense:
             memory = self.outs.memory[i]
             if memory is not None and address_of(memory) % PAGE == 0:
                 return memory
@@ -241,6 +225,8 @@ class Load:
                 self.reading.counters.add("shared_bytes", n_bytes)
             else:
                 self.reading.ssd.read(reads)
+            if self._direct is not None:
+                self._direct.put(reads, self._dests, self.shapes)
         except MediumError as err:
             if not err.harmless:
                 self._bad_span["ssd"] = span
@@ -335,31 +321,45 @@ class Load:
         return self._dests[i]
 
     def tensors(self) -> Tensors:
-        """K and V as [n_kv_heads, m, head_dim], in `outs` where they were given."""
+        """K and V as [n_kv_heads, m, head_dim], in `outs` where they were given.
+
+        Where many rows are put in order, those of V by another thread.
+        """
         assert self.planes == (K, V)
-        g = self.reading.geometry
-        return self._tensor(0, g.head_dim), self._tensor(1, g.v_dim)
+        g, pool = self.reading.geometry, self.reading.pool
+        beside: list[Bytes] = []
+        rows = self._rows[1]
+        if rows is not None and len(rows) * self.shapes[1].row_bytes >= LARGE_SLICE:
+            self._queue(_ORDER, self._lane, [lambda: beside.append(self._ordered(1))])
+        k = self._tensor(self._ordered(0), 0, g.head_dim)
+        if _ORDER in self.tickets:
+            pool.run_here(self._lane, [self.tickets[_ORDER]])  # where every thread is at work
+            self.tickets[_ORDER].wait(-1)
+        return k, self._tensor(beside[0] if beside else self._ordered(1), 1, g.v_dim)
 
     def tensor(self, at: Positions | None = None) -> torch.Tensor:
         """The only plane, K or V, as [n_kv_heads, m, head_dim]; `at`: some rows of what it has."""
         (plane,) = self.planes
         dim = self.reading.geometry.head_dim if plane == K else self.reading.geometry.v_dim
-        return self._tensor(0, dim, at)
+        return self._tensor(self._ordered(0, at), 0, dim)
 
-    def _tensor(self, i: int, dim: int, at: Positions | None = None) -> torch.Tensor:
+    def _ordered(self, i: int, at: Positions | None = None) -> Bytes:
+        """Plane number i as dense rows, in order; `at`: some of them."""
         shape, data, chosen = self.shapes[i], self._dests[i], self._rows[i]
         if self._direct is not None:
-            assert chosen is not None, "what goes directly is rows"
             data, chosen = self._direct.rows(i, data, chosen, shape), at
         elif at is not None:
             chosen = at if chosen is None else chosen[at]
         if chosen is not None:
-            data = take_rows(data, chosen, shape, self._rows_given(i, len(chosen)))
-        elif not shape.dense:
+            return take_rows(data, chosen, shape, self._rows_given(i, len(chosen)))
+        if not shape.dense:
             dense = self._rows_given(i, self._n_pieces[i] * shape.piece_rows)
             unpack(data, dense, shape)
-            data = dense
-        n_rows = len(data) // shape.row_bytes
+            return dense
+        return data
+
+    def _tensor(self, data: Bytes, i: int, dim: int) -> torch.Tensor:
+        n_rows = len(data) // self.shapes[i].row_bytes
         rows = partial(as_tensor, data, self.reading.geometry, n_rows, dim)
         return rows() if self.outs is None else self.outs.filled(i, data, rows)
 

@@ -87,6 +87,7 @@ class Part:
     count: int
     to: int  # where its first chunk goes in a dest that takes them all
     ordinals: Positions | None  # of wanted rows, by position, from `first`; None: all, as they lie
+    is_whole: bool = False  # ordinals are of all rows of its chunks
 
     @property
     def span(self) -> int:
@@ -112,7 +113,9 @@ def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None)
             if begin != at:
                 rows = rows + (begin - at)
         elif source.order is not None:
-            rows = np.arange(begin, end)
+            parts.append(_all_of(source, layer, to))
+            to += parts[-1].count
+            continue
         else:
             parts.append(Part(source, held.first, held.count, to, None))
             to += held.count
@@ -124,6 +127,18 @@ def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None)
         )
         to += count
     return parts
+
+
+def _all_of(source: Source, layer: int, to: int) -> Part:
+    """All rows held of a packed span, which are those of as many chunks, or lie among others'."""
+    held, window = source.held, source.held.record.window
+    assert source.order is not None, "rows in position order need no ordinals"
+    begin, n = held.first * window, held.count * window
+    ordinals = source.order.run(layer, begin, n)
+    first, count = _chunks_of(source, ordinals)
+    if first:
+        ordinals -= first * window
+    return Part(source, first, count, to, ordinals, is_whole=count == held.count)
 
 
 def _chunks_of(source: Source, ordinals: Positions) -> tuple[int, int]:
@@ -143,7 +158,7 @@ def _chunks_of(source: Source, ordinals: Positions) -> tuple[int, int]:
 
 def used_chunks(part: Part) -> Mask:
     """[part.count]: which chunks hold a wanted row."""
-    if part.ordinals is None:
+    if part.ordinals is None or part.is_whole:
         return np.ones(part.count, dtype=bool)
     used = np.zeros(part.count, dtype=bool)
     used[part.ordinals // part.source.held.record.window] = True

@@ -182,6 +182,21 @@ def gather_whole(
     return Gather(runs, n_pieces, rows, read, taken)
 
 
+def gather_chunks(
+    chunks: Sequence[Positions], parts: Sequence[Part], plane: int, _gap_bytes: int = 0,
+    _ahead: Sequence[Mask] | None = None,
+) -> Gather:  # fmt: skip
+    """Some chunks of each part, whole, one behind the other: their rows as they lie. Pure."""
+    n = parts[0].source.layout.planes[plane].pieces
+    runs: list[Runs] = []
+    to = 0
+    for wanted in chunks:
+        firsts, counts, tos = _merged(wanted, 0, to)
+        runs.append(Runs(firsts * n, counts * n, tos * n))
+        to += len(wanted)
+    return Gather(runs, to * n, None, runs, [_NONE] * len(runs))
+
+
 def _divided(wanted: Mask, ahead: Mask, gap: int) -> tuple[Mask, Mask]:
     """Pieces to be read, gaps read through, and pieces that were read ahead and need not be."""
     read = np.zeros(len(wanted) + 1, dtype=np.int8)

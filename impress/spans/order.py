@@ -52,6 +52,10 @@ class RowOrder:
         found: Rows = self.ordinals[layer].take(rows).astype(np.int64)
         return found
 
+    def run(self, layer: int, first: int, count: int) -> Rows:
+        """Where `count` rows from `first` on lie: the caller's own."""
+        return self.ordinals[layer, first : first + count].astype(np.int64)
+
     def slots(self, layer: int) -> Rows:
         """The row in each slot: the inverse."""
         rows = np.empty(self.ordinals.shape[1], dtype=np.int64)

@@ -1,0 +1,35 @@
+"""Which way the wanted rows of a layer are found: by chunks, by rows, or all as they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from impress.read.direct import Direct
+from impress.read.parts import Part
+from impress.read.plan import Gather, gather, gather_chunks, gather_whole
+from impress.read.takes import Ahead, promised
+from impress.spans.layout import PlaneLayout
+
+
+def gathers_of(
+    parts: Sequence[Part], planes: Sequence[int], shapes: Sequence[PlaneLayout], gap_bytes: int, *,
+    chosen: bool, direct: Direct | None, ahead: Ahead | None,
+) -> list[Gather]:  # fmt: skip
+    """Where the wanted rows of these parts lie, by plane; of `direct`, those that home gives.
+
+    `chosen`: not all rows are wanted. `ahead`: what was read of them already. Pure.
+    """
+    one = gather if chosen or direct is not None else gather_whole
+    if direct is not None:
+        parts = direct.left
+        if direct.chunks is not None:
+            one = partial(gather_chunks, direct.chunks)
+    gathers: list[Gather] = []
+    for i, (plane, shape) in enumerate(zip(planes, shapes, strict=True)):
+        alike = shapes.index(shape)
+        if alike < i and ahead is None:  # the same pieces: they lie alike
+            gathers.append(gathers[alike])
+        else:
+            gathers.append(one(parts, plane, gap_bytes, promised(ahead, parts, plane)))
+    return gathers
