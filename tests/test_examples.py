@@ -42,8 +42,10 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_readmes_engine_reuses_the_document(here, capsys):
-    run("README.md", 0, {})
+def test_the_readmes_engine_reuses_the_document_and_leaves_the_disk_room(here, capsys):
+    """The block that everybody copies had no `disk_bytes`: it would have filled the file system."""
+    engine = run("README.md", 0, {})["engine"]
+    assert engine.store.config.disk_bytes == 200 << 30
     first, second = re.findall(r"^(\d+) [\d.]+$", capsys.readouterr().out, re.MULTILINE)
     assert (int(first), int(second)) == (0, 1024)
 
@@ -71,6 +73,7 @@ def test_the_readmes_store_gives_back_what_was_stored(here):
     values = [k + k for k in keys]
     named = {"token_ids": range(200), "keys": keys, "values": values, "attend": attend}
     run("README.md", 2, named)
+    assert named["store"].config.disk_bytes == 200 << 30
     assert given == [(layer, True, True) for layer in range(32)]
 
 
