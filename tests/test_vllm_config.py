@@ -150,3 +150,28 @@ def test_the_container_is_made_as_the_environment_of_the_tests_is() -> None:
     needed = {re.split("[<>=!~]", text)[0] for text in project["dependencies"]}
     (added,) = re.findall(r"--no-deps ([a-z][a-z ]*[a-z])", said)
     assert set(added.split()) == needed - VLLM_BRINGS
+
+
+@pytest.mark.parametrize("gib", [50, 7])
+def test_the_container_leaves_the_disk_room(tmp_path: Path, gib: int) -> None:
+    """Its store had no bound, and nothing but another entry point gave it one."""
+    said = (ROOT / "Containerfile").read_text()
+    (entry,) = re.findall(r"^ENTRYPOINT (.+)$", said, re.MULTILINE)
+    commands = {
+        "impress": f'exec {sys.executable} -m impress.cli.main "$@"',
+        "python": 'printf "%s\\n" "$@"',  # in vLLM's place: an argument a line
+    }
+    for name, command in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / name).chmod(0o755)
+    given = dict(re.findall(r"^ENV (\w+)=(\S+)$", said, re.MULTILINE))
+    given |= {} if gib == 50 else {"IMPRESS_DISK_GIB": str(gib)}
+    started = subprocess.run(
+        [*json.loads(entry), "--model", "a model"],
+        env=os.environ | given | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    *_, option, block, model, name = started.stdout.splitlines()
+    assert (option, model, name) == ("--kv-transfer-config", "--model", "a model")
+    settings = Settings.of(json.loads(block)["kv_connector_extra_config"])
+    assert (str(settings.store), settings.config.disk_bytes) == ("/store", gib << 30)
