@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from experiments.results_lines import LINES
 from experiments.systems import emulator, sizes
 from experiments.systems.clock import PAPER_DISK_GB_S
 from experiments.systems.sweep import BASE
+from impress.types import Geometry
 
 PAGE = "before\n<!-- table: NAME -->\nold\n<!-- end -->\nafter\n"
 META = {
@@ -442,3 +444,28 @@ def test_the_readme_has_the_reports_figures_and_says_what_caches_gave(begin: str
     assert f"{round(100 * (1 - exact['ssd_mb'] / exact['mb']))} %" in hit
     alone_ms = exact["mb"] / PAPER_DISK_GB_S
     assert said.split()[:2] == [f"{exact['p50_ms'] / again_ms:.2f};", f"{alone_ms / again_ms:.2f}"]
+
+
+def test_the_readme_says_what_storing_costs_beside_restoring() -> None:
+    """It had the processor time of a restore alone, and nothing of what stores write in a day:
+    where everything is stored at its first use, storing is what a busy server pays for."""
+    root = Path(everything.__file__).parents[1]
+    cpu: dict[str, list[list[float]]] = {"ours": [], "peers": []}
+    for line in (root / "docs/VLLM.md").read_text().splitlines():
+        ours = line.startswith("| impress, ")
+        if ours or line.startswith(("| the same, `use_odirect`", "| vLLM 0.32.0, file tier")):
+            _, _, store, _, restore, *_ = line.split("|")
+            figures = re.findall(r"\((\.\d+)\)", store + restore)
+            cpu["ours" if ours else "peers"].append([float(figure) for figure in figures])
+    assert [len(rows) for rows in cpu.values()] == [3, 2]
+    said = " ".join((root / "README.md").read_text().split())
+    spans = {
+        who: [f"{min(way):.2f} to {max(way):.2f}" for way in zip(*rows, strict=True)]
+        for who, rows in cpu.items()
+    }
+    assert "Storing takes {} seconds a GB, and restoring {}.".format(*spans["ours"]) in said
+    assert "take {} and {}, and check".format(*spans["peers"]) in said
+    llama = Geometry(n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, dtype="bfloat16")
+    assert f"needs {llama.token_bytes >> 10} KiB for each token" in said
+    a_day = 1_000 * 86_400 * llama.token_bytes
+    assert f"1,000 new tokens a second are {a_day / 1e12:.0f} TB a day" in said
