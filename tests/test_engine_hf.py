@@ -898,13 +898,49 @@ def test_int8_that_looks_for_outliers_in_all_rows_is_refused(tmp_path, given):
     model = tiny()
     for settings, threshold in (({}, 6.0), ({"llm_int8_threshold": 4.5}, 4.5)):
         model.config.quantization_config = given(**settings)
-        with pytest.raises(Unsupported, match=rf"^llm_int8_threshold={threshold} .*: set .*=0\.0 "):
+        said = rf"^llm_int8_threshold={threshold} .*: load .*=0\.0 "
+        with pytest.raises(Unsupported, match=said):
             attach(model, tmp_path / "store")
     assert not (tmp_path / "store").exists()
     model.config.quantization_config = given(llm_int8_threshold=0.0)
     attach(model, tmp_path / "store").close()
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     attach(model, tmp_path / "other").close()
+
+
+class Linear8bitLt(torch.nn.Linear):
+    """What bitsandbytes puts in a layer's place, as far as it is looked at."""
+
+    def __init__(self, layer, threshold):
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        self.load_state_dict(layer.state_dict())
+        self.state = SimpleNamespace(threshold=threshold)
+
+
+def test_int8_goes_by_the_threshold_that_a_module_was_loaded_with(tmp_path):
+    """The config was believed. Set there after loading, as our own line advised, it changes no
+    module: a hit had the keys of another prompt's end, and such keys were stored."""
+    model, ids = tiny(), prompts(200)
+    model.config.quantization_config = in_a_dict(llm_int8_threshold=0.0)
+    attention = model.model.layers[1].self_attn
+    attention.k_proj = Linear8bitLt(attention.k_proj, threshold=6.0).eval()
+    said = r"^model\.layers\.1\.self_attn\.k_proj has llm_int8_threshold=6\.0: .*: load .*=0\.0 "
+
+    def late(_ids, scores):
+        attention.k_proj.state.threshold = 6.0
+        return scores
+
+    with pytest.raises(Unsupported, match=said):
+        attach(model, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+    attention.k_proj.state.threshold = 0.0
+    with attach(model, tmp_path / "store") as engine:
+        for options in ({"logits_processor": [late]}, {}):  # within a request, and before one
+            with pytest.raises(Unsupported, match=said):
+                engine.generate(ids, max_new_tokens=2, **options)
+        attention.k_proj.state.threshold = 0.0
+        engine.generate(ids, max_new_tokens=2)
+        assert engine.last_request.hit_tokens == 0
 
 
 @pytest.mark.parametrize(

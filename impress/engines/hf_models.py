@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from impress.engines.hf_modules import (
+    INT8_ADVICE,
     check_adapters,
     check_causal_modules,
     check_eval,
@@ -142,14 +143,14 @@ def _check_causal(config: Any) -> None:
 
 def _check_quantization(config: Any) -> None:
     """Raises Unsupported on LLM.int8() with a threshold: a column in which any row of a pass is
-    above it is computed in float for all of them."""
+    above it is computed in float for all of them. What its modules do check_causal_modules asks."""
     given = getattr(config, "quantization_config", None) or {}
     settings = given if isinstance(given, Mapping) else given.to_dict()
     threshold = settings.get("llm_int8_threshold", 6.0)  # what bitsandbytes takes where none is set
     if settings.get("load_in_8bit") and threshold:
         raise Unsupported(
             f"llm_int8_threshold={threshold} is not supported, keys then depend on what follows "
-            "them: set llm_int8_threshold=0.0 in the quantization_config"
+            f"them: {INT8_ADVICE}"
         )
 
 

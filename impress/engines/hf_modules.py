@@ -24,6 +24,11 @@ _REMOTE: Final = "transformers_modules"
 _MOVING: Final = {"ModelHook", "AlignDevicesHook", "SequentialHook"}
 #: What a module may have of its own in place of its class's: generate() is these, pass after pass.
 _CALLED: Final = ("forward", "generate", "prepare_inputs_for_generation")
+#: A config that is changed later changes no module.
+INT8_ADVICE: Final = (
+    "load the model with llm_int8_threshold=0.0 (of a checkpoint saved in 8 bit: in its "
+    "config.json)"
+)
 
 
 def modules_of(model: Any) -> list[Any]:
@@ -56,12 +61,22 @@ def check_eval(model: Any, modules: Sequence[Any]) -> None:
 
 
 def check_causal_modules(model: Any, modules: Sequence[Any]) -> None:
-    """Raises Unsupported where a module lets each token see those behind it: torch's sdpa goes by
-    this where there is no mask, whatever the config says."""
+    """Raises Unsupported where a token's keys depend on those behind it, whatever the config says.
+
+    torch's sdpa goes by a module's is_causal where there is no mask. LLM.int8() goes by a threshold
+    that each module got at loading: a column where any row of a pass is above it is float in all.
+    """
     for module in modules:
         if not module.__dict__.get("is_causal", True):
             raise Unsupported(
                 f"{_name(model, module)} has is_causal=False: keys depend on what follows them"
+            )
+        int8 = type(module).__name__ == "Linear8bitLt"  # PEFT's class of this name has no state
+        state = module.__dict__.get("state") if int8 else None
+        if threshold := getattr(state, "threshold", 0):
+            raise Unsupported(
+                f"{_name(model, module)} has llm_int8_threshold={threshold}: keys depend on what "
+                f"follows them: {INT8_ADVICE}"
             )
 
 
