@@ -88,11 +88,31 @@ def test_a_model_run_within_a_sparse_request_sees_its_own_mask(tmp_path, family,
         assert engine.last_request.mode == "sparse"
     assert len(running.said) == 6 + (kind == "streamer")  # which gets the prompt, too
     for said in running.said:
-        if attention == "sdpa":
-            assert torch.equal(said, alone)
-        else:  # the engine's is sdpa there
-            torch.testing.assert_close(said, alone, rtol=0, atol=1e-5)
+        assert torch.equal(said, alone)
     assert_same_bits(mine, want)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_model_run_within_a_sparse_request_gives_its_attention_weights(tmp_path, family):
+    """Under eager attention it does; there it gave none, as it ran the sdpa of the request."""
+    model, seen = model_of(family, attention="eager"), []
+    ids, shown = two_padded()
+
+    def looking(_ids, scores):
+        with torch.no_grad():
+            seen.append(model(ids, attention_mask=shown, output_attentions=True).attentions)
+        return scores
+
+    looking(None, None)
+    alone = seen.pop()
+    assert len(alone) == 3
+    with filled(model, tmp_path, policy=Given(ROWS)) as engine:
+        engine.generate(request_ids(), max_new_tokens=2, logits_processor=[looking])
+        assert engine.last_request.mode == "sparse"
+    assert len(seen) == 2
+    for found in seen:
+        for mine, theirs in zip(found, alone, strict=True):
+            assert torch.equal(mine, theirs)
 
 
 def test_guidance_by_a_processor_of_the_callers_is_that_of_a_masked_prompt(tmp_path):

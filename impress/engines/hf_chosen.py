@@ -11,6 +11,7 @@ never handed out.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -212,26 +213,26 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention [1, q, n_heads, head_dim] over chosen and new rows; the first call chooses.
 
     query [1, n_heads, q, head_dim]. Each new token sees all chosen rows, and the new ones up to
-    itself. Keys that are not the request's get the stock function and their mask: a processor, a
+    itself. Keys that are not the request's get their model's own function and mask: a processor, a
     criterion or a streamer of the caller's may run the model meanwhile. Raises PrefixLost,
     ImpressError where no request is under way in this thread.
     """
     cache = _serving.get(None)
     if cache is None:
         raise ImpressError("the model serves a sparse request in another thread")
-    result: tuple[torch.Tensor, None]
+    result: tuple[torch.Tensor, torch.Tensor | None]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = cache.layers[module.layer_idx]
     if not layer.owns(key):
-        result = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        result = _own_attention(module)(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **options
         )
         return result
     if not layer.is_chosen:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         key, value = cache.choose(module.layer_idx, query, scale, key)
     q, n = query.shape[2], key.shape[2]
     mask = None
@@ -241,6 +242,15 @@ def attend(
         module, query, key, value, mask, dropout=dropout, scaling=scaling
     )
     return result
+
+
+def _own_attention(module: Any) -> Any:
+    """The function a module runs outside of a request: eager's is in the file of its class."""
+    if module.config._attn_implementation != ATTENTION_NAMES["eager"]:
+        return sdpa_attention_forward
+    files = [sys.modules.get(kind.__module__) for kind in type(module).__mro__]
+    found = (getattr(file, "eager_attention_forward", None) for file in files)
+    return next((function for function in found if function), sdpa_attention_forward)
 
 
 for _own, _name in ATTENTION_NAMES.items():
