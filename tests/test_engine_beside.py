@@ -6,6 +6,8 @@ the model attends in a way of the engine's.
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -157,6 +159,57 @@ def test_what_another_run_of_the_model_asks_is_not_a_prompts_importance(tmp_path
     assert len(found[0]) == len(found[1]) == batch
     for alone, other in zip(*found, strict=True):
         assert np.array_equal(other, alone)
+
+
+class Parked(Heard):
+    """A streamer that holds its request where the prompt comes, before the model's first pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.came, self.let_go = threading.Event(), threading.Event()
+
+    def put(self, value):
+        self.came.set()
+        assert self.let_go.wait(60)
+        super().put(value)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "sparse"])
+def test_a_model_with_more_layers_may_be_run_within_a_request(tmp_path, mode):
+    """While a request of its own was under way in another thread, too, its later layers were looked
+    for in the cache of this one: generate() raised IndexError."""
+    small, deep = tiny("llama"), tiny("llama", num_hidden_layers=4)
+    ids = request_ids() if mode == "sparse" else prompts(150, seed=9)
+    running, parked, found = Running(deep), Parked(), []
+    with torch.no_grad():
+        running.run()
+    alone = running.said.pop()
+    with (
+        filled(deep, tmp_path / "deep", policy=Given((*ROWS, None))) as other,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        held = thread.submit(other.generate, ids, max_new_tokens=2, streamer=parked)
+        try:
+            assert parked.came.wait(60)
+            for name in ("alone", "beside"):
+                options = beside(running, "processor") if name == "beside" else {}
+                with filled(small, tmp_path / name, policy=Given(ROWS[:2])) as engine:
+                    out = engine.generate(ids, max_new_tokens=4, **options, **GREEDY)
+                    assert engine.last_request.mode == mode
+                    engine.flush()
+                    found.append((out, stored_importance(engine)))
+        finally:
+            parked.let_go.set()
+        held.result()
+        assert other.last_request.mode == mode
+    assert len(running.said) == 4
+    for said in running.said:
+        assert torch.equal(said, alone)
+    (want, was), (mine, now) = found
+    assert_same_bits(mine, want)
+    assert len(now) == len(was) == (2 if mode == "recompute" else 1)
+    for one, other_one in zip(now, was, strict=True):
+        assert np.array_equal(one, other_one)
 
 
 @dataclass(frozen=True)

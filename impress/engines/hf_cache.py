@@ -207,12 +207,10 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         self.keys, self.values = k, v
         return (k.contiguous(), v.contiguous()) if self._contiguous else (k, v)
 
-    @untraced
     def owns(self, key: torch.Tensor) -> bool:
         """Whether these keys, as an attention was given them, are those `update` returned last.
 
-        While a request runs, code of the caller's may run the model over keys of its own. Not asked
-        under eager attention, which is given copies.
+        Not asked where it is `contiguous`: attention is then given copies.
         """
         return self.keys is not None and key.data_ptr() == self.keys.data_ptr()
 
@@ -280,7 +278,21 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         self._planes = planes
 
 
-class RowsCache(Cache):  # type: ignore[misc]  # the base is untyped
+class RequestCache(Cache):  # type: ignore[misc]  # the base is untyped
+    """The layers of one request, as an attention asks for them."""
+
+    @untraced
+    def layer_of(self, index: int, key: torch.Tensor) -> Any:
+        """Its layer `index` where these are that layer's keys, else None.
+
+        While a request runs, code of the caller's may run the model over keys of its own, or
+        another model, which may have more layers.
+        """
+        layer = self.layers[index] if index < len(self.layers) else None
+        return layer if layer is not None and layer.owns(key) else None
+
+
+class RowsCache(RequestCache):
     """The layers of one request. Serves one generate() call, then storing, then release()."""
 
     max_cache_len: Final = -1  # it grows; prefix tuning of PEFT asks before it brings its own

@@ -19,13 +19,12 @@ from typing import Any, Final, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from impress.engines import hf_models
 from impress.engines.buffers import Rental
-from impress.engines.hf_cache import RowsLayer, untraced
+from impress.engines.hf_cache import RequestCache, RowsLayer, untraced
 from impress.engines.hf_models import Prompt
 from impress.errors import ImpressError, Unsupported
 from impress.policy import Exact, KeepAll, Policy, SnapWindow, StaticH2O
@@ -148,7 +147,7 @@ class ChosenLayer(RowsLayer):
         return self.get_seq_length() + query_length, 0
 
 
-class ChosenCache(Cache):  # type: ignore[misc]  # the base is untyped
+class ChosenCache(RequestCache):
     """The layers of one sparse request. Serves one generate() call under `attending`."""
 
     def __init__(
@@ -226,8 +225,8 @@ def attend(
         raise ImpressError("the model serves a sparse request in another thread")
     result: tuple[torch.Tensor, torch.Tensor | None]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = cache.layers[module.layer_idx]
-    if not layer.owns(key):
+    layer = cache.layer_of(module.layer_idx, key)
+    if layer is None:
         result = _own_attention(module)(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **options
         )

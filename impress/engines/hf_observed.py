@@ -88,7 +88,7 @@ def observe(
 ) -> tuple[torch.Tensor, None]:
     """The stock sdpa attention; notes the last rows of a query over an observed request's keys."""
     cache = _observing.get(None)
-    if cache is not None and cache.layers[module.layer_idx].owns(key):
+    if cache is not None and cache.layer_of(module.layer_idx, key) is not None:
         cache.observed.note(module.layer_idx, query, key.shape[2], options.get("scaling"))
     result: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, **options
