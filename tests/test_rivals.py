@@ -117,11 +117,22 @@ def test_a_period_shares_the_units_its_first_layer_chose() -> None:
 # ---- snap window -------------------------------------------------------------------------------
 
 
-@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=30), st.sampled_from([1, 3, 7]))
+@given(
+    st.lists(st.floats(0, 1, width=32), min_size=1, max_size=30),
+    st.sampled_from([1, 3, 7, 9, 31, 101]),
+)
 def test_pooling_takes_the_largest_of_the_neighbours(values: list[float], width: int) -> None:
     half = width // 2
     want = [max(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
     assert pooled(np.array(values, dtype=np.float32), width).tolist() == want
+
+
+def test_a_pool_that_is_wider_than_any_prefix_takes_the_largest_of_all() -> None:
+    """Its whole width was padded: a million took minutes a hit, and what has no 64 bits
+    raised TypeError out of generate()."""
+    values = np.random.default_rng(0).random(100, dtype=np.float32)
+    for width in (2 * len(values) - 1, 10**30 + 1, 10**9 + 1):
+        assert pooled(values, width).tolist() == [values.max()] * len(values)
 
 
 def test_a_word_is_kept_with_its_neighbours() -> None:

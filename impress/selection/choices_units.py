@@ -31,7 +31,12 @@ def unit_choice(scores: Floats, n_tokens: int, keep: float) -> Selection:
 
 def pooled(values: Floats, width: int) -> Floats:
     """For each of values [n] the largest of the `width` (odd) around it; fewer at the ends."""
-    half = width // 2
-    padded = np.pad(values.astype(np.float32), half, constant_values=-np.inf)
-    most: Floats = np.lib.stride_tricks.sliding_window_view(padded, width).max(axis=1)
-    return most
+    half = min(width // 2, len(values) - 1)  # one that reaches past both ends is as wide as any
+    width = 2 * half + 1
+    most = np.pad(values.astype(np.float32), half, constant_values=-np.inf)
+    span = 1  # most[i] is the largest of as many from i on
+    while 2 * span <= width:
+        most = np.maximum(most[:-span], most[span:])
+        span *= 2
+    found: Floats = np.maximum(most[: len(values)], most[width - span :])
+    return found
