@@ -60,11 +60,11 @@ class Paper:
     def __post_init__(self) -> None:
         _check_keep(self.name, self.keep)
         if not _is_number(self.alpha) or not 0 <= self.alpha <= sys.float_info.max:  # an exponent
-            raise BadInput(f"paper: alpha must be a number of at least 0, got {self.alpha!r}")
+            raise _bad("paper: alpha must be a number of at least 0", self.alpha)
         if not isinstance(self.gate, bool):
-            raise BadInput(f"paper: gate must be True or False, got {self.gate!r}")
+            raise _bad("paper: gate must be True or False", self.gate)
         if self.fallback not in ("layer", "heads"):
-            raise BadInput(f"paper: fallback must be 'layer' or 'heads', got {self.fallback!r}")
+            raise _bad("paper: fallback must be 'layer' or 'heads'", self.fallback)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +89,13 @@ class Quality:
     def __post_init__(self) -> None:
         mass, cap = self.max_missing_mass, self.max_bytes
         if not _is_number(mass) or not 0 <= mass <= 1:
-            raise BadInput(f"quality: max_missing_mass must be a number in [0, 1], got {mass!r}")
+            raise _bad("quality: max_missing_mass must be a number in [0, 1]", mass)
         if cap is not None and (not isinstance(cap, int) or isinstance(cap, bool) or cap < 1):
-            raise BadInput(f"quality: max_bytes must be None or an int of at least 1, got {cap!r}")
+            raise _bad("quality: max_bytes must be None or an int of at least 1", cap)
         if self.per not in ("mean", "head"):
-            raise BadInput(f"quality: per must be 'mean' or 'head', got {self.per!r}")
+            raise _bad("quality: per must be 'mean' or 'head'", self.per)
         if not isinstance(self.probe, str) or not self.probe:
-            raise BadInput(f"quality: probe must name a probe codec, got {self.probe!r}")
+            raise _bad("quality: probe must name a probe codec", self.probe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Random:
     def __post_init__(self) -> None:
         _check_keep(self.name, self.keep)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
-            raise BadInput(f"random: seed must be an int of at least 0, got {self.seed!r}")
+            raise _bad("random: seed must be an int of at least 0", self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class SnapWindow:
     def __post_init__(self) -> None:
         _check_keep(self.name, self.keep)
         if not _is_count(self.pool) or self.pool % 2 == 0:
-            raise BadInput(f"snap_window: pool must be an odd int of at least 1, got {self.pool!r}")
+            raise _bad("snap_window: pool must be an odd int of at least 1", self.pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +229,20 @@ class Contiguous:
         _check_keep(self.name, self.keep)
         for what, value in (("unit", self.unit), ("period", self.period)):
             if not _is_count(value):
-                raise BadInput(f"contiguous: {what} must be an int of at least 1, got {value!r}")
+                raise _bad(f"contiguous: {what} must be an int of at least 1", value)
 
 
 def _check_keep(policy: str, keep: Any) -> None:
     if not _is_number(keep) or not 0 < keep <= 1:
-        raise BadInput(f"{policy}: keep must be a number in (0, 1], got {keep!r}")
+        raise _bad(f"{policy}: keep must be a number in (0, 1]", keep)
+
+
+def _bad(said: str, value: Any) -> BadInput:
+    """Of a value that is not what was said."""
+    try:
+        return BadInput(f"{said}, got {value!r}")
+    except ValueError:  # Python writes no int of thousands of digits
+        return BadInput(f"{said}, got {type(value).__name__} of too many digits to show")
 
 
 def _is_number(value: Any) -> bool:

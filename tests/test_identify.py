@@ -23,6 +23,7 @@ from impress.policy import (
     Quality,
     Random,
     Recency,
+    SnapWindow,
     StaticH2O,
 )
 from impress.selection import choices, scores
@@ -666,6 +667,13 @@ def test_fewer_rows_bound_the_worst_head_than_in_the_order_of_all_heads_together
         (lambda: Quality(1.1), "max_missing_mass"),
         (lambda: Quality(math.nan), "max_missing_mass"),
         (lambda: Quality(10**400), "max_missing_mass"),
+        (lambda: Paper(10**5000), "keep"),
+        (lambda: Paper(alpha=10**5000), "alpha"),
+        (lambda: Quality(10**5000), "max_missing_mass"),
+        (lambda: Quality(max_bytes=-(10**5000)), "max_bytes"),
+        (lambda: Random(0.5, -(10**5000)), "seed"),
+        (lambda: SnapWindow(pool=10**5000), "pool"),
+        (lambda: Contiguous(unit=-(10**5000)), "unit"),
         (lambda: Quality(max_bytes=0), "max_bytes"),
         (lambda: Quality(max_bytes=1.5), "max_bytes"),  # type: ignore[arg-type]
         (lambda: Quality(per="token"), "per"),  # type: ignore[arg-type]
@@ -673,7 +681,8 @@ def test_fewer_rows_bound_the_worst_head_than_in_the_order_of_all_heads_together
     ],
 )
 def test_policies_refuse_bad_numbers_in_one_line(make: Any, what: str) -> None:
-    """An int that is larger than any float was an OverflowError."""
+    """An int that is larger than any float was an OverflowError; of one of thousands of digits the
+    line itself failed, with a ValueError of another kind."""
     with pytest.raises(BadInput, match=what) as caught:
         make()
     assert "\n" not in str(caught.value)
