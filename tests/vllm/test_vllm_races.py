@@ -569,7 +569,8 @@ def test_a_request_with_the_id_of_one_that_ended_is_stored_under_its_own_name(
 
 def test_the_answers_of_one_request_are_one_use_of_its_prompt(tmp_path: Path) -> None:
     """With "admit": "second". vLLM makes a request of each of them: the second one's counted as a
-    second use, and of a prompt that never came again everything was stored."""
+    second use, and of a prompt that never came again everything was stored. Later on
+    what answers begin with alike, behind the prompt, was."""
     asked, short, long, other = (
         np.arange(at, at + n, dtype=np.int32)
         for at, n in ((0, 128), (200, 64), (400, 128), (600, 64))
@@ -585,10 +586,7 @@ def test_the_answers_of_one_request_are_one_use_of_its_prompt(tmp_path: Path) ->
             """Of a request's prompt, or of that and its answer."""
             tokens = np.concatenate([prompt, *answer])
             blocks = [1] * (len(tokens) // 32)
-            spec = SaveSpec(
-                name, f"{name}#0", Prompt(tokens, {}, ""), len(tokens), blocks, len(prompt)
-            )
-            saver.offer(spec)
+            saver.offer(SaveSpec(name, f"{name}#0", Prompt(tokens, {}, ""), len(tokens), blocks))
             saver.flush()
             return store.lookup(tokens)
 
@@ -600,6 +598,14 @@ def test_the_answers_of_one_request_are_one_use_of_its_prompt(tmp_path: Path) ->
         # Whichever answer is gone on from was had before.
         assert stored("0_c", np.concatenate([asked, long])) == 256
         assert stored("d", np.concatenate([asked, other])) == 192
+        # What answers begin with alike was had once: behind no whole window, and behind some that
+        # are stored. It is when another request has it.
+        alike, one, two = (np.arange(at, at + 128, dtype=np.int32) for at in (1000, 1200, 1400))
+        assert [stored("0_e", alike), stored("1_e", alike)] == [0, 0]
+        assert [stored("0_f", asked, one), stored("1_f", asked, one)] == [128, 128]
+        assert [stored("0_g", asked, one), stored("1_g", asked, one, two)] == [256, 256]
+        assert stored("2_g", asked, one, two) == 256
+        assert stored("h", asked, one, two) == 384
         saver.close()
 
 

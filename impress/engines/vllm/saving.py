@@ -42,8 +42,8 @@ _BUFFER_WAIT_S = 5.0
 #: what they share is written twice.
 _EARLIER_WAIT_S = 10.0
 _FLUSH_S = 120.0
-#: Requests whose use is remembered, so that no part of one counts as a second.
-_MOST_USES = 4096
+#: Requests of which it is remembered what they noted first: no part of one counts as a second use.
+_MOST_NOTED = 4096
 #: Rows copied at once, and no more of one layer's than take PIECE_BYTES.
 _MOST_ROWS = 2048
 
@@ -82,7 +82,7 @@ class Saver:
         self._pending: list[tuple[str, bytes, Stored]] = []  # handed to the committer
         self._stuck_bytes = 0  # in write buffers, as a wait for them ran out
         self._overdue: Stored | None = None  # was waited for in vain: a commit may hang
-        self._uses: dict[str, tuple[int, int]] = {}  # request -> tokens asked for, admitted
+        self._noted: dict[str, set[tuple[int, int]]] = {}  # request -> its first new windows
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._reading = threading.Lock()  # held while blocks are looked at
@@ -332,25 +332,25 @@ class Saver:
         return True
 
     def _admitted(self, spec: SaveSpec) -> int:
-        """Tokens to be stored by Config.admit; notes a request's use of each window once.
+        """Tokens to be stored by Config.admit, which notes this use of each window.
 
         A request comes here again with its answer, or after it was preempted, and with each of its
         answers where it has several: what it noted itself does not count as used before.
         """
-        prompt, n = spec.prompt, len(spec.prompt.tokens)
+        prompt, tokens, window = spec.prompt, spec.prompt.tokens, self._store.window
         if self._store.config.admit == "first":
-            return n
+            return len(tokens)
+        found = self._store.admitted(tokens, prompt.extra, prompt.tenant)
         whole = re.sub(r"^\d+_", "", spec.request_id)  # its answers come as 0_ID, 1_ID, …
-        asked, admitted = self._uses.get(spec.request_id) or self._uses.get(whole, (0, 0))
-        if n > asked:
-            found = self._store.admitted(prompt.tokens, prompt.extra, prompt.tenant)
-            asked, admitted = n, found if admitted == asked else admitted
-            self._uses[spec.request_id] = asked, admitted
-            shared = min(n, spec.n_prompt)  # of its answers
-            self._uses.setdefault(whole, (shared, min(admitted, shared)))
-            while len(self._uses) > _MOST_USES:
-                del self._uses[next(iter(self._uses))]
-        return min(admitted, n)
+        noted = self._noted.setdefault(whole, set())
+        # A mark is where new windows begin, and what the prompt is up to the end of the first.
+        places = {found, *(at for at, _ in noted)}
+        marks = {at: hash(tokens[: at + window].tobytes()) for at in places}
+        admitted = min([found, *(at for at, _ in marks.items() & noted)])
+        noted.add((admitted, marks[admitted]))
+        while len(self._noted) > _MOST_NOTED:
+            del self._noted[next(iter(self._noted))]
+        return admitted
 
     def _put(self, life: _Life, spec: SaveSpec, begin: int, end: int) -> bool:
         """Rows begin..end-1 in every layer; False when its blocks are no longer its own."""

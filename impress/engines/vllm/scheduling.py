@@ -270,8 +270,7 @@ class SchedulerSide:
         request = tracked.request
         if not tracked.private:
             self._events.expect(request, prompt)
-        n_prompt = request.num_prompt_tokens // self._window * self._window
-        return SaveSpec(request.request_id, tracked.key, prompt, end, blocks, n_prompt)
+        return SaveSpec(request.request_id, tracked.key, prompt, end, blocks)
 
     def _blocks(self, request_id: str, n_tokens: int) -> list[int]:
         (ids,) = self.kv_cache_manager.get_block_ids(request_id)

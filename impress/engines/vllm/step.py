@@ -60,7 +60,6 @@ class SaveSpec:
     prompt: Prompt  # what is to be stored in all
     end: int
     block_ids: list[int]
-    n_prompt: int = 0  # tokens of it that are no answer: several answers may share them
 
 
 @dataclass(slots=True)
