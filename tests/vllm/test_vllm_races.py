@@ -26,6 +26,7 @@ import vllm._custom_ops  # noqa: F401  # the kernels that this processor has
 from impress.config import Config
 from impress.engines.vllm import saving
 from impress.engines.vllm.blocks import BlockLayout, slots_of
+from impress.engines.vllm.connector import ImpressConnector
 from impress.engines.vllm.metrics import COUNTS
 from impress.engines.vllm.scheduling import Tracked
 from impress.engines.vllm.sparse import SparseRequest
@@ -268,6 +269,40 @@ def test_what_had_ended_before_a_step_that_is_cut_short_gives_its_blocks_back(
     for _ in range(20):
         engine.step()
     assert not served.scheduler.has_requests()
+    assert served.used_blocks() == 0
+
+
+@pytest.mark.parametrize("where", ["before the worker", "in the worker"])
+def test_blocks_that_were_taken_away_in_a_step_that_is_cut_short_are_not_read(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A step that takes a request's blocks away tells the saver so before it writes there. Cut
+    short before that it never did, and the next step did not say it again: what another request
+    wrote was stored under the first one's name, and answered from ever after."""
+    served = serve(
+        num_gpu_blocks_override=5, max_model_len=512, max_num_batched_tokens=256,
+        long_prefill_token_threshold=128,
+    )  # fmt: skip
+    engine, robbed = served.llm.llm_engine, words(128, seed=4)
+    with held_back(served, monkeypatch):
+        engine.add_request("writes", {"prompt_token_ids": words(500, seed=5)}, params(5))
+        engine.add_request("robbed", {"prompt_token_ids": robbed}, params(100))
+        engine.step()
+        engine.step()
+        assert served.used_blocks() == 4  # half of the one's prompt is computed, all the other's
+        at: tuple[Any, str] = (served.worker.sparse, "end")
+        if where == "before the worker":
+            at = ImpressConnector, "handle_preemptions"
+        with monkeypatch.context() as once:
+            once.setattr(*at, Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        (request,) = served.scheduler.running
+        for _ in range(20):
+            engine.step()
+        assert request.is_finished()
+    served.settle()
+    assert served.store.lookup(robbed) == 0
     assert served.used_blocks() == 0
 
 

@@ -126,10 +126,10 @@ class Saver:
                 "a prompt is not stored: %s (said once; vllm:impress_%s_total counts)", why, count
             )
 
-    def drop(self, keys: Sequence[str]) -> None:
-        """Forget these lives: on return nobody looks at their blocks any more."""
+    def drop(self, keys: Sequence[str] | None) -> None:
+        """Forget these lives, or (None) all: on return nobody looks at their blocks any more."""
         with self._reading, self._lock:
-            for key in keys:
+            for key in self._lives if keys is None else keys:
                 if key in self._lives:
                     self._lives[key].dropped = True
             self._changed.notify_all()

@@ -118,6 +118,7 @@ class WorkerSide:
         self.counts: Counter[str] = Counter()
         self._plan = StepPlan()
         self._ran = -1  # the last layer of this step that has run
+        self._begun = 0  # the last plan whose lost blocks the saver knows of
         self._n_whole = 0  # steps, all of which did what their plans say; -1 once one did not
         self._loads: list[ExactLoad] = []
         self._invalid: set[int] = set()
@@ -130,12 +131,14 @@ class WorkerSide:
 
     def begin(self, plan: StepPlan) -> None:
         """First thing in a step, before any block is written."""
+        if self.saver is not None:  # before all that may fail: these blocks are others' already
+            # So are some that a plan named which was lost on its way here. Which, nobody knows.
+            self.saver.drop(plan.dropped if plan.number == self._begun + 1 else None)
+        self._begun = plan.number
         self._end_loads()  # of a step that an error cut short
         self.sparse.end(plan.ended)
         self._held = set(plan.held)
         self._ran = -1
-        if self.saver is not None:
-            self.saver.drop(plan.dropped)
 
     def start(self, plan: StepPlan) -> None:
         """Begin reading what the step's layers will wait for."""
