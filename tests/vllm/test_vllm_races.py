@@ -306,6 +306,36 @@ def test_blocks_that_were_taken_away_in_a_step_that_is_cut_short_are_not_read(
     assert served.used_blocks() == 0
 
 
+def test_a_lost_load_of_which_vllm_did_not_hear_is_the_last_thing_that_is_stored(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which blocks were not filled is told when a step is over. Where sampling failed behind its
+    layers nobody heard, and the step counted as whole: the next ones computed on those blocks, and
+    that was stored under the prompt's name."""
+    served = serve(max_num_batched_tokens=128)
+    served.ask([PROMPT])
+    served.forget()
+    _damage(served)
+    longer = PROMPT[:256] + words(300, seed=5)
+    engine = served.llm.llm_engine
+    engine.add_request("lost", {"prompt_token_ids": longer}, params(5))
+    with monkeypatch.context() as once:
+        runner = served.core.model_executor.driver_worker.model_runner
+        once.setattr(runner, "_sample", Mock(side_effect=RuntimeError("broken")))
+        with pytest.raises(RuntimeError, match="broken"):
+            engine.step()
+    assert sum(served.store.stats()["lost"].values()) >= 1
+    while engine.has_unfinished_requests():
+        engine.step()
+    served.settle()
+    assert served.store.lookup(longer) <= 256
+    served.close()
+    fresh = serve()
+    (answer,) = fresh.ask([longer])
+    (alone,) = fresh.ask([longer], salt="shares nothing")
+    assert answer.tokens == alone.tokens
+
+
 def test_too_many_specs_while_blocks_are_read_store_nothing_of_them(tmp_path: Path) -> None:
     """A life that is dropped because too many specs wait has its blocks given away at once, also
     while the thread reads the last of them: what another request wrote there was committed."""

@@ -110,6 +110,7 @@ class SchedulerSide:
         self._evicting = False  # the store has let go of something, and will again
         self._reset = ""  # in every key since the cache was reset
         self._n_plans = 0
+        self._heard = 0  # number of the last plan of which a report came back
         self.kv_cache_manager: Any = None
 
     # ---- a request comes -------------------------------------------------------------------
@@ -198,7 +199,9 @@ class SchedulerSide:
     def plan(self, output: Any) -> StepPlan:
         """The worker's part in the step that vLLM has just scheduled."""
         self._n_plans += 1
-        plan = StepPlan(n_tokens=output.total_num_scheduled_tokens, number=self._n_plans)
+        plan = StepPlan(
+            n_tokens=output.total_num_scheduled_tokens, number=self._n_plans, heard=self._heard
+        )
         for tracked in self._tracked.values():
             if tracked.request.num_preemptions != tracked.n_preempted:
                 self._preempted(tracked, plan)
@@ -333,6 +336,7 @@ class SchedulerSide:
         invalid = set(invalid_block_ids)
         if invalid:
             self._take_back(invalid)
+        self._heard = self._n_plans  # at last: all of it has been done
 
     def _lost(self, tracked: Tracked) -> None:
         """vLLM computes it again from the first block lost: densely."""

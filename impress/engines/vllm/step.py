@@ -73,6 +73,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]  # the base is untype
     ended: list[str] = field(default_factory=list)  # requests that are no more, or begin anew
     n_tokens: int = 0  # scheduled in this step
     number: int = 0  # of this step, from 1
+    heard: int = 0  # number of the last step of which the scheduler's side had a report
 
 
 @dataclass(slots=True)

@@ -132,8 +132,10 @@ class WorkerSide:
     def begin(self, plan: StepPlan) -> None:
         """First thing in a step, before any block is written."""
         if self.saver is not None:  # before all that may fail: these blocks are others' already
-            # So are some that a plan named which was lost on its way here. Which, nobody knows.
+            # So are those of a plan that was lost on its way here, and which they are is not known.
             self.saver.drop(plan.dropped if plan.number == self._begun + 1 else None)
+            if plan.heard != plan.number - 1:  # which blocks were not filled is not known either
+                self._cut_short()
         self._begun = plan.number
         self._end_loads()  # of a step that an error cut short
         self.sparse.end(plan.ended)
@@ -189,20 +191,25 @@ class WorkerSide:
         """Whether this step and all before it have computed what their plans say.
 
         An error or a signal ends a step anywhere. vLLM then comes to `finish` all the same (it is
-        in a `finally`), or not at all; it counts the step's tokens as computed, and finds their
-        blocks in its own cache. So what it computes from then on may stand on rows that are none.
+        in a `finally`), or not at all, or it does not hear what the step has to report; it counts
+        the step's tokens as computed, and finds their blocks in its own cache. So what it computes
+        from then on may stand on rows that are none.
         """
         if plan.number == self._n_whole + 1 and (
             not plan.n_tokens or self._ran == len(self.caches) - 1
         ):
             self._n_whole = plan.number
             return True
+        self._cut_short()
+        return False
+
+    def _cut_short(self) -> None:
+        """From here on no step is whole."""
         if self._n_whole >= 0:
             self._n_whole = -1
             log.warning(
                 "a step of vLLM was cut short: nothing more is stored until it is started again"
             )
-        return False
 
     def _end_loads(self) -> None:
         loads, self._loads = self._loads, []
