@@ -272,6 +272,32 @@ def test_what_had_ended_before_a_step_that_is_cut_short_gives_its_blocks_back(
     assert served.used_blocks() == 0
 
 
+@pytest.mark.parametrize("where", ["as we hear", "as it frees"])
+def test_what_vllm_was_told_of_and_kept_from_freeing_is_told_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A request counted as freed once a step had said that its blocks were read. An error or
+    Ctrl-C between that and vLLM's freeing them left it in no later step: its blocks stayed, and the
+    engine never became idle."""
+    served = serve()
+    engine, scheduler = served.llm.llm_engine, served.scheduler
+    engine.add_request("ended", {"prompt_token_ids": PROMPT}, params(1))
+    engine.step()
+    served.worker.flush()  # all is read and durable: the next step says so
+    assert served.used_blocks() > 0
+    at: tuple[Any, str] = (scheduler, "_free_blocks")
+    if where == "as we hear":
+        at = scheduler.connector.scheduler._view, "refresh"
+    with monkeypatch.context() as once:
+        once.setattr(*at, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    for _ in range(20):
+        engine.step()
+    assert not scheduler.has_requests()
+    assert served.used_blocks() == 0
+
+
 @pytest.mark.parametrize("where", ["before the worker", "in the worker"])
 def test_blocks_that_were_taken_away_in_a_step_that_is_cut_short_are_not_read(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str

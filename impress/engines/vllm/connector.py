@@ -204,7 +204,6 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._scheduler().hear(
             connector_output.kv_connector_worker_meta,
             connector_output.invalid_block_ids or (),
-            connector_output.finished_sending or (),
         )
 
     def request_finished_all_groups(

@@ -103,7 +103,7 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._late: list[SaveSpec] = []  # of requests that have finished
         self._gone: list[list[int]] = []  # blocks of each that finished since the last plan
-        self._held: set[str] = set()  # finished; their blocks may not go, as far as is known
+        self._held: set[str] = set()  # finished; vLLM keeps their blocks until a step names them
         self._ended: list[str] = []
         self._dropped: list[str] = []
         self.saving = False  # the worker reads blocks, or has yet to
@@ -214,6 +214,8 @@ class SchedulerSide:
                 self._save(tracked, end, plan)
         plan.saves += self._late
         self.saving = self.saving or bool(plan.saves)
+        # Until they are freed: vLLM may be kept from that, though it was told.
+        self._held = {held for held in self._held if any(self.kv_cache_manager.get_block_ids(held))}
         plan.held += self._held
         plan.ended += self._ended
         if self._view.current:
@@ -310,14 +312,8 @@ class SchedulerSide:
 
     # ---- the worker reports ----------------------------------------------------------------
 
-    def hear(
-        self,
-        report: StepReport | None,
-        invalid_block_ids: Iterable[int],
-        saved: Iterable[str] = (),
-    ) -> None:
-        """What the worker read, stored and lost in a step, and whose blocks it gave back."""
-        self._held.difference_update(saved)
+    def hear(self, report: StepReport | None, invalid_block_ids: Iterable[int]) -> None:
+        """What the worker read, stored and lost in a step."""
         if report is not None:
             self.saving = report.saving
             if report.stored or report.lost or report.evicted:
