@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
 
+from vllm import envs
+
 from impress.config import Config
 from impress.engines.vllm.events import Events
 from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
@@ -201,7 +203,9 @@ def test_an_adapter_whose_files_change_is_not_reused_until_a_restart(
     assert _adapter_key(_adapter_in(tmp_path / "b", 2, number=2), adapters) != first
 
 
-def _served(model: Path | str, change: Any = None, **arguments: Any) -> Any:
+def _served(
+    model: Path | str, change: Any = None, *, store_new: bool = True, **arguments: Any
+) -> Any:
     """What the connector makes of vLLM's arguments for the tiny opt; no engine is started.
 
     `change` is called with the configuration that vLLM makes of them.
@@ -219,7 +223,7 @@ def _served(model: Path | str, change: Any = None, **arguments: Any) -> Any:
     names = [f"model.decoder.layers.{i}.self_attn.attn" for i in range(3)]
     spec = FullAttentionSpec(block_size=128, num_kv_heads=4, head_size=32, dtype=torch.float32)
     caches = KVCacheConfig(8, [], [KVCacheGroupSpec(names, spec)])
-    return served(config, caches, Settings.of({"store": "unused"}))
+    return served(config, caches, Settings.of({"store": "unused", "store_new": store_new}))
 
 
 def test_what_a_server_applies_of_an_adapter_is_part_of_its_name(
@@ -702,6 +706,20 @@ def test_a_class_put_in_the_place_of_the_models_is_refused(models: dict[str, Pat
 
     with pytest.raises(Unsupported, match=r"--model-class-overrides .* drop it"):
         _served(models["opt"], change)
+
+
+def test_ids_that_may_come_again_are_refused_where_requests_are_stored(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM keeps a finished request until its blocks have been read, and asserts that no other
+    comes with its id: whoever sent one with the id of his last ended the server."""
+    envs.disable_envs_cache()  # of an engine that ran before
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    with pytest.raises(Unsupported, match=r"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION .*: unset it"):
+        _served(models["opt"])
+    _served(models["opt"], store_new=False)
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0")
+    _served(models["opt"])
 
 
 def test_weights_that_vllm_may_pass_over_are_refused(

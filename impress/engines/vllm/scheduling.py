@@ -32,7 +32,7 @@ log = logging.getLogger("impress")
 _HASH_BYTES = 32
 #: What an answer says of its error.
 _MASSES = ("estimated_missing_mass", "missing_mass_worst_head")
-#: Of requests: vLLM may take an id again, with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION.
+#: Of requests, whatever their ids are.
 _numbers = itertools.count()
 
 

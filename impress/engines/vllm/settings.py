@@ -242,6 +242,8 @@ def _check_features(vllm_config: Any, settings: Settings) -> None:
             "--model-class-overrides is not supported, no key tells what another class computes: "
             "drop it"
         )
+    if settings.store_new:
+        _check_ids()
     device = vllm_config.device_config.device_type
     if device not in ("cpu", "cuda"):
         raise Unsupported(f"vLLM on {device} is not supported: use the CPU or CUDA")
@@ -249,6 +251,18 @@ def _check_features(vllm_config: Any, settings: Settings) -> None:
         _check_graphs(vllm_config.compilation_config)
     if settings.sparse:
         _check_backend(device)
+
+
+def _check_ids() -> None:
+    """Raises Unsupported where an id may come again while a request that had it is being stored:
+    vLLM, which then still has that one, asserts that it has not."""
+    from vllm import envs
+
+    if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+        raise Unsupported(
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION lets an id come again while a request that had "
+            'it is being stored, which would end vLLM: unset it (to only read, "store_new": false)'
+        )
 
 
 def _check_graphs(compilation: Any) -> None:
