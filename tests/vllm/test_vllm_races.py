@@ -109,6 +109,42 @@ def test_a_pause_is_not_over_while_blocks_are_still_to_be_read(
     assert served.used_blocks() == 0
 
 
+@pytest.mark.parametrize("told", [{}, {"clear_cache": False}], ids=["not told", "told not to"])
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_a_pause_forgets_what_is_stored_unless_it_is_told_not_to(
+    serve: Serve, mode: str, told: dict[str, bool]
+) -> None:
+    """As docs/VLLM.md says: vLLM's pause clears caches, a connector's among them."""
+    served = serve()
+    served.ask([PROMPT])
+    served.forget()
+    served.core.pause_scheduler(mode, **told)
+    served.core.resume_scheduler()
+    (answer,) = served.ask([PROMPT])
+    assert answer.n_cached == (256 if told else 0)
+
+
+def test_a_reset_in_a_pause_that_keeps_requests_must_take_their_blocks(serve: Serve) -> None:
+    """docs/VLLM.md said of it to repeat it until it succeeds, which it never did."""
+    served = serve()
+    engine, core = served.llm.llm_engine, served.core
+    engine.add_request("kept", {"prompt_token_ids": PROMPT}, params(5))
+    engine.step()
+    core.pause_scheduler("keep", clear_cache=False)
+    served.worker.flush()
+    for _ in range(3):
+        engine.step()
+        assert not core.reset_prefix_cache(reset_connector=True)
+    assert core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    core.resume_scheduler()
+    while engine.has_unfinished_requests():
+        engine.step()
+    (answer,) = served.ask([PROMPT])
+    assert answer.n_cached == 256  # of what was computed since, in vLLM's own cache
+    served.settle()
+    assert served.used_blocks() == 0
+
+
 def test_a_request_that_is_preempted_and_refused_before_it_ends_is_dropped(serve: Serve) -> None:
     """A reset that preempts takes the blocks away: the saver is told, though the request ends
     before the next step."""
