@@ -190,3 +190,19 @@ def test_the_container_leaves_the_disk_room(tmp_path: Path, gib: int) -> None:
     assert (option, model, name) == ("--kv-transfer-config", "--model", "a model")
     settings = Settings.of(json.loads(block)["kv_connector_extra_config"])
     assert (str(settings.store), settings.config.disk_bytes) == ("/store", gib << 30)
+
+
+def test_what_is_said_to_install_and_to_start_is_what_works_on_the_cpu() -> None:
+    """The wheel for the CPU has its torch from another index, without which `make test-vllm` passed
+    with no test run, and `vllm serve`, which was said first, does not start from it."""
+    page, readme = ((ROOT / name).read_text() for name in ("docs/VLLM.md", "README.md"))
+    (index,) = set(re.findall(r"https://\S*/whl/cpu\b", page + readme))
+    assert f"    pip install {VLLM} --extra-index-url {index}\n" in page
+    assert f"    pip uninstall --yes {' '.join(BROKEN)}\n" in page
+    assert all(f"PIP_EXTRA_INDEX_URL={index} make test-vllm" in said for said in (page, readme))
+    container = (ROOT / "Containerfile").read_text()
+    (packages,) = re.findall(r"--no-install-recommends (.+) \\", container)
+    assert f"`{packages}`" in page
+    start = "python -m vllm.entrypoints.openai.api_server --model MODEL --kv-transfer-config"
+    for said in (page, " ".join(_printed("--help").stdout.split())):
+        assert said.index(start) < said.index("vllm serve MODEL")

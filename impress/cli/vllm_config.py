@@ -40,9 +40,14 @@ def vllm_config(
     dram_mib: Annotated[int, typer.Option(min=0, max=_MOST_MIB, help="DRAM tier, MiB.")] = 1024,
     disk_gib: DiskGib = None,
 ) -> None:
-    """Print a working **--kv-transfer-config** for `vllm serve`: one line of JSON.
+    """Print a working **--kv-transfer-config** for vLLM: one line of JSON.
 
-    vllm serve MODEL --kv-transfer-config "$(impress vllm-config --store DIR)"
+    On the CPU: python -m vllm.entrypoints.openai.api_server --model MODEL --kv-transfer-config
+    "$(impress vllm-config --store DIR)"
+
+    On CUDA: VLLM_USE_V2_MODEL_RUNNER=0 vllm serve MODEL --attention-backend FLASH_ATTN
+    --no-async-scheduling --kv-transfer-config "$(impress vllm-config --store DIR)"
+    (docs/VLLM.md, "On CUDA": not yet run)
     """
     where = store_dir(store).absolute()  # the server may run in another directory
     typer.echo(json.dumps(_config(str(where), policy, floor, dram_mib, disk_gib)))
