@@ -38,7 +38,7 @@ from impress.read.session import Session
 from impress.store import PrefixStore
 from impress.types import Geometry
 from impress.write.draft import Stored
-from tests.vllm.served import MIB, SMALL, Served, params, words
+from tests.vllm.served import MIB, SMALL, Served, params, tokens, words
 from tests.vllm.test_vllm_blocks import _isas
 from tiers.slots import BufferPool
 from tiers.ssd import SsdTier
@@ -352,7 +352,7 @@ def test_blocks_that_were_taken_away_in_a_step_that_is_cut_short_are_not_read(
         engine.step()
         engine.step()
         assert served.used_blocks() == 4  # half of the one's prompt is computed, all the other's
-        at: tuple[Any, str] = (served.worker.sparse, "end")
+        at: tuple[Any, str] = (served.worker.sparse, "keep")
         if where == "before the worker":
             at = ImpressConnector, "handle_preemptions"
         with monkeypatch.context() as once:
@@ -366,6 +366,30 @@ def test_blocks_that_were_taken_away_in_a_step_that_is_cut_short_are_not_read(
     served.settle()
     assert served.store.lookup(robbed) == 0
     assert served.used_blocks() == 0
+
+
+def test_a_sparse_request_that_had_ended_before_a_step_that_is_cut_short_is_forgotten(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it had ended was told once, and lost with the step: who got its first block later was
+    taken for it, and saw rows that were never chosen for him."""
+    few: dict[str, Any] = {"num_gpu_blocks_override": 4, "max_model_len": 384}
+    prompts = [words(300, seed=60 + i) for i in range(3)]  # each takes all three blocks
+    plain = serve(store=False, **few)
+    expected = [plain.ask([prompt]) for prompt in prompts]
+    plain.close()
+    half = {"name": "recency", "keep": 0.5}
+    served = serve(extra={"floor": half}, **few)
+    served.ask([PROMPT])
+    served.forget()
+    (answer,) = served.ask([PROMPT], policy=half)
+    assert answer.said["mode"] == "sparse"
+    with monkeypatch.context() as once:
+        once.setattr(ImpressConnector, "handle_preemptions", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            served.llm.llm_engine.step()
+    found = [served.ask([prompt]) for prompt in prompts]
+    assert [tokens(answers) for answers in found] == [tokens(answers) for answers in expected]
 
 
 def test_a_lost_load_of_which_vllm_did_not_hear_is_the_last_thing_that_is_stored(
@@ -541,7 +565,7 @@ def test_an_interrupted_close_of_a_load_releases_its_lease(
 
     with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
         assert store.store(prompt.tokens, rows, rows).wait(60)
-        spec = LoadSpec("a", prompt, 0, 128, [1, 2], policy)
+        spec = LoadSpec("a", "a#0", prompt, 0, 128, [1, 2], policy)
         load = SparseRequest(store, spec) if policy else ExactLoad(store, spec, 64)
         assert store.stats()["leases"] == 1
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):

@@ -212,6 +212,7 @@ class SchedulerSide:
                 self._load(tracked, n_new, plan)
             if not tracked.sparse:
                 self._save(tracked, end, plan)
+        plan.sparse += [tracked.key for tracked in self._tracked.values() if tracked.sparse]
         plan.saves += self._late
         self.saving = self.saving or bool(plan.saves)
         # Until they are freed: vLLM may be kept from that, though it was told.
@@ -248,7 +249,9 @@ class SchedulerSide:
         assert tracked.prompt is not None, "what was matched in this step was named"
         prompt = tracked.prompt[2].cut(end)  # not named anew: nothing may raise here
         blocks = self._blocks(request.request_id, end)
-        plan.loads.append(LoadSpec(request.request_id, prompt, first, end, blocks, policy))
+        plan.loads.append(
+            LoadSpec(request.request_id, tracked.key, prompt, first, end, blocks, policy)
+        )
         if tracked.private:
             _privatise(request)  # what it may publish in this step is not found, by itself neither
 

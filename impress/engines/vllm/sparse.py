@@ -117,11 +117,11 @@ class SparseSide:
         self._fresh.append(request)
         self._by_block[spec.block_ids[0]] = request
 
-    def end(self, request_ids: Sequence[str]) -> None:
-        """Requests that are no more, or begin again."""
-        gone = set(request_ids)
+    def keep(self, keys: Sequence[str]) -> None:
+        """Forget all others: they are no more, or begin again, and their blocks are not theirs."""
+        kept = set(keys)
         for block, request in list(self._by_block.items()):
-            if request.spec.request_id in gone:
+            if request.spec.key not in kept:
                 request.close()
                 del self._by_block[block]
 
@@ -133,7 +133,7 @@ class SparseSide:
             request.close()
             if request.lost or None in request.n_rows:
                 request.lost = request.lost or "a layer ran another attention than ours"
-                self.end([request.spec.request_id])
+                self._by_block.pop(request.spec.block_ids[0], None)
         return fresh
 
     # ---- one layer -------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class LoadSpec:
     """
 
     request_id: str
+    key: str  # as in SaveSpec
     prompt: Prompt  # cut to `end`
     first: int
     end: int
@@ -71,6 +72,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]  # the base is untype
     dropped: list[str] = field(default_factory=list)  # keys whose blocks are no longer theirs
     held: list[str] = field(default_factory=list)  # finished requests whose blocks wait for saves
     ended: list[str] = field(default_factory=list)  # requests that are no more, or begin anew
+    sparse: list[str] = field(default_factory=list)  # keys of all whose blocks hold chosen rows
     n_tokens: int = 0  # scheduled in this step
     number: int = 0  # of this step, from 1
     heard: int = 0  # number of the last step of which the scheduler's side had a report

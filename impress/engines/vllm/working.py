@@ -138,7 +138,7 @@ class WorkerSide:
                 self._cut_short()
         self._begun = plan.number
         self._end_loads()  # of a step that an error cut short
-        self.sparse.end(plan.ended)
+        self.sparse.keep(plan.sparse)
         self._held = set(plan.held)
         self._ran = -1
 
