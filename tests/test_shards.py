@@ -16,8 +16,18 @@ from typing import Any
 import lmdb
 import numpy as np
 import pytest
-from conftest import MIB, assert_serves, everything_in, flip_a_bit, kv_of, prompt, put_prompt
+from conftest import (
+    MIB,
+    SMALL,
+    assert_serves,
+    everything_in,
+    flip_a_bit,
+    kv_of,
+    prompt,
+    put_prompt,
+)
 from console import run_json
+from test_erasure import damage_notes
 from test_isolation import rows_of
 from typer.testing import CliRunner
 
@@ -1011,6 +1021,39 @@ def test_a_shard_that_was_renamed_for_a_while_is_rebuilt_under_its_own_name(
     with open_store(geometry, **APART, shard=1) as again:
         assert_serves(again, prompt(256, 1), 256)
         assert_serves(again, b, 0)
+        check(again)
+
+
+@pytest.mark.parametrize("note", ["whole", "damaged"])
+def test_what_a_purge_left_to_be_erased_outlives_a_while_under_another_name(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path, note: str
+) -> None:
+    """A kill cut the purge off. Renamed, the shard found nothing of its number to erase, which
+    counted as done: under its own name again a rebuild served what had been purged."""
+    a, tokens, killed = open_store(geometry, **APART, shard=1), prompt(256, 1), tmp_path / "killed"
+    ready(a, tokens)
+    with a.lease(tokens):
+        assert a.purge() == (1, 1)
+        shutil.copytree(a.path, killed)
+
+    def opened(number: int) -> impress.PrefixStore:
+        config = impress.Config(**{**SMALL, **APART, "shard": number})
+        return impress.PrefixStore.open(killed, geometry, "test", config)
+
+    (killed / "shards/1").rename(killed / "shards/main")
+    if note == "damaged":
+        damage_notes(killed)
+    with opened(0) as renamed:
+        ready(renamed, prompt(128, 2))
+        assert renamed.counters["unerased_spans"] == 0
+        assert_serves(renamed, prompt(128, 2), 128)
+    (killed / "shards/main").rename(killed / "shards/1")
+    assert rows_of(tokens, geometry) in everything_in(killed / "shards/1/segments")
+    rebuild_store(killed)
+    with opened(1) as again:
+        assert_serves(again, tokens, 0)
+        assert rows_of(tokens, geometry) not in everything_in(killed / "shards/1/segments")
+        ready(again, prompt(128, 3))
         check(again)
 
 

@@ -171,6 +171,8 @@ class Reclaim:
         """At opening: erase what was left to be, where nothing else lies by now."""
         slots, lost = {}, []
         for span, note in self._index.to_erase().items():
+            if span not in self._shard.spans:
+                continue  # the shard was copied or renamed: erased under the name that wrote it
             try:
                 slots[span] = Slot(tuple(self._ssd.free_parts(decode_extents(note))))
             except FormatError as err:
