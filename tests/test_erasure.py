@@ -26,6 +26,8 @@ from impress.errors import StoreFailed
 from impress.spans.format import SpanRecord
 from impress.tree.catalog import Catalog
 from impress.tree.merged import MergedCatalog
+from impress.tree.nodes import Ids
+from impress.tree.radix import RadixTree
 from impress.upkeep.rebuild import rebuild_store
 from impress.write.env import compact
 from impress.write.limbo import Limbo
@@ -949,6 +951,58 @@ def test_a_purge_looks_at_all_spans_as_often_for_many_tenants_as_for_few(
         assert store.purge() == (n_tenants, 0)
         found.append(len(looks))
     assert found[0] == found[1] > 0
+    store.check()
+
+
+def store_ways(store: impress.PrefixStore, n_tenants: int) -> None:
+    """A prompt for each of these, which goes on in six ways: seven spans of one window."""
+    for way in range(7):
+        tokens = prompt(128, way)
+        tokens[:64] = prompt(64, 7)
+        for n in range(n_tenants):
+            put_prompt(store, tokens[: 128 if way else 64], wait_s=60, tenant=f"user {n}")
+        store.flush()
+
+
+def test_a_purge_looks_through_the_tree_as_often_for_many_tenants_as_for_few(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each tenant whose prompt went on in many ways it looked through all nodes twice, and all
+    the while nobody could look up a prompt."""
+    store = open_store(impress.Geometry(1, 1, 1, 8, "float32"), repack_every_s=0, dram_bytes=0)
+    looks, scattered, found = list[int](), RadixTree._scattered, []
+
+    def counted(tree: RadixTree) -> tuple[Ids, Ids]:
+        looks.append(1)
+        return scattered(tree)
+
+    monkeypatch.setattr(RadixTree, "_scattered", counted)
+    for n_tenants in (2, 50):
+        store_ways(store, n_tenants)
+        looks.clear()
+        assert store.purge() == (7 * n_tenants, 0)
+        found.append(len(looks))
+    assert found[0] == found[1] > 0
+    store.check()
+
+
+def test_a_purge_lets_lookups_by_before_it_is_through(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held the tree until all that it was to take out had gone."""
+    store = open_store(impress.Geometry(1, 1, 1, 8, "float32"), repack_every_s=0, dram_bytes=0)
+    store_ways(store, 5)
+    withdraw, left = MergedCatalog.withdraw, list[int]()
+
+    def counted(catalog: MergedCatalog, spans: Collection[int]) -> list[int]:
+        gone = withdraw(catalog, spans)
+        left.append(sum(store.lookup(prompt(64, 7), tenant=f"user {n}") > 0 for n in range(5)))
+        return gone
+
+    monkeypatch.setattr(MergedCatalog, "withdraw", counted)
+    monkeypatch.setattr("impress.tree.merged.BATCH", 2)
+    assert store.purge() == (35, 0)
+    assert left[:3] == [3, 1, 0]
     store.check()
 
 

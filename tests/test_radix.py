@@ -180,3 +180,16 @@ def test_a_walk_looks_at_all_nodes_once_however_many_of_them_have_many_children(
             tree.remove(node)
         assert tree.roots.keys() == {b"other"} and tree.n_nodes == 1
     tree.check()
+
+
+def test_one_walker_serves_several_walks_between_which_nodes_go() -> None:
+    """Else a purge looks through all nodes for each of the tenants that it takes out."""
+    tree, top = fanned()
+    below, children = family(tree), tree.walker()
+    for node in (*sorted(below[top])[3:6], top):
+        found = tree.subtree(node, children)
+        assert sorted(found) == sorted(tree.subtree(node)) and found[-1] == node
+        for one in found:
+            tree.remove(one)
+    tree.check()
+    assert tree.roots.keys() == {b"other"} and tree.n_nodes == 1

@@ -136,10 +136,11 @@ class Catalog:
         """Take everything at and below a bad span out of the tree; spans retired by it."""
         retired = []
         with self.lock:
+            children = self._tree.walker()
             for node in self._tree.of_span(span):
                 if self._tree.view(node).span != span:
                     continue  # went with an earlier subtree
-                for below in self._tree.subtree(node):
+                for below in self._tree.subtree(node, children):
                     gone = self._tree.view(below).span
                     if self._remove(below):
                         retired.append(gone)

@@ -22,9 +22,9 @@ from impress.blockhash import chain
 from impress.errors import FormatError, StoreFailed
 from impress.spans.format import SpanRecord, decode_index, extents_of, place_of, split_index
 from impress.tree.catalog import Catalog
-from impress.tree.eviction import Dead, Score
+from impress.tree.eviction import BATCH, Dead, Score
 from impress.tree.places import Short
-from impress.tree.radix import Match
+from impress.tree.radix import Match, Walker
 from impress.tree.waiting import Waiting
 from tiers.base import Extent
 
@@ -159,26 +159,26 @@ class MergedCatalog(Catalog):
         """
         gone = []
         with self.lock:
-            nodes = self._tree.of_spans(spans)
-            for node in nodes.tolist():
+            children = self._tree.walker()
+            theirs = {s for s in self._views.dead if s not in self.own and s not in spans}
+            for node in self._tree.of_spans(spans).tolist():
                 span = self._tree.view(node).span
                 if span not in spans:
                     continue  # it went with an earlier subtree
-                heir = self._heir(node, spans)
+                heir = self._heir(node, theirs, children)
                 if heir is None:
-                    gone += self._cut(node, spans)
+                    gone += self._cut(node, spans, children)
                 elif self._give_all(node, heir):
                     gone.append(span)
         return [span for span in gone if span in self.own]
 
-    def _heir(self, node: int, spans: Collection[int]) -> SpanRecord | None:
-        """Another's span below a node that has the node's windows too, dead until now. (One's own
-        views all that it has of such windows.)"""
+    def _heir(self, node: int, theirs: Collection[int], children: Walker) -> SpanRecord | None:
+        """One of `theirs`, others' spans with dead windows, below a node that has its windows too.
+        (One's own views all that it has of such windows.)"""
         start = self._tree.end[self._tree.parent(node)]
-        for below in self._tree.subtree(node):
+        for below in self._tree.subtree(node, children) if theirs else ():
             span = self._tree.view(below).span
-            known = span in self._views.dead and span not in spans and span not in self.own
-            if known and place_of(self._kept[span])[0] <= start:
+            if span in theirs and place_of(self._kept[span])[0] <= start:
                 return self._record(span)
         return None
 
@@ -186,15 +186,16 @@ class MergedCatalog(Catalog):
         """How many of others' wait, and may be heirs, if any of one's own hangs from these."""
         with self.lock:
             nodes = self._tree.of_spans(spans).tolist() if self.waiting else []
-            below = (n for node in nodes for n in self._tree.subtree(node))
+            children = self._tree.walker()
+            below = (n for node in nodes for n in self._tree.subtree(node, children))
             mine = any(self._tree.view(node).span in self.own for node in below)
             return len(self.waiting) if mine else 0
 
-    def _cut(self, node: int, spans: Collection[int]) -> list[int]:
+    def _cut(self, node: int, spans: Collection[int], children: Walker) -> list[int]:
         """Remove a subtree; spans retired by that. Others' that nobody withdrew wait, also those
         that a node further up views still."""
         retired = []
-        for below in self._tree.subtree(node):
+        for below in self._tree.subtree(node, children):
             span = self._tree.view(below).span
             if span not in spans and span not in self.own and span not in self.waiting:
                 self._wait(span, self._before(below))
@@ -292,16 +293,16 @@ class MergedCatalog(Catalog):
         if n_bytes <= 0 or not len(self.own):
             return retired
         with self.lock:
-            for node in self._crowned(spare, score):
+            children = self._tree.walker()
+            for node in self._crowned(spare, score, children):
                 if n_bytes <= 0:
                     break
-                for span in self._cut(node, ()):
-                    if span in self.own:
-                        retired.append(span)
-                        n_bytes -= self._record(span).owned_bytes
+                mine = [span for span in self._cut(node, (), children) if span in self.own]
+                retired += mine
+                n_bytes -= sum(self._record(span).owned_bytes for span in mine)
         return retired
 
-    def _crowned(self, spare: Collection[int], score: Score) -> Iterator[int]:
+    def _crowned(self, spare: Collection[int], score: Score, children: Walker) -> Iterator[int]:
         """Own nodes from which only others' hang that nobody holds, least score first."""
         nodes, held = self._tree.nodes(), {*self._pins, *spare}
         spans = self._tree.columns(nodes)[0]
@@ -311,7 +312,7 @@ class MergedCatalog(Catalog):
         found = np.fromiter(mine, dtype=np.int64, count=len(mine))
         for i in np.argsort(score(*self._tree.columns(found)), kind="stable").tolist():
             node = int(found[i])
-            below = {self._tree.view(n).span for n in self._tree.subtree(node)[:-1]}
+            below = {self._tree.view(n).span for n in self._tree.subtree(node, children)[:-1]}
             kept = below & held or any(span in self.own for span in below)
             if not kept and self._tree.view(node).span not in held:
                 yield node
@@ -343,7 +344,9 @@ class MergedCatalog(Catalog):
         while spans := {r.span_id for r in self.own_records() if r.root in roots}:
             if spans == before:  # what Ctrl-C cut off left spans without a node
                 raise StoreFailed("purge: the tree is torn: open the store again, then purge")
-            gone, before = gone + self.withdraw(spans), spans
+            before, todo = spans, sorted(spans)
+            for at in range(0, len(todo), BATCH):  # the lock is let go between batches
+                gone += self.withdraw({*todo[at : at + BATCH]})
         with self.lock:
             unplaced = {s for s in self._unplaced if place_of(self._kept[s])[1] in roots}
             self._unplaced -= unplaced
@@ -391,9 +394,6 @@ class MergedCatalog(Catalog):
     def views_of(self, spans: range) -> dict[int, int]:
         """Of these spans, those in the tree: how many of their windows are."""
         with self.lock:
-            views = [*map(self._tree.view, self._tree.nodes().tolist())]
-        found: dict[int, int] = {}
-        for view in views:
-            if view.span in spans:
-                found[view.span] = found.get(view.span, 0) + view.n_windows
-        return found
+            dead, these = self._views.dead, [span for span in self._views if span in spans]
+            rows = [(span, self._kept[span], dead.get(span, 0)) for span in these]
+        return {span: decode_index(span, kept).n_windows - n for span, kept, n in rows}

@@ -23,6 +23,9 @@ MANY: Final = -2
 #: Children a node may have before they are found by hash: a lookup tries them one by one.
 _FEW: Final = 4
 
+#: Gives the children of a node: see RadixTree.walker.
+Walker = Callable[[int], list[int]]
+
 
 class View(NamedTuple):
     """Windows [first, first + count) of a span, as one node holds them."""
@@ -151,8 +154,8 @@ class RadixTree(Nodes):
         found: list[int] = np.flatnonzero(mine).tolist()
         return found
 
-    def walker(self) -> Callable[[int], list[int]]:
-        """`children`, for a walk while nothing changes: all nodes are looked at once at most."""
+    def walker(self) -> Walker:
+        """`children`, for walks between which nodes only go: all are looked at once at most."""
         looked: list[tuple[Ids, Ids]] = []
 
         def children(node: int) -> list[int]:
@@ -162,8 +165,7 @@ class RadixTree(Nodes):
                 looked.append(self._scattered())
             parents, nodes = looked[0]
             low, high = np.searchsorted(parents, (node, node + 1))
-            found: list[int] = nodes[low:high].tolist()
-            return found
+            return [child for child in nodes[low:high].tolist() if self._span[child] >= 0]
 
         return children
 
@@ -264,9 +266,12 @@ class RadixTree(Nodes):
                 self._labels[parent], self._span[parent] = b"", -2
                 self._free += [parent]
 
-    def subtree(self, node: int) -> list[int]:
-        """A node and all below it, leaves last-in first-out: removable in the order given."""
-        found, todo, children = [], [node], self.walker()
+    def subtree(self, node: int, children: Walker | None = None) -> list[int]:
+        """A node and all below it, leaves last-in first-out: removable in the order given.
+
+        `children`: of the one `walker` that serves several of them.
+        """
+        found, todo, children = [], [node], children or self.walker()
         while todo:
             found.append(todo.pop())
             todo.extend(children(found[-1]))
