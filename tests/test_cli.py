@@ -192,7 +192,7 @@ def test_inspect_says_whose_leases_it_shows_of_a_span_in_parts(path):
     with opened(path) as store:
         for _ in range(3):
             store.lease(FORK).release()
-        assert sorted(prefix.hits for _, _, prefix in store.catalog.walk()) == [0, 3, 3]
+        assert sorted(branch.hits for branch in store.catalog.walk()) == [0, 3, 3]
     _, found = run_json("inspect", "--store", path, "--tree")
     assert [node["leases"] for node in found["tree"]] == [3, 3, 3]
     for command in ("inspect", "explain"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -147,6 +148,7 @@ def test_a_walk_looks_at_all_nodes_once_however_many_of_them_have_many_children(
     prompt."""
     tree, top = fanned()
     children, looks, flatnonzero = family(tree), list[int](), np.flatnonzero
+    node_of = {tree.view(node).span: node for node in tree.nodes().tolist()}
 
     def counted(column: np.ndarray) -> np.ndarray:
         looks.append(len(column))
@@ -161,14 +163,14 @@ def test_a_walk_looks_at_all_nodes_once_however_many_of_them_have_many_children(
         place = {node: at for at, node in enumerate(found)}
         assert all(place[child] < place[node] for node in below for child in children.get(node, ()))
     elif what == "walk":
-        path: list[bytes] = []
-        rows = walk(tree, SIZE)
-        for depth, view, prefix in rows:
-            del path[depth:]
-            assert prefix.labels[:-SIZE] == b"".join(path), "right below its parent"
-            path.append(prefix.labels[-SIZE:])
-            assert view.n_windows == 1
-        spans = [view.span for _, view, _ in rows]
+        path: list[int] = []
+        rows = walk(tree)
+        for depth, view, root, n_windows, hits in rows:
+            path[depth:] = [node_of[view.span]]
+            assert path == tree.path(path[-1]), "right below its parent"
+            assert tree.roots[root] == tree.parent(path[0])
+            assert (view.n_windows, n_windows, hits) == (1, depth + 1, 0)
+        spans = [row.view.span for row in rows]
         assert sorted(spans) == list(range(tree.n_nodes))
     else:
         near = trace(tree, b"r", b"\x09" * SIZE, SIZE, 0).near
@@ -193,3 +195,20 @@ def test_one_walker_serves_several_walks_between_which_nodes_go() -> None:
             tree.remove(one)
     tree.check()
     assert tree.roots.keys() == {b"other"} and tree.n_nodes == 1
+
+
+def test_a_walk_of_a_deep_tree_takes_little_memory() -> None:
+    """It held the labels of each node's whole path: GBs of a store of long chats, one node a turn,
+    for `impress inspect --tree`."""
+    tree, n_nodes = RadixTree(SIZE), 2000
+    above = tree.root(b"r")
+    for span in range(n_nodes):
+        above = tree.graft(above, span.to_bytes(SIZE, "little"), span, 0).node
+    tracemalloc.start()
+    try:
+        rows = walk(tree)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [row.n_windows for row in rows] == list(range(1, n_nodes + 1))
+    assert peak < n_nodes * 1000, "the paths' labels alone would be 16 MB"

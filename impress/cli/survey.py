@@ -140,18 +140,17 @@ def mean_known(
 def tree_of(store: PrefixStore) -> list[dict[str, Any]]:
     """Every node, parents before children: its depth, its windows on the prompt, where they lie."""
     rows = []
-    for depth, view, prefix in store.catalog.walk():
-        first = prefix.n_windows - view.n_windows
+    for depth, view, root, n_windows, hits in store.catalog.walk():
         rows.append(
             {
                 "depth": depth,
-                "root": prefix.root.hex(),
-                "first_window": first,
+                "root": root.hex(),
+                "first_window": n_windows - view.n_windows,
                 "n_windows": view.n_windows,
                 "tokens": view.n_windows * store.window,
                 "span": view.span,
                 "span_first_window": view.first,
-                "leases": prefix.hits,
+                "leases": hits,
             }
         )
     return rows

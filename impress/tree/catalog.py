@@ -13,7 +13,7 @@ from impress.spans.format import SpanRecord, decode_index, encode_index, place_o
 from impress.tree.eviction import ALL, Dead, Score, least
 from impress.tree.places import Places, Short, split_all
 from impress.tree.radix import Match, RadixTree, View
-from impress.tree.trace import Trace, path_of, trace, walk
+from impress.tree.trace import Branch, Trace, path_of, trace, walk
 from impress.tree.views import Views
 from impress.types import Prefix
 
@@ -296,10 +296,10 @@ class Catalog:
         with self.lock:
             return trace(self._tree, root, labels, 4 * self.window, self._tick)
 
-    def walk(self) -> list[tuple[int, View, Prefix]]:
-        """(depth, view, path) of every node, parents before children, for printing a tree."""
+    def walk(self) -> list[Branch]:
+        """Every node, parents before children, for printing a tree."""
         with self.lock:
-            return walk(self._tree, 4 * self.window)
+            return walk(self._tree)
 
     def records(self) -> list[SpanRecord]:
         """Every span in the tree."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +47,20 @@ class Trace:
     n_ways: int
     near: Near | None
     tick: int
+
+
+class Branch(NamedTuple):
+    """A node of the tree, as `walk` shows it. Without labels: those of all paths together are as
+    many times the tree's as it is deep.
+
+    `n_windows`: from the root to its end; `hits`: leases through it.
+    """
+
+    depth: int
+    view: View
+    root: bytes
+    n_windows: int
+    hits: int
 
 
 def trace(tree: RadixTree, root: bytes, labels: bytes, size: int, tick: int) -> Trace:
@@ -95,12 +110,13 @@ def path_of(tree: RadixTree, node: int, size: int) -> Prefix:
     return Prefix(root, len(labels) // size, tree.hits[node], tree.used[node], labels)
 
 
-def walk(tree: RadixTree, size: int) -> list[tuple[int, View, Prefix]]:
-    """(depth, view, path) of every node, parents before children."""
+def walk(tree: RadixTree) -> list[Branch]:
+    """Every node, parents before children."""
     rows, children = [], tree.walker()
-    todo = [(0, child) for root in tree.roots.values() for child in children(root)]
-    while todo:
-        depth, node = todo.pop()
-        rows.append((depth, tree.view(node), path_of(tree, node, size)))
-        todo += [(depth + 1, child) for child in children(node)]
+    for root, top in tree.roots.items():
+        todo = [(0, child) for child in children(top)]
+        while todo:
+            depth, node = todo.pop()
+            rows.append(Branch(depth, tree.view(node), root, tree.end[node], tree.hits[node]))
+            todo += [(depth + 1, child) for child in children(node)]
     return rows
