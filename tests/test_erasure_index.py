@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from conftest import everything_in, kv_of, prompt, put_prompt
+from test_shards import unreadable
 from typer.testing import CliRunner
 
 import impress
+import impress.write.reclaim
 from impress.cli.main import app
 
 Open = Callable[..., impress.PrefixStore]
@@ -102,6 +104,54 @@ def test_of_users_who_come_once_each_between_two_restarts_one_name_stays(
             store.evict(1 << 30)
             assert list(store.names().values()) == ["model-y"]
             assert list(store.index.names().values()) == ["model-y"]
+
+
+def test_users_whose_prompts_two_processes_stored_leave_one_name_each(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the second had stored went first, while the first's was there; no delete of its own was
+    left to see the users go with that. Their names stayed in its index for good."""
+    monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
+    settings = {"namespace": "model-y", "follow_every_s": 0, "repack_every_s": 0}
+    a, b = open_store(geometry, **settings), open_store(geometry, **settings)
+    for user in range(5):
+        tokens, tenant = prompt(256, user), f"user {user}"
+        put_prompt(a, tokens[:128], tenant=tenant).wait(60)
+        b.follow()
+        put_prompt(b, tokens, start=128, tenant=tenant).wait(60)
+    b.evict(1 << 30)
+    a.follow()
+    a.evict(1 << 30)
+    assert b.follow() and not b.catalog.roots()
+    assert list(a.index.names().values()) == ["model-y"]
+    b.close()
+    with open_store(geometry, shard=1, **settings) as b:
+        put_prompt(b, prompt(128, 5), tenant="user 5").wait(60)
+        assert list(b.index.names().values()) == ["model-y"] * 2
+        b.evict(1 << 30)
+        assert list(b.index.names().values()) == ["model-y"]
+        b.check()
+
+
+def test_the_names_of_users_whose_prompts_hang_from_what_cannot_be_read_stay(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of them is in the tree meanwhile, as of users who have gone."""
+    settings = {"namespace": "model-y", "follow_every_s": 0, "repack_every_s": 0}
+    a, b = open_store(geometry, **settings), open_store(geometry, **settings)
+    for user in range(2):
+        tokens, tenant = prompt(256, user), f"user {user}"
+        put_prompt(a, tokens[:128], tenant=tenant).wait(60)
+        b.follow()
+        put_prompt(b, tokens, start=128, tenant=tenant).wait(60)
+    for store in (a, b):
+        store.close()
+    unreadable(monkeypatch, "main")
+    with open_store(geometry, shard=1, **settings) as b:
+        assert not b.catalog.roots()
+        put_prompt(b, prompt(128, 5), tenant="user 5").wait(60)
+        assert list(b.index.names().values()) == ["model-y"] * 3
+        b.check()
 
 
 def test_a_user_whose_prefix_goes_bad_under_a_store_leaves_nothing_behind(

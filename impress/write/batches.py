@@ -56,9 +56,13 @@ class Batches:
         self._swaps = Swaps(index, headers, catalog, history, duties, self._delete, self._unseen)
         self.names: dict[bytes, str] = index.names()
         """Root key -> what its namespace is called, in the index."""
-        alive = catalog.roots()
-        bare = ((name, root) for root, name in self.names.items() if root not in alive)
-        self._keeper = dict(bare)  # name -> the bare root that keeps it
+        self._keeper = dict[str, bytes]()  # name -> the bare root that keeps it
+        # Where others' spans went last, no delete of one's own saw a root become bare. (What `load`
+        # found no place for is still to be deleted, or kept: its root is not bare yet.)
+        alive = catalog.roots() | catalog.bare_roots(catalog.untold())
+        self._unnamed = self._nameless(self.names.keys() - alive)  # in the index until a commit
+        for root in self._unnamed:
+            del self.names[root]
         self._undone = Batch()  # deletes that failed
         self._left: list[Batch] = []  # whose deletes are to be added to these
         self.undone = ""
@@ -200,11 +204,12 @@ class Batches:
                     *(Change(job.draft.record.span_id, 0, job.draft.prefix) for job in written),
                     *(Change(0, span) for span in batch.deletes),
                 ]
+                old = (root for root in batch.roots | self._unnamed if root not in self.names)
                 self._index.commit(
                     puts, batch.deletes, born, names, wear, changes, forget=batch.forget,
-                    erase=self._duties.spoilt, intend=batch.records,
-                    unname=bare.union(root for root in batch.roots if root not in self.names),
+                    erase=self._duties.spoilt, intend=batch.records, unname=bare.union(old),
                 )  # fmt: skip
+                self._unnamed = set()
         except Exception as err:  # the transaction is whole or nothing, memory or none
             for span in puts:
                 self._unseen.pop(span, None)
