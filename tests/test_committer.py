@@ -583,6 +583,35 @@ def test_what_fails_behind_a_give_back_gives_no_space_back_twice(
     sound(store, [1])
 
 
+def test_a_check_finds_what_is_on_its_way_out_though_its_copies_are_still_going(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until all copies had gone it was out of the catalog and not yet in limbo: its space seemed to
+    be nobody's."""
+    store = open_store(geometry, follow_every_s=0, repack_every_s=0)
+    for seed in (1, 2):
+        put_prompt(store, prompt(64, seed)).wait(60)
+    going, go_on, forget = threading.Event(), threading.Event(), store.history.forget
+
+    def waits(span: int) -> None:
+        going.set()
+        assert go_on.wait(60)
+        forget(span)
+
+    monkeypatch.setattr(store.history, "forget", waits)
+    evicting = threading.Thread(target=store.evict, args=(1 << 30,))
+    evicting.start()
+    try:
+        assert going.wait(60)
+        assert not store.catalog.all_records() and store.ssd.usage().used > 0
+        store.check()
+    finally:
+        go_on.set()
+        evicting.join()
+    assert store.ssd.usage().used == 0
+    sound(store, [])
+
+
 def test_a_write_that_cannot_be_queued_is_not_waited_for(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

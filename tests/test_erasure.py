@@ -416,26 +416,43 @@ def test_a_purge_reaches_what_a_trial_of_the_disk_takes(open_store: Open) -> Non
 def test_a_purge_reaches_a_span_between_tree_and_limbo(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last lease ended, and no list had it while the purge looked."""
-    store, hers = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1)
+    """Its last lease ended, and no list had it while the purge looked: where another process might
+    read it yet, its space was given back as it lay, later."""
+    store, hers = open_store(GEOMETRY, dram_bytes=0, follow_every_s=0), prompt(64, 1)
     put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
     put_prompt(store, prompt(64, 3), wait_s=60).wait(60)
     lease = store.lease(hers, tenant="hers")
     store._home.leaving.quarantine(lease.sources[0].held.record.span_id)
     store.flush()
-    add, forgotten, go_on = Reclaim.add, threading.Event(), threading.Event()
-
-    def late(*told: Any) -> None:
-        forgotten.set()
-        assert go_on.wait(60)
-        add(*told)
-
-    monkeypatch.setattr(Reclaim, "add", late)
+    unheld, at_rest, purge = MergedCatalog.unheld, Reclaim.at_rest, store.catalog.purge
+    forgotten, looking = threading.Event(), threading.Event()
     letting_go = threading.Thread(target=lease.release)
-    letting_go.start()
-    assert forgotten.wait(60)
-    store.purge("hers")
-    go_on.set()
+
+    def late(catalog: MergedCatalog) -> list[SpanRecord]:
+        free = unheld(catalog)
+        forgotten.set()
+        assert looking.wait(60)
+        return free
+
+    def looks(reclaim: Reclaim) -> Any:
+        looking.set()
+        return at_rest(reclaim)
+
+    def purged(roots: Collection[bytes]) -> list[int]:
+        gone = purge(roots)
+        letting_go.start()
+        assert forgotten.wait(60)
+        return gone
+
+    def unlisted(folder: Path) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("impress.write.reclaim.present", unlisted)
+    monkeypatch.setattr("impress.write.reclaim.YIELD_TIMEOUT_S", 0)
+    monkeypatch.setattr(MergedCatalog, "unheld", late)
+    monkeypatch.setattr(Reclaim, "at_rest", looks)
+    monkeypatch.setattr(store.catalog, "purge", purged)
+    assert store.purge("hers") == (0, 1)
     letting_go.join(60)
     monkeypatch.undo()
     store.flush()

@@ -227,7 +227,7 @@ class Batches:
             self._undone = Batch()
             self.undone = _NOT_FOUND if self._unseen or self._left else ""
             strays, self._strays = self._strays, []
-            self._duties.reclaim(strays)  # who follows this index may have read them
+            self._duties.reclaim(lambda: strays)  # who follows this index may have read them
         for root in bare:
             self.names.pop(root, None)
         self.names.update(names)
@@ -243,7 +243,8 @@ class Batches:
             for span in superfluous:
                 self._unseen.pop(span, None)
         own = self._catalog.own  # an index that was copied names another shard's, too
-        self._duties.reclaim(self._catalog.deleted(span for span in batch.deletes if span in own))
+        mine = [span for span in batch.deletes if span in own]
+        self._duties.reclaim(lambda: self._catalog.deleted(mine))
 
     def _nameless(self, bare: set[bytes]) -> set[bytes]:
         """Of roots with nothing below them those whose name goes: users come and go. One root of

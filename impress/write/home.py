@@ -119,7 +119,7 @@ class Home:
                 Duties(
                     self.reclaim, self.scrap, self.leaving.overfull, self.health.trouble,
                     self.budget.dump, self.reclaimer.spoilt, self.reclaimer.spoil,
-                    lambda: self.reclaim(self.catalog.unheld()),
+                    lambda: self.reclaim(self.catalog.unheld),
                 ),
                 self.history, self.ledgers, durable=config.durable,
             )  # fmt: skip
@@ -244,30 +244,32 @@ class Home:
         reclaims: a request does not wait while a span is erased."""
         if not self.catalog.release(held, keep):
             return
-        free = self.catalog.unheld()
         try:
-            self._let_go(free)
-        except BaseException:  # Ctrl-C: nobody else knows of those that did not come so far
-            there = {record.span_id for record in self.leaving.in_limbo}
-            self._let_go(record for record in free if record.span_id not in there)
-            raise
+            self._let_go(self.catalog.unheld)
         finally:
             if self.committer is not None:
                 self.committer.settle()
 
-    def reclaim(self, records: Iterable[SpanRecord]) -> None:
-        """Nobody here views or holds these spans any more: copies go, and space in its time."""
-        self._let_go(records)
+    def reclaim(self, leave: Callable[[], Iterable[SpanRecord]]) -> None:
+        """Nobody here views or holds any more what `leave` takes out of the catalog: copies go, and
+        space in its time."""
+        self._let_go(leave)
         self._settle()
 
-    def _let_go(self, records: Iterable[SpanRecord]) -> None:
-        """Of such spans copies go, and one's own are in limbo."""
-        records = list(records)
-        for record in records:
-            self._forget(record.span_id)
-        mine = [record for record in records if record.span_id in self.catalog.own]
-        if self.reclaimer is not None and mine:
-            self.reclaimer.add(mine, self.index.generation)
+    def _let_go(self, leave: Callable[[], Iterable[SpanRecord]]) -> None:
+        """One's own of such spans are in limbo, then copies go, which may take a while."""
+        free: list[SpanRecord] = []
+        try:
+            if self.reclaimer is None:
+                free += leave()
+            else:
+                self.reclaimer.take_over(leave, free)
+            for record in free:
+                self._forget(record.span_id)
+        except BaseException:  # Ctrl-C: nobody else knows of these
+            for record in free:
+                self._forget(record.span_id)
+            raise
 
     def scrap(self, records: Iterable[SpanRecord]) -> None:
         """These spans were never visible: their space goes at once."""
@@ -317,7 +319,7 @@ class Home:
                 log.warning("%s: %s", self._path, err)
             writing |= not self.committer.ended
         if self.reclaimer is not None:  # what is held here is not kept beyond this
-            self.reclaimer.add(self.catalog.let_go(), self.index.generation)
+            self.reclaimer.take_over(self.catalog.let_go, [])
             writing |= not self.reclaimer.close()
         ended = self.others.close()  # else a look may read on: files and index stay open
         if files and ended and not writing:
@@ -337,9 +339,7 @@ class Home:
         if self.committer is None or self.reclaimer is None:
             return
         with self.reclaimer.at_rest():
-            # By id: one may go from the tree to limbo in between.
-            records = {record.span_id: record for record in self.catalog.all_records()}
-            records |= {record.span_id: record for record in self.leaving.in_limbo}
-            owned = sum(record.owned_bytes for record in (*records.values(), *drafts))
+            records = [*self.catalog.all_records(), *self.leaving.in_limbo, *drafts]
+            owned = sum(record.owned_bytes for record in records)
             used = self.ssd.usage().used
         assert used == owned, f"ssd: {used} bytes used, spans own {owned}"

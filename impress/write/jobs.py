@@ -97,14 +97,14 @@ class Intent(Asked):
 class Duties:
     """What else there is to do, and whom to tell; all called by the committer's thread.
 
-    `reclaim`: space nobody here holds; `scrap`: of spans that never were visible. `overfull`: takes
-    spans out of a tree whose home is too full, but for those just stored, and names them.
-    `trouble`: a write failed, and why. `wear`: what the write budget is to be saved as. `spoilt`:
-    spans whose bytes are to be erased when they are deleted; `spoil` adds to them. `settle`:
-    reclaim what was let go.
+    `reclaim`: space of what a call takes out of the catalog, as nobody here holds it; `scrap`: of
+    spans that never were visible. `overfull`: takes spans out of a tree whose home is too full, but
+    for those just stored, and names them. `trouble`: a write failed, and why. `wear`: what the
+    write budget is to be saved as. `spoilt`: spans whose bytes are to be erased when they are
+    deleted; `spoil` adds to them. `settle`: reclaim what was let go.
     """
 
-    reclaim: Callable[[Iterable[SpanRecord]], None]
+    reclaim: Callable[[Callable[[], Iterable[SpanRecord]]], None]
     scrap: Callable[[Iterable[SpanRecord]], None]
     overfull: Callable[[Iterable[int]], list[int]]
     trouble: Callable[[str], None]

@@ -140,8 +140,7 @@ class Leaving:
         finally:
             self.purging.remove(wanted)
         spans = late + gone
-        owning = [*self._catalog.all_records(), *self.in_limbo]  # evicted or bad, and held yet, too
-        held = {r.span_id: r for r in owning if wanted(r.namespace, r.root)}
+        held = {r.span_id: r for r in self._owning() if wanted(r.namespace, r.root)}
         self.spoil(held)
         # Out of the tree: in the index no more, or nobody's to delete, where an error came between.
         out = held.keys() - {record.span_id for record in self._catalog.records()} - {*gone}
@@ -182,6 +181,12 @@ class Leaving:
         known = {(record.namespace, record.root) for record in self._catalog.all_records()}
         roots = {root for namespace, root in known if wanted(namespace, root)}
         return drafts, roots, self._catalog.purge(roots)
+
+    def _owning(self) -> list[SpanRecord]:
+        """One's own spans that have space: also evicted or bad, and held yet, here or elsewhere."""
+        assert self._reclaimer is not None
+        with self._reclaimer.at_rest():  # else one on its way into limbo is in neither
+            return [*self._catalog.all_records(), *self.in_limbo]
 
     def _ready(self) -> list[Extent]:
         """Where one's own spans lie that have been READY, sorted: every byte is their own."""

@@ -1,6 +1,6 @@
 """Space of spans that are out of the index: given to others once no process may be reading it.
 
-nobody here holds it ─add→ limbo ─settle→ no other process does → erased where asked, buried, free
+out of the index ─take_over→ limbo ─settle→ no process reads it → erased where asked, buried, free
 
 What is to be erased the index notes when it deletes a span, until a commit after it is erased: a
 crash on the way is made good at the next open, before space is given out.
@@ -66,10 +66,25 @@ class Reclaim:
         """Erase these spans' bytes before their space is free."""
         self.spoilt.update(spans)
 
-    def add(self, records: Iterable[SpanRecord], generation: int) -> None:
-        """Out of the index by the transaction of this generation, or one before; to be settled."""
+    def take_over(self, leave: Callable[[], Iterable[SpanRecord]], free: list[SpanRecord]) -> None:
+        """What `leave` takes out of the catalog, out of the index by now, is noted in `free`; one's
+        own of it is to be settled. Who is `at_rest` finds each of these in one of both places."""
+        if os.getpid() != self._pid:  # as in `_ours`
+            free += leave()
+            return
+        with self._lock:
+            try:
+                free += leave()
+                self._add(free)
+            except BaseException:  # Ctrl-C: nobody else knows of those that did not come so far
+                there = {record.span_id for record in self.limbo.records()}
+                self._add(record for record in free if record.span_id not in there)
+                raise
+
+    def _add(self, records: Iterable[SpanRecord]) -> None:
         for record in records:
-            self.limbo.add(record, generation, monotonic())
+            if record.span_id in self._shard.spans:
+                self.limbo.add(record, self._index.generation, monotonic())
 
     def settle(self) -> None:
         """Give back what no other process may be reading any more."""
@@ -151,7 +166,7 @@ class Reclaim:
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Nothing is given back meanwhile, and nothing is half given back."""
+        """Nothing is given back or taken over meanwhile, and nothing is so by half."""
         with self._state:
             self._state.wait_for(lambda: not self._n_busy, WRITE_TIMEOUT_S)
             yield
