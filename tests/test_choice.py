@@ -58,6 +58,20 @@ def test_a_choice_solves_nothing(monkeypatch):
     assert rates.estimate(1064, stored) == expected
 
 
+def test_a_sample_that_is_cut_off_says_nothing(monkeypatch):
+    """It was counted before its costs were there: everything then seemed to cost nothing."""
+
+    def cut(*_args):
+        raise KeyboardInterrupt
+
+    fit = Fit(2)
+    with monkeypatch.context() as patched:
+        patched.setattr("numpy.linalg.solve", cut)
+        with pytest.raises(KeyboardInterrupt):
+            fit.note((1, 200), 4.0)
+    assert fit.seconds((1, 200)) is None
+
+
 def test_samples_that_are_all_alike_give_a_rate():
     fit = Fit(2)
     for _ in range(5):

@@ -17,9 +17,10 @@ from test_order import scores_of
 
 import impress
 from impress.policy import AllHeads, Exact, Policy, Random, Recency
-from impress.read.direct import copies_of
+from impress.read.direct import Direct
 from impress.read.flights import key_of
 from impress.read.parts import parts_of
+from impress.read.whole import Whole
 from impress.spans.layout import K, V
 from impress.spans.rows import take_rows
 from tiers.iopool import Lane
@@ -187,21 +188,60 @@ def test_rows_are_put_in_order_though_every_thread_is_at_work(open_store: Open) 
     assert store.buffers.used_bytes == 0
 
 
+@pytest.mark.parametrize("n", [N, 448], ids=["all of a span", "a part of one"])
 def test_finding_rows_in_memory_is_in_the_map(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
     """Where those in memory go was found out beside the clock: it was in no number."""
     store, mapped = packed_store(open_store), [1000.0]
-    forget_a_chunk(store)
     monkeypatch.setattr("impress.stats.monotonic", lambda: mapped[0])
-    monkeypatch.setattr("impress.read.load.copies_of", takes(mapped, 0.02, copies_of))
-    with store.lease(prompt(N)) as lease, lease.session() as session:
+    for way in (Direct, Whole):
+        monkeypatch.setattr(way, "copies", takes(mapped, 0.02, way.copies))
+    with store.lease(prompt(N)[:n]) as lease, lease.session() as session:
         for layer in range(2):
             session.retrieve(layer, None)
         lines = session.report().per_layer
     for line in lines:
-        assert line["rows"] == {"dram": N - 64, "ssd": 64}
+        assert line["rows"] == {"dram": n}
         assert line["map_ms"] == pytest.approx(20)
+
+
+def test_rows_are_not_there_twice_before_they_are_asked_for(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a packed prefix that no cache has, memory for the rows in order was taken beside what they
+    are read into as every layer was begun, and kept until the end: twice the prefix."""
+    store = packed_store(open_store)
+    store.drop_caches()
+    alive = rows_lent(monkeypatch)
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        session.prefetch()
+        assert store._pool.idle(60) and not alive
+        assert_right(session)
+
+
+def test_nobody_else_writes_to_memory_given_late(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V's rows were put in order by another thread straight in the caller's memory. Of what is
+    given to a layer under way the session does not know: after Ctrl-C it said that nothing writes
+    there any more."""
+    store, threads = packed_store(open_store), []
+    store.drop_caches()
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        if threads[-1] is threading.main_thread():
+            assert store._pool.idle(60)  # whatever was left to others is done by them
+        return take_rows(*args)
+
+    monkeypatch.setattr("impress.read.load.take_rows", noted)
+    monkeypatch.setattr("impress.read.load.LARGE_SLICE", 1)
+    with store.lease(prompt(N)[:448]) as lease, lease.session() as session:
+        session.prefetch()
+        for layer, outs in enumerate(token_major(SHARED)):
+            session.retrieve(layer, None, out=tuple(out[:, :448] for out in outs))
+    assert threads == [threading.current_thread()] * 4
 
 
 def test_rows_of_a_request_are_not_kept_by_what_waits_to_climb(

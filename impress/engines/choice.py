@@ -94,8 +94,8 @@ class Fit:
         self._products = _DECAY * self._products + np.outer(x, x)
         self._by_seconds = _DECAY * self._by_seconds + seconds * x
         self._squared = _DECAY * self._squared + seconds * seconds
-        self.n_samples += 1
         self._costs = self._fitted()
+        self.n_samples += 1  # at last: Ctrl-C leaves no sample whose costs are not there
 
     def age(self, n_requests: int) -> None:
         """So many requests went by without a sample: older samples count for less. The costs stay

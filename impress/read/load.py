@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Final
 
 from impress.cache.chunks import ChunkCache, Ids, only_fastest
 from impress.errors import PrefixLost
-from impress.read.direct import Direct, copies_of, direct_of
+from impress.read.direct import Direct, direct_of
 from impress.read.flights import Flight, key_of, take
 from impress.read.mapping import gathers_of
 from impress.read.outs import Outs
 from impress.read.parts import Part, Positions, Source, parts_of, used_chunks
 from impress.read.placement import Brought
-from impress.read.plan import ReadPlan, Runs, plan_reads, rows_by_tier
+from impress.read.plan import ReadPlan, Runs, Unfound, plan_reads, rows_by_tier
 from impress.read.reading import Reading
 from impress.read.takes import Ahead, Takes
 from impress.read.tickets import when_all, within_memory
+from impress.read.whole import Whole
 from impress.spans.layout import K, V
 from impress.spans.rows import address_of, as_tensor, take_rows, unpack
 from impress.stats import Spent
@@ -87,11 +88,11 @@ class Load:
         self._over = False
         self.flight: Flight | None = None  # others may copy what it brings
         self._followed: Flight | None = None  # whose bytes it copies
-        self._direct: Direct | None = None  # what comes from memory
+        self._direct: Direct | Whole | None = None  # what comes from memory
         self.tickets = {} if tickets is None else tickets
         try:
             for part in self.parts if caches else ():
-                used = None if part.ordinals is None else used_chunks(part)
+                used = None if part.is_whole else used_chunks(part)
                 if lane is not Lane.DEMAND:
                     used = used_chunks(part) & False  # no request's use of them
                 for cache, noted in zip(caches, self._pinned, strict=True):
@@ -132,14 +133,13 @@ class Load:
             self._take(self._takes, [g.taken for g in gathers])
         self.rows_by_tier: dict[str, int] = {}  # once `wait` returned
 
-    def _divided(self) -> Direct | None:
+    def _divided(self) -> Direct | Whole | None:
         """Rows that lie scattered by who has them; None: all go one way."""
-        if self._ahead is not None:
+        chosen, outs = self.positions is not None, None if self.outs is None else self.outs.memory
+        if self._ahead is not None or (outs is not None and any(out is None for out in outs)):
             return None
-        if self.outs is not None and any(memory is None for memory in self.outs.memory):
-            return None
-        chosen = self.positions is not None
-        return direct_of(self.parts, self.entries, self.shapes, chosen=chosen)
+        where = self.parts, self.entries, self.shapes
+        return direct_of(*where, chosen=chosen, into_place=outs is not None)
 
     def _plan(self, runs: Sequence[Sequence[Runs]]) -> ReadPlan:
         """Reads of these runs, and of the rows that come from memory directly."""
@@ -151,7 +151,7 @@ class Load:
         direct.given = [self._rows_given(i, direct.n_rows) for i in range(len(self.planes))]
         plan = plan_reads(direct.left, self.layer, self.planes, runs, (), (), self._dests)
         with self.map_spent:
-            plan.copies = copies_of(direct, self.parts, cached, self.layer, self.planes, caches)
+            plan.copies = direct.copies(self.parts, cached, self.layer, self.planes, caches)
         return plan
 
     def _rows_given(self, i: int, n_rows: int) -> Bytes:
@@ -197,7 +197,7 @@ class Load:
             self.flight = Flight(self._dests, self.tickets["ssd"])
             self.reading.flights.begin(self._key, self.flight)
 
-    def _submit(self, cache: ChunkCache, by_part: list[tuple[Part, Pieces]]) -> None:
+    def _submit(self, cache: ChunkCache, by_part: list[tuple[Part, Pieces | Unfound]]) -> None:
         n_bytes = sum(pieces.n_bytes for _, pieces in by_part)
         size = self._slice_bytes(n_bytes, min(self.reading.pool.n_threads, _COPYING))
         tasks = [
@@ -226,15 +226,15 @@ class Load:
             else:
                 self.reading.ssd.read(reads)
             if self._direct is not None:
-                self._direct.put(reads, self._dests, self.shapes)
+                self._direct.put(reads, self._dests)
         except MediumError as err:
             if not err.harmless:
                 self._bad_span["ssd"] = span
             raise
 
-    def _read_copies(self, cache: ChunkCache, pieces: Pieces, span: int) -> None:
+    def _read_copies(self, cache: ChunkCache, pieces: Pieces | Unfound, span: int) -> None:
         try:
-            cache.tier.read_pieces(pieces)
+            cache.tier.read_pieces(pieces if isinstance(pieces, Pieces) else pieces.found())
         except MediumError:
             self._bad_span[cache.tier.name] = span
             raise
@@ -323,13 +323,14 @@ class Load:
     def tensors(self) -> Tensors:
         """K and V as [n_kv_heads, m, head_dim], in `outs` where they were given.
 
-        Where many rows are put in order, those of V by another thread.
+        Where many rows are put in order, V's by another thread; but not in a caller's memory, which
+        may have been given too late for a session to know who writes to it.
         """
         assert self.planes == (K, V)
         g, pool = self.reading.geometry, self.reading.pool
         beside: list[Bytes] = []
-        rows = self._rows[1]
-        if rows is not None and len(rows) * self.shapes[1].row_bytes >= LARGE_SLICE:
+        rows, own = self._rows[1], self.outs is None or self.outs.memory[1] is None
+        if own and rows is not None and len(rows) * self.shapes[1].row_bytes >= LARGE_SLICE:
             self._queue(_ORDER, self._lane, [lambda: beside.append(self._ordered(1))])
         k = self._tensor(self._ordered(0), 0, g.head_dim)
         if _ORDER in self.tickets:

@@ -9,12 +9,13 @@ from impress.read.direct import Direct
 from impress.read.parts import Part
 from impress.read.plan import Gather, gather, gather_chunks, gather_whole
 from impress.read.takes import Ahead, promised
+from impress.read.whole import Whole
 from impress.spans.layout import PlaneLayout
 
 
 def gathers_of(
     parts: Sequence[Part], planes: Sequence[int], shapes: Sequence[PlaneLayout], gap_bytes: int, *,
-    chosen: bool, direct: Direct | None, ahead: Ahead | None,
+    chosen: bool, direct: Direct | Whole | None, ahead: Ahead | None,
 ) -> list[Gather]:  # fmt: skip
     """Where the wanted rows of these parts lie, by plane; of `direct`, those that home gives.
 
@@ -23,7 +24,7 @@ def gathers_of(
     one = gather if chosen or direct is not None else gather_whole
     if direct is not None:
         parts = direct.left
-        if direct.chunks is not None:
+        if isinstance(direct, Whole):
             one = partial(gather_chunks, direct.chunks)
     gathers: list[Gather] = []
     for i, (plane, shape) in enumerate(zip(planes, shapes, strict=True)):

@@ -86,8 +86,28 @@ class Part:
     first: int
     count: int
     to: int  # where its first chunk goes in a dest that takes them all
-    ordinals: Positions | None  # of wanted rows, by position, from `first`; None: all, as they lie
-    is_whole: bool = False  # ordinals are of all rows of its chunks
+    _ordinals: Positions | None
+    layer: int = 0  # of a packed span
+    is_packed: bool = False  # all rows of its chunks are wanted, and do not lie in order
+
+    @property
+    def ordinals(self) -> Positions | None:
+        """Of wanted rows, by position, from `first`; None: all, as they lie.
+
+        Of all rows of a packed span found when first asked for: who asks for all layers need not.
+        """
+        if self._ordinals is None and self.is_packed:
+            window, order = self.source.held.record.window, self.source.order
+            assert order is not None, "only rows with an order are packed"
+            found = order.run(self.layer, self.first * window, self.count * window)
+            found -= self.first * window
+            self._ordinals = found  # at last: another thread may be at it
+        return self._ordinals
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows of its chunks are wanted."""
+        return self.is_packed or self._ordinals is None
 
     @property
     def span(self) -> int:
@@ -133,12 +153,13 @@ def _all_of(source: Source, layer: int, to: int) -> Part:
     """All rows held of a packed span, which are those of as many chunks, or lie among others'."""
     held, window = source.held, source.held.record.window
     assert source.order is not None, "rows in position order need no ordinals"
-    begin, n = held.first * window, held.count * window
-    ordinals = source.order.run(layer, begin, n)
+    if held.count == held.record.n_windows:
+        return Part(source, 0, held.count, to, None, layer, is_packed=True)
+    ordinals = source.order.run(layer, held.first * window, held.count * window)
     first, count = _chunks_of(source, ordinals)
     if first:
         ordinals -= first * window
-    return Part(source, first, count, to, ordinals, is_whole=count == held.count)
+    return Part(source, first, count, to, ordinals, layer, is_packed=count == held.count)
 
 
 def _chunks_of(source: Source, ordinals: Positions) -> tuple[int, int]:
@@ -158,8 +179,9 @@ def _chunks_of(source: Source, ordinals: Positions) -> tuple[int, int]:
 
 def used_chunks(part: Part) -> Mask:
     """[part.count]: which chunks hold a wanted row."""
-    if part.ordinals is None or part.is_whole:
+    if part.is_whole:
         return np.ones(part.count, dtype=bool)
+    assert part.ordinals is not None
     used = np.zeros(part.count, dtype=bool)
     used[part.ordinals // part.source.held.record.window] = True
     return used

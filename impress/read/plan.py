@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -45,12 +45,29 @@ class Runs(NamedTuple):
 _NONE: Final = Runs(*[np.empty(0, dtype=np.int64)] * 3)
 
 
+class Unfound(Protocol):
+    """Pieces whose places are found by whoever reads them."""
+
+    @property
+    def n_bytes(self) -> int: ...
+
+    def cut(self, most_bytes: int) -> Sequence[Unfound]:
+        """In slices of about most_bytes."""
+
+    def found(self) -> Pieces:
+        """What they are."""
+
+
+#: By tier, what is copied from it.
+Copies = dict[str, list[tuple[Part, Pieces | Unfound]]]
+
+
 @dataclass(slots=True)
 class ReadPlan:
     """One layer's reads: from home, from copies by tier; and what they cost."""
 
     home: list[tuple[Part, list[Read]]]
-    copies: dict[str, list[tuple[Part, Pieces]]]
+    copies: Copies
 
     @property
     def n_bytes(self) -> dict[str, int]:
@@ -70,7 +87,7 @@ def whole(parts: Sequence[Part], plane: int) -> list[Runs]:
 
 
 def _whole(part: Part, n: int) -> Runs:
-    if part.ordinals is None or (used := used_chunks(part)).all():
+    if part.is_whole or (used := used_chunks(part)).all():
         return _all(part.count * n, part.to * n)
     return Runs.of(np.repeat(used, n), part.to * n)
 
@@ -125,8 +142,8 @@ def gather(
     places: list[Positions] = []
     n_pieces = 0
     for i, part in enumerate(parts):
-        assert part.ordinals is not None, "gather wants chosen rows"
-        pieces = part.ordinals >> bits if bits else part.ordinals
+        ordinals = _some(part)
+        pieces = ordinals >> bits if bits else ordinals
         wanted = np.zeros(part.count * shape.pieces, dtype=bool)
         wanted[pieces] = True
         if ahead is None:
@@ -136,7 +153,7 @@ def gather(
             found = _merged((reads | takes).nonzero()[0], 0, n_pieces)
         runs.append(found)
         moves = _moves(found, len(wanted), bits)
-        places.append(part.ordinals + moves.take(pieces))
+        places.append(ordinals + moves.take(pieces))
         n_pieces = int(found.tos[-1] + found.counts[-1]) if len(found.tos) else n_pieces
         if ahead is not None:
             read.append(Runs.of(reads, moves >> bits))
@@ -145,6 +162,12 @@ def gather(
     if ahead is None:
         return Gather(runs, n_pieces, rows, runs, [_NONE] * len(runs))
     return Gather(runs, n_pieces, rows, read, taken)
+
+
+def _some(part: Part) -> Positions:
+    """Where its wanted rows lie, which are not all as they lie."""
+    assert part.ordinals is not None, "all rows of chunks are no chosen rows"
+    return part.ordinals
 
 
 def _moves(runs: Runs, n: int, bits: int) -> Positions:
@@ -347,8 +370,8 @@ def rows_by_tier(
 ) -> dict[str, int]:
     """How many of the wanted rows come from each cache, and how many from home. Pure."""
     window = parts[0].source.held.record.window
-    chunks = [None if p.ordinals is None else p.ordinals // window for p in parts]
-    n_rows = sum(p.count * window if p.ordinals is None else len(p.ordinals) for p in parts)
+    chunks = [None if p.is_whole else _some(p) // window for p in parts]
+    n_rows = sum(p.count * window if p.is_whole else len(_some(p)) for p in parts)
     rows = {}
     for cache, entries in zip(caches, cached, strict=True):
         n = 0

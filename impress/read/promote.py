@@ -27,7 +27,7 @@ from impress.read.reading import MOST_PROMOTIONS, Reading
 from impress.read.worth import judge
 from impress.spans.layout import K, V
 from impress.usage.history import Note, Worth
-from tiers.base import Bytes
+from tiers.base import Bytes, Pieces
 from tiers.errors import MediumError
 from tiers.iopool import Lane
 from tiers.slots import Buffer
@@ -267,6 +267,7 @@ def _read(
             reading.ssd.read(reads)
         for cache in caches:
             for _, pieces in plan.copies[cache.tier.name]:
+                assert isinstance(pieces, Pieces), "these are planned here"
                 cache.tier.read_pieces(pieces)
         for medium, n in plan.n_bytes.items():
             reading.counters.add(f"promotion_read_bytes/{medium}", n)
