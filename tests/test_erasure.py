@@ -460,6 +460,42 @@ def test_a_purge_reaches_a_span_between_tree_and_limbo(
     store.check()
 
 
+def test_a_purge_counts_a_span_whose_lease_ends_as_it_counts(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted in limbo first: a span that went there before it counted in the tree was in
+    neither, and the purge said that nothing was left to erase."""
+    store, hers = open_store(GEOMETRY, dram_bytes=0, follow_every_s=0), prompt(64, 1)
+    put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
+    leases = [store.lease(hers, tenant="hers")]
+    store._home.leaving.quarantine(leases[0].sources[0].held.record.span_id)
+    store.flush()
+    records, erase_free, erased = Limbo.records, Reclaim.erase_free, threading.Event()
+
+    def erases(reclaim: Reclaim, kept: Sequence[Extent]) -> None:
+        erase_free(reclaim, kept)
+        erased.set()
+
+    def looks(limbo: Limbo) -> list[SpanRecord]:
+        found = records(limbo)
+        if erased.is_set() and leases:
+            leases.pop().release()
+        return found
+
+    def unlisted(folder: Path) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("impress.write.reclaim.present", unlisted)
+    monkeypatch.setattr(Reclaim, "erase_free", erases)
+    monkeypatch.setattr(Limbo, "records", looks)
+    assert store.purge("hers") == (0, 1)
+    assert not leases
+    monkeypatch.undo()
+    store.flush()
+    assert row_of(hers) not in everything_in(segments(store.path))
+    store.check()
+
+
 def test_a_purge_reaches_a_store_that_waits_for_its_space(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,9 +167,7 @@ class Leaving:
             why = err.strerror if isinstance(err, OSError) else err
             raise StoreFailed(f"{self._path}: purged, but not what is free: {why}") from err
         self._note_begun(drafts)
-        waiting = {record.span_id for record in self.in_limbo}
-        n_held = len(self._catalog.retired_records(held)) + len(waiting & held.keys())
-        return len(spans), n_held
+        return len(spans), self._n_left(held)
 
     def _take_out_all(
         self, wanted: Wanted, committer: Committer
@@ -187,6 +185,13 @@ class Leaving:
         assert self._reclaimer is not None
         with self._reclaimer.at_rest():  # else one on its way into limbo is in neither
             return [*self._catalog.all_records(), *self.in_limbo]
+
+    def _n_left(self, spans: Iterable[int]) -> int:
+        """How many of these have space yet."""
+        assert self._reclaimer is not None
+        with self._reclaimer.at_rest():  # as in `_owning`
+            left = [*self._catalog.retired_records(spans), *self.in_limbo]
+        return len({record.span_id for record in left}.intersection(spans))
 
     def _ready(self) -> list[Extent]:
         """Where one's own spans lie that have been READY, sorted: every byte is their own."""
