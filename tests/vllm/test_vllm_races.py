@@ -760,6 +760,36 @@ def test_the_answers_of_one_request_are_one_use_of_its_prompt(tmp_path: Path) ->
         saver.close()
 
 
+def test_an_answer_is_no_second_use_however_many_requests_come_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "admit": "second". What a request had noted was forgotten once so many others had come:
+    its own answer, where that took long, was its prompt's second use, and all of it was stored."""
+    monkeypatch.setattr(saving, "_MOST_NOTED", 2)
+    config = Config(**{**SMALL, "admit": "second"})
+    a, b, c, d, answer = (np.arange(at, at + 128, dtype=np.int32) for at in range(0, 1000, 200))
+    with PrefixStore.open(
+        tmp_path / "s", Geometry(2, 2, 2, 32, "float32"), b"x" * 32, config, "rw"
+    ) as store:
+        layout: Any = _Zeros()
+        saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
+
+        def stored(name: str, tokens: Any, *, ends: bool = False) -> int:
+            blocks = [1] * (len(tokens) // 32)
+            saver.offer(SaveSpec(name, f"{name}#0", Prompt(tokens, {}, ""), len(tokens), blocks))
+            saver.flush()
+            if ends:
+                saver.end(name)
+            return store.lookup(tokens)
+
+        assert stored("a", a) == 0
+        for name, new in (("b", b), ("c", c), ("d", d)):
+            assert stored(name, new, ends=True) == 0
+        assert stored("a", np.concatenate([a, answer])) == 0
+        assert stored("b", b) == 128  # one that has ended is forgotten, in its turn
+        saver.close()
+
+
 def test_what_is_not_stored_is_counted_and_each_reason_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -53,6 +53,7 @@ class _Life:
 
     def __init__(self, request_id: str, root: bytes) -> None:
         self.request_id = request_id
+        self.whole = re.sub(r"^\d+_", "", request_id)  # its answers come as 0_ID, 1_ID, …
         self.root = root  # what its prompt begins with
         self.writer: Writer | None = None
         self.n_asked = 0  # tokens of the prompt last begun
@@ -309,7 +310,7 @@ class Saver:
     def _begin(self, life: _Life, spec: SaveSpec) -> bool:
         """Open a writer for what is admitted of a spec's prompt; False: nothing of it is."""
         life.n_asked = len(spec.prompt.tokens)
-        life.n_wanted = self._admitted(spec)
+        life.n_wanted = self._admitted(life, spec)
         if not life.n_wanted:
             return False
         self._writing[life.root] = spec.key
@@ -324,14 +325,12 @@ class Saver:
                 self._overdue = stored
                 log.warning("the disk hangs: nothing is stored until an earlier store has ended")
                 break
-        prompt = spec.prompt.cut(life.n_wanted)
-        life.writer = self._store.writer(
-            prompt.tokens, 0, prompt.extra, _BUFFER_WAIT_S, prompt.tenant
-        )
+        cut = spec.prompt.cut(life.n_wanted)
+        life.writer = self._store.writer(cut.tokens, 0, cut.extra, _BUFFER_WAIT_S, cut.tenant)
         life.n_put = life.writer.stored.n_tokens - life.writer.stored.n_new
         return True
 
-    def _admitted(self, spec: SaveSpec) -> int:
+    def _admitted(self, life: _Life, spec: SaveSpec) -> int:
         """Tokens to be stored by Config.admit, which notes this use of each window.
 
         A request comes here again with its answer, or after it was preempted, and with each of its
@@ -341,15 +340,17 @@ class Saver:
         if self._store.config.admit == "first":
             return len(tokens)
         found = self._store.admitted(tokens, prompt.extra, prompt.tenant)
-        whole = re.sub(r"^\d+_", "", spec.request_id)  # its answers come as 0_ID, 1_ID, …
-        noted = self._noted.setdefault(whole, set())
+        noted = self._noted.setdefault(life.whole, set())
         # A mark is where new windows begin, and what the prompt is up to the end of the first.
-        places = {found, *(at for at, _ in noted)}
-        marks = {at: hash(tokens[: at + window].tobytes()) for at in places}
+        marks = {at: hash(tokens[: at + window].tobytes()) for at in {found, *dict(noted)}}
         admitted = min([found, *(at for at, _ in marks.items() & noted)])
         noted.add((admitted, marks[admitted]))
-        while len(self._noted) > _MOST_NOTED:
-            del self._noted[next(iter(self._noted))]
+        if len(self._noted) > _MOST_NOTED:
+            with self._lock:  # of these more may come, however long it takes
+                under_way = {other.whole for other in self._lives.values()}
+            over = [request for request in self._noted if request not in under_way]
+            for request in over[: len(self._noted) - _MOST_NOTED]:
+                del self._noted[request]
         return admitted
 
     def _put(self, life: _Life, spec: SaveSpec, begin: int, end: int) -> bool:
