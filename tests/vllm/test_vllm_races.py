@@ -247,7 +247,7 @@ def _cut_a_step_short(
 ) -> None:
     """The engine's next step ends in this error."""
     runner = served.core.model_executor.driver_worker.model_runner
-    at: tuple[Any, str] = (runner, "_prepare_inputs")
+    at: tuple[Any, str] = (runner, "_sample" if where == "sampling" else "_prepare_inputs")
     if where == "a layer":
         at = runner.get_model().model.decoder.layers[1], "forward"
 
@@ -420,6 +420,85 @@ def test_a_lost_load_of_which_vllm_did_not_hear_is_the_last_thing_that_is_stored
     (answer,) = fresh.ask([longer])
     (alone,) = fresh.ask([longer], salt="shares nothing")
     assert answer.tokens == alone.tokens
+
+
+def _stored_before(serve: Serve, **given: Any) -> Served:
+    """An engine that is started on a store with PROMPT."""
+    before = serve()
+    before.ask([PROMPT])
+    before.settle()
+    before.close()
+    return serve(**given)
+
+
+@pytest.mark.parametrize(
+    ("where", "store_new"),
+    [("sampling", True), ("sampling", False), ("a layer", True), ("before the layers", False)],
+)
+def test_what_a_step_loaded_of_which_vllm_did_not_hear_is_computed_instead(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str,
+    store_new: bool,
+) -> None:  # fmt: skip
+    """That it was lost, or cut short with the step, was told to nobody: vLLM found blocks in its
+    own cache that were never filled, and the request and later ones were answered from them. With
+    "store_new": false the log did not say either that a step was cut short."""
+    extra = {"store_new": store_new}
+    served = _stored_before(serve, max_num_batched_tokens=128, extra=extra)
+    if where == "sampling":  # behind the worker's report: the layers had all that there was
+        _damage(served)
+    engine, longer = served.llm.llm_engine, PROMPT[:256] + words(300, seed=5)
+    engine.add_request("cut", {"prompt_token_ids": longer}, params(5))
+    _cut_a_step_short(served, monkeypatch, where, RuntimeError("broken"))
+    found: list[int] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found = list(output.outputs[0].token_ids)
+    other = PROMPT[:256] + words(20, seed=6)
+    asked = [found, *tokens(served.ask([other], 5))]
+    alone = [tokens(served.ask([prompt], 5, salt="alone"))[0] for prompt in (longer, other)]
+    assert asked == alone
+    lines = [record.getMessage() for record in caplog.records]
+    (said,) = [line for line in lines if "a step of vLLM was cut short" in line]
+    assert ("nothing more is stored" in said) == store_new
+
+
+def test_an_abort_behind_a_step_of_which_vllm_did_not_hear_leaves_nothing_in_its_cache(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do the blocks that such a request had computed on what was lost: whoever computes the
+    beginning again would be led to them."""
+    served = _stored_before(serve, max_num_batched_tokens=128)
+    _damage(served)
+    engine, longer = served.llm.llm_engine, PROMPT[:256] + words(300, seed=5)
+    engine.add_request("cut", {"prompt_token_ids": longer}, params(5))
+    _cut_a_step_short(served, monkeypatch, "sampling", RuntimeError("broken"))
+    engine.abort_request(["cut"])
+    (begins_alike,) = served.ask([PROMPT])
+    served.ask([PROMPT])  # vLLM has the beginning again, which leads to what lies behind it
+    (again,) = served.ask([longer])
+    alone = [tokens(served.ask([prompt], salt="alone"))[0] for prompt in (PROMPT, longer)]
+    assert [begins_alike.tokens, again.tokens] == alone
+    served.settle()
+    assert served.used_blocks() == 0
+
+
+def test_a_sparse_request_of_whose_step_vllm_did_not_hear_is_computed_densely(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks hold chosen rows, which nobody knows of any more."""
+    half = {"name": "recency", "keep": 0.5}
+    served = _stored_before(serve, extra={"floor": half})
+    engine = served.llm.llm_engine
+    engine.add_request("cut", {"prompt_token_ids": PROMPT}, params(5, half))
+    _cut_a_step_short(served, monkeypatch, "sampling", RuntimeError("broken"))
+    found: list[int] = []
+    for _ in range(20):
+        for output in engine.step():
+            found = list(output.outputs[0].token_ids)
+    assert len(found) == 5
+    assert [found] == tokens(served.ask([PROMPT], 5, salt="alone"))
+    served.settle()
+    assert served.used_blocks() == 0
 
 
 def test_too_many_specs_while_blocks_are_read_store_nothing_of_them(tmp_path: Path) -> None:

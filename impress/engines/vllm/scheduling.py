@@ -24,6 +24,7 @@ from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
 from impress.engines.vllm.settings import Served, Settings, asked_of, at_least, policy_of
 from impress.engines.vllm.shared import View
 from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec, StepPlan, StepReport
+from impress.engines.vllm.unheard import Unheard
 from impress.errors import ImpressError
 from impress.policy import Exact, Policy
 
@@ -111,6 +112,7 @@ class SchedulerSide:
         self._reset = ""  # in every key since the cache was reset
         self._n_plans = 0
         self._heard = 0  # number of the last plan of which a report came back
+        self._unheard = Unheard(served.block_size)
         self.kv_cache_manager: Any = None
 
     # ---- a request comes -------------------------------------------------------------------
@@ -212,6 +214,9 @@ class SchedulerSide:
                 self._load(tracked, n_new, plan)
             if not tracked.sparse:
                 self._save(tracked, end, plan)
+        requests = (tracked.request for tracked in self._tracked.values())
+        for request_id in self._unheard.note(plan, requests, self.kv_cache_manager):
+            self._tracked[request_id].sparse = False  # it is computed again, densely
         plan.sparse += [tracked.key for tracked in self._tracked.values() if tracked.sparse]
         plan.saves += self._late
         self.saving = self.saving or bool(plan.saves)

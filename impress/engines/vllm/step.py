@@ -76,6 +76,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]  # the base is untype
     n_tokens: int = 0  # scheduled in this step
     number: int = 0  # of this step, from 1
     heard: int = 0  # number of the last step of which the scheduler's side had a report
+    unfilled: set[int] = field(default_factory=set)  # blocks of loads that nobody heard of
 
 
 @dataclass(slots=True)

@@ -134,10 +134,11 @@ class WorkerSide:
         if self.saver is not None:  # before all that may fail: these blocks are others' already
             # So are those of a plan that was lost on its way here, and which they are is not known.
             self.saver.drop(plan.dropped if plan.number == self._begun + 1 else None)
-            if plan.heard != plan.number - 1:  # which blocks were not filled is not known either
-                self._cut_short()
+        if plan.heard != plan.number - 1:  # vLLM does not know what was done of it
+            self._cut_short()
         self._begun = plan.number
         self._end_loads()  # of a step that an error cut short
+        self._invalid = set(plan.unfilled)  # and of what it lost, that is all that matters by now
         self.sparse.keep(plan.sparse)
         self._held = set(plan.held)
         self._ran = -1
@@ -208,7 +209,10 @@ class WorkerSide:
         if self._n_whole >= 0:
             self._n_whole = -1
             log.warning(
-                "a step of vLLM was cut short: nothing more is stored until it is started again"
+                "a step of vLLM was cut short: %s",
+                "start it again, as it takes for computed what was not"
+                if self.saver is None
+                else "nothing more is stored until it is started again",
             )
 
     def _end_loads(self) -> None:

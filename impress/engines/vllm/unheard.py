@@ -1,0 +1,43 @@
+"""What steps loaded of which no report came: a step that was cut short may have loaded none of it.
+
+vLLM counts what it has planned as done, and finds it in its own cache from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from impress.engines.vllm.step import StepPlan
+
+
+class Unheard:
+    """For the scheduler's thread."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._blocks: set[int] = set()  # loaded by the last plan, or held since one not heard of
+
+    def note(self, plan: StepPlan, requests: Iterable[Any], manager: Any) -> list[str]:
+        """Of a plan with its loads: it tells as not filled what earlier loads were to fill, where
+        nobody heard that they did, and a request builds on it. The ids of these requests.
+
+        manager: vLLM's, of KV blocks.
+        """
+        size = self._block_size
+        fills = {block for spec in plan.loads for block in spec.block_ids[spec.first // size :]}
+        if not self._blocks or plan.heard == plan.number - 1:
+            self._blocks = fills
+            return []
+        # What was computed on those blocks, too, whoever has them by now: nobody else is to.
+        manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
+        found = []
+        for request in requests:
+            n_blocks = -(-request.num_computed_tokens // size)  # others it has not computed yet
+            (ids,) = manager.get_block_ids(request.request_id)
+            unfilled = self._blocks.intersection(ids[:n_blocks]) - fills
+            if unfilled:
+                plan.unfilled |= unfilled
+                found.append(request.request_id)
+        self._blocks = fills | plan.unfilled
+        return found
