@@ -106,6 +106,15 @@ def test_of_users_who_come_once_each_between_two_restarts_one_name_stays(
             assert list(store.index.names().values()) == ["model-y"]
 
 
+def stored_by_both(a: impress.PrefixStore, b: impress.PrefixStore, n_users: int) -> None:
+    """Of each user a prompt that a stored, and b what goes on behind it."""
+    for user in range(n_users):
+        tokens, tenant = prompt(256, user), f"user {user}"
+        put_prompt(a, tokens[:128], tenant=tenant).wait(60)
+        b.follow()
+        put_prompt(b, tokens, start=128, tenant=tenant).wait(60)
+
+
 def test_users_whose_prompts_two_processes_stored_leave_one_name_each(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,11 +123,7 @@ def test_users_whose_prompts_two_processes_stored_leave_one_name_each(
     monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
     settings = {"namespace": "model-y", "follow_every_s": 0, "repack_every_s": 0}
     a, b = open_store(geometry, **settings), open_store(geometry, **settings)
-    for user in range(5):
-        tokens, tenant = prompt(256, user), f"user {user}"
-        put_prompt(a, tokens[:128], tenant=tenant).wait(60)
-        b.follow()
-        put_prompt(b, tokens, start=128, tenant=tenant).wait(60)
+    stored_by_both(a, b, 5)
     b.evict(1 << 30)
     a.follow()
     a.evict(1 << 30)
@@ -139,11 +144,7 @@ def test_the_names_of_users_whose_prompts_hang_from_what_cannot_be_read_stay(
     """Nothing of them is in the tree meanwhile, as of users who have gone."""
     settings = {"namespace": "model-y", "follow_every_s": 0, "repack_every_s": 0}
     a, b = open_store(geometry, **settings), open_store(geometry, **settings)
-    for user in range(2):
-        tokens, tenant = prompt(256, user), f"user {user}"
-        put_prompt(a, tokens[:128], tenant=tenant).wait(60)
-        b.follow()
-        put_prompt(b, tokens, start=128, tenant=tenant).wait(60)
+    stored_by_both(a, b, 2)
     for store in (a, b):
         store.close()
     unreadable(monkeypatch, "main")

@@ -94,7 +94,7 @@ def direct_of(
         return None
     if all(part.is_whole for part in parts):
         return Whole(parts, entries) if any(part.is_packed for part in parts) else None
-    if not cached or any(part.is_whole for part in parts):
+    if not cached or any(part.ordinals is None for part in parts):
         return None
     if chosen and any(shape.piece_rows > 1 for shape in shapes):
         return None

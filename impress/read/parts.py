@@ -132,13 +132,9 @@ def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None)
                 rows = positions[cuts[0] : cuts[1]]
             if begin != at:
                 rows = rows + (begin - at)
-        elif source.order is not None:
+        else:
             parts.append(_all_of(source, layer, to))
             to += parts[-1].count
-            continue
-        else:
-            parts.append(Part(source, held.first, held.count, to, None))
-            to += held.count
             continue
         ordinals = source.ordinals(layer, rows)
         first, count = _chunks_of(source, ordinals)
@@ -150,9 +146,10 @@ def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None)
 
 
 def _all_of(source: Source, layer: int, to: int) -> Part:
-    """All rows held of a packed span, which are those of as many chunks, or lie among others'."""
+    """All rows held; of a packed span those of as many chunks, or they lie among others'."""
     held, window = source.held, source.held.record.window
-    assert source.order is not None, "rows in position order need no ordinals"
+    if source.order is None:
+        return Part(source, held.first, held.count, to, None)
     if held.count == held.record.n_windows:
         return Part(source, 0, held.count, to, None, layer, is_packed=True)
     ordinals = source.order.run(layer, held.first * window, held.count * window)
