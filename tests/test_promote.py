@@ -467,7 +467,7 @@ def test_copies_begin_when_the_request_has_its_rows(open_store: Open, policy: Po
 def test_a_request_that_holds_too_much_does_not_wait_with_its_copies(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(impress.read.session, "MOST_HELD", 5 * CHUNK)  # less than a layer
+    monkeypatch.setattr(impress.read.climb, "MOST_HELD", 5 * CHUNK)  # less than a layer
     store = open_store(GEOMETRY)
     tokens = prompt(N)
     put_prompt(store, tokens).wait(60)

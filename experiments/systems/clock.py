@@ -96,6 +96,10 @@ class Compute:
         elements = n_rows * self.shape.row_bytes / 2
         return self.device.seconds(elements, elements * (bits / 8 + 2))
 
+    def place(self, n_rows: int) -> float:
+        """Rows of a layer to the places of their tokens: read once, written once."""
+        return self.device.seconds(0.0, 2.0 * n_rows * self.shape.row_bytes)
+
 
 class Clock:
     """Waits of emulated compute. `dilation` stretches them; 0 lets them pass at once (warming).

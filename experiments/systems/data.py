@@ -41,6 +41,8 @@ _SEGMENT: Final = 128 << 20
 _PROBES: Final = {
     "plain": "heads3-v1", "packed": "heads3-v1", "sketched": "int4-v1", "paged": "pages16-v1",
 }  # fmt: skip
+#: Of these all rows have to be put in the order of their tokens.
+PACKED: Final = frozenset({"packed", "sketched"})
 _BITS: Final = {"int8": 8, "int4": 4}
 #: Bytes on disk to one of full keys and values; of all others at most 1.15, with their records.
 _SHARE: Final = {"int8": 0.6, "int4": 0.35}

@@ -133,7 +133,9 @@ class QuantisedStore:
         """The whole prefix."""
         return Lease(
             [self.sources[number]], self._window, "", self._reading,
-            lambda lease, policy, first: Session(lease, policy, self._reading, first),
+            lambda lease, policy, first, in_order: Session(
+                lease, policy, self._reading, first, in_order
+            ),
             lambda _lease: None, monotonic,
         )  # fmt: skip
 

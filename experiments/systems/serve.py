@@ -17,6 +17,7 @@ from typing import Any
 
 from experiments.systems.catalogue import System
 from experiments.systems.clock import Clock, Compute
+from experiments.systems.data import PACKED
 from experiments.systems.generate import N_NEW
 from experiments.systems.planned import Choices, Planned
 from experiments.systems.quantised import QuantisedStore
@@ -202,7 +203,7 @@ class Server:
         clock, compute = self._clock, self._compute
         policy = self._policy(asking, mode)
         bits, io_s = self.system.bits, 0.0
-        with lease.session(policy) as session:
+        with lease.session(policy, in_order=False) as session:
             waits = time.perf_counter()  # what reads everything is planned and handed over here
             session.prefetch(outs if isinstance(policy, Exact) else None)
             io_s += time.perf_counter() - waits
@@ -214,6 +215,8 @@ class Server:
                 io_s += time.perf_counter() - waits - (clock.spent_s - spent)
                 if self.watch is not None:
                     self.watch(layer, k, v, positions)
+                if isinstance(policy, Exact) and self.system.data in PACKED:
+                    clock.spend(compute.place(k.shape[1]))
                 if bits < 16:
                     clock.spend(compute.dequantise(k.shape[1], bits))
                 clock.spend(compute.attend(N_NEW, k.shape[1]))

@@ -48,7 +48,7 @@ class ChoosingPrefix(Protocol):
     def choose(
         self, layer: int, query: torch.Tensor, new_keys: torch.Tensor, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """k, v [n_kv_heads, m, head_dim] of a layer, in position order. Raises PrefixLost.
+        """k, v [n_kv_heads, m, head_dim] of a layer, in any order. Raises PrefixLost.
 
         query [n_heads, q, head_dim] after RoPE; new_keys [n_kv_heads, q, head_dim].
         """

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from impress.engines.hf_cache import RowsCache
-from impress.policy import Policy
+from impress.policy import Exact, KeepAll, Policy
 from impress.read.access import AccessReport
 from impress.read.session import Lease, Session
 from impress.read.shadow import SHADOW_ROWS, Seen
@@ -39,14 +39,17 @@ class StoredPrefix:
         """Of all rows' keys and values: bytes that no cache holds now."""
         return sum(lease.cold_bytes() for lease in self._leases)
 
-    def open(
-        self, policy: Policy, begin: Callable[[Lease, Policy], Session] = Lease.session
-    ) -> None:
+    def open(self, policy: Policy, begin: Callable[[Lease, Policy], Session] | None = None) -> None:
         """Begin the sessions. Raises what `Lease.session` does; close() is due all the same."""
         if self._sessions:  # begun to see what they could choose by
             return
+        # Attention to chosen rows needs no order of them; a cache has them by position.
+        by_position = isinstance(policy, Exact | KeepAll)
         for lease in self._leases:
-            self._sessions.append(begin(lease, policy))
+            if begin is None:
+                self._sessions.append(lease.session(policy, in_order=by_position))
+            else:
+                self._sessions.append(begin(lease, policy))
 
     def has_importance(self, policy: Policy) -> bool:
         """Whether all rows were given importance when they were stored: begins what reads by it.
@@ -76,7 +79,8 @@ class StoredPrefix:
     def choose(
         self, layer: int, query: torch.Tensor, new_keys: torch.Tensor, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's chosen rows, valid until close: k, v [n_kv_heads, m, head_dim].
+        """A layer's chosen rows, valid until close: k, v [n_kv_heads, m, head_dim]; all of them
+        in any order.
 
         query [n_heads, q, head_dim] after RoPE; new_keys [n_kv_heads, q, head_dim]. Raises
         PrefixLost.

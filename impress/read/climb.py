@@ -8,8 +8,10 @@ What the caller saw there is compared with its sums: what it wrote to it stays o
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Final
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from impress.read.parts import Mask, Part, used_chunks
 from impress.read.placement import Brought, whole_at
 from impress.read.plan import runs_of
 from impress.read.reading import Reading
+from impress.read.tickets import nothing
 from impress.read.worth import ranks_if_used
 from impress.spans.layout import PlaneLayout
 from tiers.base import Bytes, Read, verify
@@ -27,6 +30,39 @@ from tiers.iopool import Lane, Ticket
 from tiers.slots import Buffer
 
 log = logging.getLogger("impress")
+
+#: Bytes of buffers that one request keeps from being reused until it has all its rows.
+MOST_HELD: Final = 64 << 20
+
+
+class Climbs:
+    """What one session brought, on its way up: once the request has its rows, so that copies and
+    reads do not share the processor; what lies in the caller's memory at once."""
+
+    def __init__(self) -> None:
+        self.tickets: list[Ticket] = []
+        self.leaving: list[Ticket] = []  # of what climbs from the caller's memory
+        self._gate = Ticket(1)  # the others begin when it is done
+        self._lock = threading.Lock()
+        self._held_bytes = 0  # of buffers that wait for it
+
+    def add(self, load: Load) -> None:
+        """Have it climb, if anything of it does."""
+        ticket = climb(load, None if load.outs is not None else self._gate)
+        if ticket is not None:
+            self.tickets.append(ticket)
+            if load.outs is not None:
+                self.leaving.append(ticket)
+            self._held_bytes += sum(len(buffer.array) for buffer in load.buffers)
+            if self._held_bytes > MOST_HELD:
+                self.begin()
+
+    def begin(self) -> None:
+        """What waits need not wait any more. From any thread."""
+        with self._lock:
+            gate, self._gate = self._gate, Ticket(1)
+        self._held_bytes = 0
+        gate.run(nothing)
 
 
 def climb(load: Load, after: Ticket | None = None) -> Ticket | None:

@@ -32,6 +32,7 @@ class Source:
     probes: tuple[ProbeRecord, ...]
     at: int
     order: RowOrder | None = None  # None: rows lie in position order
+    in_order: bool = True  # False: where all rows are wanted, they may come as they lie
 
     @property
     def span(self) -> int:
@@ -67,6 +68,11 @@ def source_of(held: Held, tables: Tables, geometry: Geometry, at: int) -> Source
     record = held.record
     layout = layout_of(geometry, record.window, record.n_windows, tables.probes)
     return Source(held, layout, Slot(record.parts), tables.sums, tables.probes, at, tables.order)
+
+
+def as_they_lie(sources: Sequence[Source]) -> tuple[Source, ...]:
+    """For whoever needs no order of rows, or makes it: see `rows_of`. Pure."""
+    return tuple(replace(source, in_order=False) for source in sources)
 
 
 def in_position_order(sources: Sequence[Source]) -> list[Source]:
@@ -110,6 +116,12 @@ class Part:
         return self.is_packed or self._ordinals is None
 
     @property
+    def as_it_lies(self) -> bool:
+        """Whether all rows of its chunks are wanted, and come in another order than by position."""
+        source = self.source
+        return not source.in_order and source.order is not None and self._ordinals is None
+
+    @property
     def span(self) -> int:
         return self.source.span
 
@@ -151,12 +163,34 @@ def _all_of(source: Source, layer: int, to: int) -> Part:
     if source.order is None:
         return Part(source, held.first, held.count, to, None)
     if held.count == held.record.n_windows:
-        return Part(source, 0, held.count, to, None, layer, is_packed=True)
+        return Part(source, 0, held.count, to, None, layer, is_packed=source.in_order)
     ordinals = source.order.run(layer, held.first * window, held.count * window)
     first, count = _chunks_of(source, ordinals)
+    if count == held.count and not source.in_order:
+        return Part(source, first, count, to, None, layer)
     if first:
         ordinals -= first * window
     return Part(source, first, count, to, ordinals, layer, is_packed=count == held.count)
+
+
+def rows_of(parts: Sequence[Part]) -> Positions | None:
+    """Of all rows of these parts, as they come: which of the lease each is; None: in order. Pure.
+
+    A span of which a part is held, its rows among others', comes in order whatever was asked for.
+    """
+    if not any(part.as_it_lies for part in parts):
+        return None
+    return np.concatenate([_rows(part) for part in parts])
+
+
+def _rows(part: Part) -> Positions:
+    source, window = part.source, part.source.held.record.window
+    begin = source.at * window
+    if not part.as_it_lies:
+        return np.arange(begin, begin + source.count * window)
+    assert source.order is not None, "what lies in another order has one"
+    rows = source.order.slots(part.layer)[part.first * window : (part.first + part.count) * window]
+    return rows + (begin - source.held.first * window)
 
 
 def _chunks_of(source: Source, ordinals: Positions) -> tuple[int, int]:

@@ -11,19 +11,19 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.policy import Exact, Policy
 from impress.read.access import AccessReport, Line, line_of, report_of
-from impress.read.climb import climb
+from impress.read.climb import Climbs
 from impress.read.flights import Flight
 from impress.read.load import Load
 from impress.read.outs import Outs, outs_of, outs_of_all
-from impress.read.parts import Source, behind
+from impress.read.parts import Source, as_they_lie, behind, rows_of
 from impress.read.promote import Looked, after, count
 from impress.read.reading import Reading
-from impress.read.tickets import ended, give_way, nothing, when_all
+from impress.read.tickets import ended, give_way, when_all
 from impress.spans.layout import K, V
 from impress.spans.rows import torch_module
 from impress.tree.leases import Clock
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     import torch
 
 
-#: Bytes of buffers that one request keeps from being reused until it has all its rows.
-MOST_HELD: Final = 64 << 20
-
-
 class Lease:
     """A pinned prefix. `n_tokens` is 0 on a miss, and `miss_reason` says why.
 
@@ -48,8 +44,8 @@ class Lease:
 
     def __init__(
         self, sources: Sequence[Source], window: int, miss_reason: str, reading: Reading,
-        make_session: Callable[[Lease, Policy, int], Session], release: Callable[[Lease], None],
-        clock: Clock,
+        make_session: Callable[[Lease, Policy, int, bool], Session],
+        release: Callable[[Lease], None], clock: Clock,
     ) -> None:  # fmt: skip
         self.sources = tuple(sources)
         self.n_tokens = sum(source.held.count for source in sources) * window
@@ -73,15 +69,19 @@ class Lease:
         here = sum(copies.held_of(h.record.span_id, h.first, h.count) for h in held)
         return max(n_chunks - here, 0) * (self._window * geometry.token_bytes // geometry.n_layers)
 
-    def session(self, policy: Policy | None = None, first: int = 0) -> Session:
+    def session(
+        self, policy: Policy | None = None, first: int = 0, *, in_order: bool = True
+    ) -> Session:
         """Reads of this prefix under a policy, from token `first` on: what is before, in whole
         windows, the caller has. Only where all rows are brought can it be above 0.
 
+        in_order=False: for whoever puts rows where `retrieve`'s pos says, or needs them in no
+        order. All rows of packed prefixes then come as they lie, with nothing to put in order.
         Raises PrefixLost when it is too old, ImpressError on a miss or after release, BadInput.
         """
         if not self.n_tokens:
             raise ImpressError("lease: a miss has nothing to read (check n_tokens first)")
-        session = self._make_session(self, policy or Exact(), first)
+        session = self._make_session(self, policy or Exact(), first, in_order)
         self._sessions.add(session)
         return session
 
@@ -138,8 +138,10 @@ class Lease:
 class Session:
     """Brings a leased prefix layer by layer. For one thread; close it when done."""
 
-    def __init__(self, lease: Lease, policy: Policy, reading: Reading, first: int = 0) -> None:
-        """`first`: see Lease.session. Raises BadInput."""
+    def __init__(
+        self, lease: Lease, policy: Policy, reading: Reading, first: int = 0, in_order: bool = True
+    ) -> None:
+        """`first`, `in_order`: see Lease.session. Raises BadInput."""
         lease.check_active()
         self._window = lease.sources[0].held.record.window
         if not 0 <= an_int(first, "session: first") < lease.n_tokens or first % self._window:
@@ -152,6 +154,8 @@ class Session:
         self._first = first
         self._lease = lease
         self._sources = behind(lease.sources, first // self._window) if first else lease.sources
+        if not in_order:
+            self._sources = as_they_lie(self._sources)
         self._r = reading
         self._loads: dict[int, Load] = {}  # under way
         self._untaken = [self._loads]  # who takes a load from there ends it
@@ -159,13 +163,9 @@ class Session:
         self._came_s = 0.0  # when the last layer came in: the turn of the next
         self._touching: list[dict[str, Ticket]] = []  # by load: what may read into `outs`
         self._touching_s = 0.0  # when the last of these began
-        self._leaving: list[Ticket] = []  # what climbs from there
         self._flights: list[Flight] = []  # others may copy from `outs`
         self._copied: list[Ticket] = []  # until these are done
-        self._climbs: list[Ticket] = []
-        self._gate = Ticket(1)  # they begin when it is done
-        self._gate_lock = threading.Lock()
-        self._held_bytes = 0  # of buffers that wait for it
+        self._climbs = Climbs()
         self._looked: list[Looked] = []  # by layers retrieved, for history
         self._layers: list[Line] = []
         self._positions: torch.Tensor | None = None  # of all rows
@@ -206,8 +206,9 @@ class Session:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(k, v, pos) of a layer: k, v [n_kv_heads, m, head_dim], pos int64 [m].
 
-        On the query's device, in position order; not to be written to before `close`. pos is one
-        tensor for all layers where all rows are brought. out: as prefetch's, of this layer alone.
+        On the query's device, in position order unless the session is not `in_order`; not to be
+        written to before `close`. Of all rows in order pos is one tensor for all layers. out: as
+        prefetch's, of this layer alone.
 
         query [n_heads, q, head_dim] after RoPE; scaling defaults to head_dim^-0.5; suffix_lse
         float32 [n_heads, q]. Exact ignores all three. Valid until this layer's next retrieve or
@@ -229,7 +230,7 @@ class Session:
             k, v = k.to(query.device), v.to(query.device)
         if positions is None:
             return k, v, self._every_position(k.device)
-        return k, v, torch.tensor(positions, dtype=torch.int64, device=k.device)
+        return k, v, torch.tensor(positions + self._first, dtype=torch.int64, device=k.device)
 
     def _every_position(self, device: torch.device) -> torch.Tensor:
         """Of all rows: the same for every layer, made once."""
@@ -246,7 +247,7 @@ class Session:
         suffix_lse: torch.Tensor | None,
         out: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64] | None]:
-        """The layer's K and V on the host, and which rows they are (None: all)."""
+        """The layer's K and V on the host, and which rows they are (None: all, in order)."""
         pair: Outs | None = None
         if out is not None:  # before the load is taken: who takes it ends it
             others = [load.outs for at, load in list(self._loads.items()) if at != layer]
@@ -265,7 +266,7 @@ class Session:
             k, v = load.tensors()  # may put rows in order: of the wait, too
             self._account(load, begin_s)
             self._keep(layer, [load])
-            return k, v, None
+            return k, v, rows_of(load.parts)
         except BaseException:
             load.abandon()
             raise
@@ -298,11 +299,11 @@ class Session:
         until_s = max(self._touching_s, self._came_s) + limit_s  # no layer was given longer
         if not ended(self._reads(), max(until_s - monotonic(), 0.0)):
             return False
-        return ended([*self._leaving, *self._copied], limit_s)
+        return ended([*self._climbs.leaving, *self._copied], limit_s)
 
     def is_untouched(self) -> bool:
         """After `close`: whether nothing touches `outs` any more. Waits for nothing."""
-        return all(one.done for one in (*self._reads(), *self._leaving, *self._copied))
+        return all(one.done for one in (*self._reads(), *self._climbs.leaving, *self._copied))
 
     def _end(self) -> None:
         """What closing takes but for waiting. What an exception cut off, the next call does."""
@@ -313,8 +314,8 @@ class Session:
         self._given.clear()
         self._hand_over()
         self._copied += [self._flights.pop().over() for _ in self._flights[:]]
-        if self._leaving:
-            self._r.pool.run_here(Lane.PROMOTE, self._leaving)
+        if self._climbs.leaving:
+            self._r.pool.run_here(Lane.PROMOTE, self._climbs.leaving)
 
     def _reads(self) -> list[Ticket]:
         """What may still read into `outs`."""
@@ -326,7 +327,7 @@ class Session:
             while loads:
                 with suppress(KeyError):  # taken just now
                     loads.popitem()[1].abandon()
-        self._open_gate()
+        self._climbs.begin()
 
     def __enter__(self) -> Session:
         return self
@@ -359,22 +360,10 @@ class Session:
         return load
 
     def _climb(self, load: Load) -> None:
-        """Copy what a load brought one tier up: once the request has its rows, so that copies and
-        reads do not share the processor; what lies in the caller's memory at once."""
-        ticket = climb(load, None if load.outs is not None else self._gate)
-        if ticket is not None:
-            self._climbs.append(ticket)
-            if load.outs is not None:
-                self._leaving.append(ticket)
-            self._held_bytes += sum(len(buffer.array) for buffer in load.buffers)
-            if self._held_bytes > MOST_HELD or not self._lease.active:
-                self._open_gate()
-
-    def _open_gate(self) -> None:
-        with self._gate_lock:
-            gate, self._gate = self._gate, Ticket(1)
-        self._held_bytes = 0
-        gate.run(nothing)
+        """Copy what a load brought one tier up."""
+        self._climbs.add(load)
+        if not self._lease.active:  # its end, on another thread, may have come before
+            self._climbs.begin()
 
     def _hand_over(self) -> None:
         """The request has what it needs: what it showed is learnt behind it."""
@@ -383,7 +372,7 @@ class Session:
             count(self._r, looked)  # here: what is learnt may be let go of
             # Behind its copies: they are judged as if this use were noted, and it must not be yet.
             task = partial(after, self._r, self._sources, looked)
-            when_all(self._climbs, partial(self._learn, task))
+            when_all(self._climbs.tickets, partial(self._learn, task))
 
     def _learn(self, task: Task) -> None:
         """Behind requests; where too much waits there already, what it showed is let go of."""

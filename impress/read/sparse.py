@@ -21,7 +21,7 @@ from impress.policy import Exact, KeepAll, Policy
 from impress.read.access import line_of
 from impress.read.early import Foresight
 from impress.read.load import Load
-from impress.read.parts import in_position_order
+from impress.read.parts import in_position_order, rows_of
 from impress.read.promote import Looked
 from impress.read.reading import Reading
 from impress.read.session import Lease, Session
@@ -63,8 +63,10 @@ class SparseSession(Session):
 
     _lane = Lane.DEMAND  # of what is read to choose by
 
-    def __init__(self, lease: Lease, policy: Policy, reading: Reading) -> None:
-        super().__init__(lease, policy, reading)
+    def __init__(
+        self, lease: Lease, policy: Policy, reading: Reading, in_order: bool = True
+    ) -> None:
+        super().__init__(lease, policy, reading, in_order=in_order)
         self._codec, self._plane, self._params = self._sketch()
         self._of_probes = in_position_order(self._sources)
         asked = Asked(
@@ -151,7 +153,8 @@ class SparseSession(Session):
         return reads_keys(self.policy, layer) or self._from_keys
 
     def _load_keys(self, layer: int) -> Load:
-        return Load(self._r, self._sources, layer, self._r.copies.chunks, (K,), lane=self._lane)
+        chunks = self._r.copies.chunks  # in order: rows are chosen of them by position
+        return Load(self._r, self._lease.sources, layer, chunks, (K,), lane=self._lane)
 
     def _start_probes(self, layer: int, plane: int) -> Load:
         size = self._sources[0].layout.planes[plane].chunk_bytes
@@ -178,9 +181,10 @@ class SparseSession(Session):
             positions = selection.positions
             keys = next((load for load in used if load.planes == (K,)), None)
             planes = (K, V) if keys is None else (V,)
+            sources = self._sources if keys is None else self._lease.sources  # as the keys came
             ahead = self._foresight.take(layer)
             rows = Load(
-                self._r, self._sources, layer, self._r.copies.chunks, planes, positions, ahead=ahead
+                self._r, sources, layer, self._r.copies.chunks, planes, positions, ahead=ahead
             )
             try:
                 self._start_keys(layer + 1)  # behind them
@@ -205,7 +209,7 @@ class SparseSession(Session):
             for load in used:
                 load.abandon()
             raise
-        return k, v, positions
+        return k, v, rows_of(rows.parts) if positions is None else positions
 
     def _foresee(
         self, layer: int, chosen: npt.NDArray[np.int64] | None, planes: Sequence[int]
@@ -365,17 +369,19 @@ def _detached(given: Any) -> Any:
     return given.detach() if hasattr(given, "detach") else given
 
 
-def session_of(reading: Reading, lease: Lease, policy: Policy, first: int = 0) -> Session:
-    """A session under any policy; `first`: see Lease.session.
+def session_of(
+    reading: Reading, lease: Lease, policy: Policy, first: int = 0, in_order: bool = True
+) -> Session:
+    """A session under any policy; `first`, `in_order`: see Lease.session.
 
     Raises ImpressError where none has an identifier for it, BadInput where it can never be
     kept to on such rows (check_fits).
     """
     if isinstance(policy, Exact | KeepAll):
-        return Session(lease, policy, reading, first)
+        return Session(lease, policy, reading, first, in_order)
     if select.dispatch(type(policy)) is select.dispatch(object):  # which serves nothing
         raise ImpressError(f"session: policy {policy!r} is not one this version can serve")
     if first:
         raise BadInput(f"session: {policy.name} chooses among all rows, it cannot skip {first}")
     check_fits(policy, reading.geometry, lease.sources[0].held.record.window)
-    return SparseSession(lease, policy, reading)
+    return SparseSession(lease, policy, reading, in_order)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
@@ -11,8 +13,14 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 import torch
 import vllm._custom_ops  # noqa: F401  # the kernels that this processor has
 
+from impress.config import Config
 from impress.engines.vllm.blocks import BlockLayout, slots_of
+from impress.engines.vllm.step import LoadSpec, Prompt
+from impress.engines.vllm.working import ExactLoad
 from impress.errors import Unsupported
+from impress.store import PrefixStore
+from impress.types import Geometry
+from tests.vllm.served import SMALL
 
 
 def _isas() -> list[str]:
@@ -98,6 +106,39 @@ def test_single_rows_go_to_their_slots() -> None:
     got, _ = layout.read(cache, [0, 1, 2, 3])
     assert torch.equal(got[:, [33, 5, 127]], k)
     assert int(got.ne(0).any(-1).any(0).sum()) == 3
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "by position"])
+@pytest.mark.parametrize(("first", "end"), [(0, 256), (96, 256), (0, 192), (96, 192), (256, 320)])
+def test_a_prefix_comes_into_its_blocks_in_whatever_order_it_lies(
+    tmp_path: Path, packed: bool, first: int, end: int
+) -> None:
+    """Rows that vLLM has, or has no block for, are written nowhere; each other into its slot, with
+    no copy made where they lie side by side."""
+    geometry, size = Geometry(2, 2, 2, 32, "float32"), 32
+    rows = [torch.randn(2, 320, 32) for _ in range(4)]
+    prompt = Prompt(np.arange(320, dtype=np.int32), {}, "")
+    order = np.random.default_rng(1).random((2, 320))
+    caches = [torch.randn(11, 2, size, 64) for _ in range(2)]
+    before = [cache.clone() for cache in caches]
+    blocks = [3, 8, 1, 6, 10, 0, 5, 2, 7, 4]
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
+        for n in (256, 320):
+            importance = order[:, :n] if packed else None
+            k, v = ([own[:, :n] for own in some] for some in (rows[:2], rows[2:]))
+            assert store.store(prompt.tokens[:n], k, v, importance=importance).wait(60)
+        load = ExactLoad(store, LoadSpec("a", "a#0", prompt, first, end, blocks, None), size)
+        for layer, cache in enumerate(caches):
+            load.write(layer, cache, BlockLayout.of(cache, _isas()[0]))
+        load.close()
+        assert (load.lost, load.end) == ("", end)
+    filled = blocks[first // size : end // size]
+    for layer, (cache, was) in enumerate(zip(caches, before, strict=True)):
+        got = BlockLayout.of(cache, _isas()[0]).read(cache, filled)
+        for plane, own in zip(got, (rows[layer], rows[2 + layer]), strict=True):
+            assert torch.equal(plane, own[:, first:end])
+        others = [block for block in range(11) if block not in filled]
+        assert torch.equal(cache[others], was[others])
 
 
 def test_another_layout_is_refused() -> None:

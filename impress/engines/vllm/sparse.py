@@ -48,7 +48,7 @@ class SparseRequest:
             self.close()
             return
         try:
-            self._session = self._lease.session(policy=spec.policy)
+            self._session = self._lease.session(spec.policy, in_order=False)
             self._session.prefetch()
         except PrefixLost as err:
             self.lost = err.reason
@@ -60,7 +60,7 @@ class SparseRequest:
     def choose(
         self, layer: int, query: torch.Tensor, new_keys: torch.Tensor, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """k, v [n_kv_heads, m, head_dim] of a layer, in position order; no row once it is lost.
+        """k, v [n_kv_heads, m, head_dim] of a layer, in any order; no row once it is lost.
 
         query [n_heads, q, head_dim] after RoPE; new_keys [n_kv_heads, q, head_dim].
         """

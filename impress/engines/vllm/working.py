@@ -47,15 +47,17 @@ class ExactLoad:
         self.lost = ""
         self._lease: Lease = store.lease(spec.prompt.tokens, spec.prompt.extra, spec.prompt.tenant)
         self._session: Session | None = None
+        self._placing: Placing | None = None
         self.end = min(self._lease.n_tokens, spec.end) // block_size * block_size
         if self.end < spec.end:
             self.lost = f"the lease has {self._lease.n_tokens} of {spec.end} tokens"
         if self.end > spec.first:
             # What vLLM has itself is not read; of a window that begins before `first`, all is.
-            self._begin = spec.first // store.window * store.window
+            begin = spec.first // store.window * store.window
             self._slots = slots_of(spec.block_ids, block_size, spec.first, self.end)
             try:
-                self._session = self._lease.session(first=self._begin)
+                # In any order: the kernel lays each row into its slot.
+                self._session = self._lease.session(first=begin, in_order=False)
                 self._session.prefetch()
             except PrefixLost as err:
                 self._give_up(err)
@@ -67,10 +69,12 @@ class ExactLoad:
         """Wait for a layer's rows and lay them into its blocks."""
         if self._session is None:
             return
-        rows = slice(self.spec.first - self._begin, self.end - self._begin)
         try:
-            k, v, _ = self._session.retrieve(layer, None)
-            layout.load(kv_cache, k[:, rows], v[:, rows], self._slots)
+            k, v, at = self._session.retrieve(layer, None)
+            if self._placing is None or self._placing.at is not at:  # in order: one for all layers
+                self._placing = Placing(at, self.spec.first, self._slots)
+            mine = self._placing
+            layout.load(kv_cache, mine.of(k), mine.of(v), mine.slots)
         except PrefixLost as err:
             self._give_up(err)
         except torch.OutOfMemoryError as err:  # of what a device has beside vLLM's share
@@ -92,6 +96,26 @@ class ExactLoad:
                 session.close()
         finally:
             self._lease.release()
+
+
+class Placing:
+    """Which rows that were brought have a slot, and where. Pure.
+
+    at int64: which token each row is of; slots int64: of the tokens from `first` on.
+    """
+
+    def __init__(self, at: torch.Tensor, first: int, slots: torch.Tensor) -> None:
+        self.at = at
+        which = at - first
+        mine = ((which >= 0) & (which < len(slots))).nonzero()[:, 0]
+        self.slots = slots[which[mine]]
+        self._mine: slice | torch.Tensor = mine
+        if len(mine) and int(mine[-1] - mine[0]) == len(mine) - 1:  # side by side: never copied
+            self._mine = slice(int(mine[0]), int(mine[-1]) + 1)
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of rows [n_kv_heads, m, head_dim] those that have a slot."""
+        return rows.transpose(0, 1)[self._mine].transpose(0, 1)
 
 
 class WorkerSide:
