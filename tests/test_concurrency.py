@@ -142,12 +142,12 @@ class Gate:
         self._lock = threading.Lock()
         read = store.ssd.read
 
-        def waiting(reads: Sequence[Read]) -> None:
+        def waiting(reads: Sequence[Read], *then: Any) -> None:
             self.reached.set()
             assert self.opened.wait(60)
             with self._lock:
                 self.n_bytes += sum(len(r.dest) for r in reads)
-            read(reads)
+            read(reads, *then)
 
         store.ssd.read = waiting  # type: ignore[method-assign]
 
@@ -349,7 +349,7 @@ def test_a_load_that_ends_in_any_error_leaves_nothing_behind(
     with cold_sessions(store, prompt(256), 1) as (session,):
         read = store.ssd.read
 
-        def broken(reads: Sequence[Read]) -> None:
+        def broken(reads: Sequence[Read], then: Any = None) -> None:
             raise ValueError("not thought of")
 
         store.ssd.read = broken  # type: ignore[method-assign]

@@ -117,10 +117,10 @@ def test_a_read_without_memory_costs_its_prefix_and_holds_no_lease(tmp_path, mon
     bare = model.generate(ids, max_new_tokens=4, do_sample=False)
     first, read = threading.Lock(), SsdTier.read
 
-    def short(ssd, reads):
+    def short(ssd, reads, *then):
         if reads[0].sums is not None and first.acquire(blocking=False):  # rows, and no table
             raise MemoryError
-        read(ssd, reads)
+        read(ssd, reads, *then)
 
     with hf.attach(model, tmp_path, config=CONFIG) as engine:
         engine.generate(ids, max_new_tokens=1)

@@ -51,9 +51,9 @@ class SlowDisk:
         for module in (impress.read.load, impress.read.session, impress.read.tickets):
             monkeypatch.setattr(module, "monotonic", lambda: self.now_s)
 
-    def _slowly(self, reads: Sequence[Read]) -> None:
+    def _slowly(self, reads: Sequence[Read], *then: Any) -> None:
         self._turns.acquire()
-        self._read(reads)
+        self._read(reads, *then)
 
     def _waited(self, ticket: Ticket, limit_s: float) -> bool:
         if threading.current_thread() is not self._caller or ticket.done:
@@ -152,9 +152,9 @@ def test_what_a_layer_is_chosen_by_has_the_whole_limit_once_the_one_before_it_is
         at.ticket = ticket
         run(ticket, *more)
 
-    def slowly(reads: Sequence[Read]) -> None:
+    def slowly(reads: Sequence[Read], *then: Any) -> None:
         assert asked.setdefault(at.ticket, threading.Event()).wait(60)
-        read(reads)
+        read(reads, *then)
 
     def waited(ticket: Ticket, limit_s: float) -> bool:
         if threading.current_thread() is not caller or ticket.done:
@@ -188,10 +188,10 @@ def test_what_a_layer_took_ends_with_its_reads(
     put_prompt(store, prompt(128)).wait(60)
     now_s, read, n_reads = [1000.0], store.ssd.read, list[int]()
 
-    def slowly(reads: Sequence[Read]) -> None:
+    def slowly(reads: Sequence[Read], *then: Any) -> None:
         now_s[0] += 0.05
         n_reads.append(1)
-        read(reads)
+        read(reads, *then)
 
     for module in (impress.read.load, tiers.iopool):
         monkeypatch.setattr(module, "monotonic", lambda: now_s[0])
@@ -225,10 +225,10 @@ def test_a_read_that_came_too_late_still_keeps_the_callers_memory(
         for raw in memory
     ]
 
-    def hangs(ssd: SsdTier, reads: Sequence[Read]) -> None:
+    def hangs(ssd: SsdTier, reads: Sequence[Read], *then: Any) -> None:
         if any(np.may_share_memory(each.dest, memory[0]) for each in reads):
             going_on.wait(60)
-        read(ssd, reads)
+        read(ssd, reads, *then)
 
     monkeypatch.setattr(SsdTier, "read", hangs)
     with store.lease(prompt(128)) as lease, read_limit(store, 0.05):
@@ -250,11 +250,11 @@ def test_a_read_that_was_given_up_is_followed_by_nobody(
     first, read = threading.Lock(), SsdTier.read
     begun, going_on = threading.Event(), threading.Event()
 
-    def hangs_once(ssd: SsdTier, reads: Sequence[Read]) -> None:
+    def hangs_once(ssd: SsdTier, reads: Sequence[Read], *then: Any) -> None:
         if first.acquire(blocking=False):
             begun.set()
             going_on.wait(60)
-        read(ssd, reads)
+        read(ssd, reads, *then)
 
     with store.lease(prompt(128)) as lease, read_limit(store, 0.05), lease.session() as session:
         monkeypatch.setattr(SsdTier, "read", hangs_once)

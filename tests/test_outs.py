@@ -49,11 +49,11 @@ class Gate:
         self.opened, self.begun, self.shut = threading.Event(), threading.Event(), False
         read = store.ssd.read
 
-        def held(reads: list) -> None:
+        def held(reads: list, *then: object) -> None:
             if self.shut:
                 self.begun.set()
                 self.opened.wait(60)
-            read(reads)
+            read(reads, *then)
 
         monkeypatch.setattr(store.ssd, "read", held)
 
@@ -186,10 +186,10 @@ def test_what_a_read_failed_with_is_said_once_and_not_by_close(
     had no memory to read with the request failed, where it could have been computed."""
     first, read = threading.Lock(), store.ssd.read
 
-    def failing(reads: list) -> None:
+    def failing(reads: list, *then: object) -> None:
         if first.acquire(blocking=False):
             raise error
-        read(reads)
+        read(reads, *then)
 
     with store.lease(prompt(N)) as lease:
         session = lease.session()

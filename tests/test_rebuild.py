@@ -143,7 +143,7 @@ def test_what_a_short_process_cannot_open_is_not_taken_for_damaged(
     """A rebuild left out what it had no file descriptor for, and verify called it bad."""
     path = fill(open_store, geometry)
 
-    def short(_ssd: SsdTier, _reads: object) -> None:
+    def short(_ssd: SsdTier, *_reads: object) -> None:
         raise ReadFailed("shortage", "Too many open files")
 
     with monkeypatch.context() as poor:

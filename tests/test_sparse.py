@@ -498,7 +498,7 @@ def test_scattered_rows_are_cut_for_threads_only_where_a_thread_reads_one_by_one
         store.flush()
         slices: list[int] = []
         read = store.ssd.read
-        store.ssd.read = lambda reads: (slices.append(len(reads)), read(reads))[1]  # type: ignore[method-assign]
+        store.ssd.read = lambda reads, *then: (slices.append(len(reads)), read(reads, *then))[1]  # type: ignore[method-assign]
         with store.lease(tokens) as lease, lease.session(Random(0.125)) as session:
             k, v, positions = session.retrieve(0, None)
         assert torch.equal(k, rows[0][:, positions]) and torch.equal(v, rows[1][:, positions])

@@ -563,11 +563,11 @@ def test_ctrl_c_while_a_lease_waits_for_the_disk_pins_nothing(
             met.set()
             raise KeyboardInterrupt
 
-    def slow(reads: Any) -> Any:
+    def slow(*reads: Any) -> Any:
         # Again and again, as a user would: Python misses one that comes just before it waits.
         while not interrupted.wait(0.05):
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        return read(reads)
+        return read(*reads)
 
     with monkeypatch.context() as patched:
         patched.setattr(store.ssd, "read", slow)

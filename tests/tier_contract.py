@@ -163,23 +163,27 @@ class CacheContract(TierContract):
         rest = np.setdiff1d(np.arange(len(got)), to)
         assert (got[rest] == 7).all()
 
+    @pytest.mark.parametrize("spare", [False, True], ids=["", "with a place for the rest"])
     @pytest.mark.parametrize("share", [0.3, 1.0], ids=["some", "all"])
-    def test_parts_of_pieces_go_each_to_a_place_of_its_own(self, tier: Cache, share: float) -> None:
+    def test_parts_of_pieces_go_each_to_a_place_of_its_own(
+        self, tier: Cache, share: float, spare: bool
+    ) -> None:
         slot, data = tier.reserve(3 * MIB), noise(3 * MIB)
         tier.write(slot, 0, data)
         rng, n, k, size = np.random.default_rng(1), 500, 4, PAGE // 4
         chosen = rng.permutation(len(data) // PAGE)[:n]
-        to = rng.permutation(3 * n * k)[: n * k].reshape(n, k)
+        to = rng.permutation(3 * n * k - spare)[: n * k].reshape(n, k)
         to[rng.random((n, k)) >= share] = -1
         dest = aligned(3 * n * PAGE)
         dest[:] = 7
         sums = sums_of(data, PAGE)[chosen]
-        pieces = Pieces(slot.parts[0].off + chosen * PAGE, dest, to, sums, PAGE)
+        pieces = Pieces(slot.parts[0].off + chosen * PAGE, dest, to, sums, PAGE, spare)
         tier.read_pieces(pieces)
         want = np.full_like(dest, 7).reshape(-1, size)
         for piece, places in zip(data.reshape(-1, k, size)[chosen], to, strict=True):
             want[places[places >= 0]] = piece[places >= 0]
-        assert np.array_equal(dest.reshape(-1, size), want)
+        ours = len(want) - spare
+        assert np.array_equal(dest.reshape(-1, size)[:ours], want[:ours])
         assert pieces.n_bytes == n * PAGE
         pieces.sums[n // 2] ^= np.uint64(1)
         with pytest.raises(ReadFailed, match=rf"1 bad piece, first at byte {pieces.starts[250]}\b"):
@@ -214,6 +218,42 @@ class SsdContract(TierContract):
         slot, data = tier.reserve(MIB), noise(MIB)
         with pytest.raises(ReadFailed):
             tier.read([Read(slot, 0, aligned(MIB), sums_of(data, PAGE), PAGE)])
+
+    @pytest.mark.parametrize("sound", [True, False], ids=["sound", "a bad piece"])
+    def test_who_asks_is_told_how_much_is_there(self, tier: SsdTier, sound: bool) -> None:
+        """In the order it asked in, which is not that of the medium; of nothing that is bad."""
+        slots = [tier.reserve(MIB) for _ in range(3)]
+        data = noise(3 * MIB).reshape(3, MIB)
+        for slot, its in zip(slots, data, strict=True):
+            tier.write(slot, 0, its)
+        rng, out, at = np.random.default_rng(1), aligned(3 * MIB)[: 3 * MIB], 0
+        reads, want = [], np.empty(3 * MIB, dtype=np.uint8)
+        for i in rng.permutation(3):
+            sums = sums_of(data[i], PAGE)
+            sums[200] ^= np.uint64(i == 1 and not sound)
+            cuts = [0, *sorted(rng.permutation(np.arange(1, 256))[:40]), 256]
+            for first, end in rng.permutation(list(itertools.pairwise(cuts))):
+                there = slice(at, at + (end - first) * PAGE)
+                want[there] = data[i][first * PAGE : end * PAGE]
+                some = sums[first:end]
+                reads.append(Read(slots[i], int(first) * PAGE, out[there], some, PAGE))
+                at = there.stop
+        told = []
+
+        def then(n_bytes: int) -> None:
+            told.append(n_bytes)
+            assert np.array_equal(out[:n_bytes], want[:n_bytes])
+
+        if sound:
+            tier.read(reads, then)
+            assert told == sorted(set(told)) and len(told) > 1 and told[-1] == 3 * MIB
+            tier.read([], then)
+            return
+        with pytest.raises(ReadFailed, match="bad piece"):
+            tier.read(reads, then)
+        bad = next(i for i, r in enumerate(reads) if r.slot is slots[1] and r.off <= 200 * PAGE
+                   < r.off + len(r.dest))  # fmt: skip
+        assert max(told, default=0) <= sum(len(read.dest) for read in reads[:bad])
 
     def test_a_file_cut_short_is_a_short_read(self, tier: SsdTier) -> None:
         slot = tier.reserve(MIB)

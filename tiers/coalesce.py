@@ -30,7 +30,8 @@ TURNS: Final = 2
 class Run:
     """One system call: contiguous segment bytes from `off` into views, in order.
 
-    `ends`: the reads that are complete with it, where runs are read in order.
+    `ends`: the reads that are complete with it, where runs are read in order. `done`: bytes of all
+    reads, in their order, that are then there; 0 where they are not just the first of them.
     """
 
     segment: int
@@ -38,6 +39,7 @@ class Run:
     views: list[Bytes]
     n_bytes: int
     ends: list[Read]
+    done: int = 0
 
 
 def locate(slot: Slot, off: int, n_bytes: int) -> list[Extent]:
@@ -97,8 +99,10 @@ def coalesce(reads: Iterable[Read]) -> list[Run]:
 
 def batches(reads: Sequence[Read], most: int) -> Iterator[list[Run]]:
     """Runs for these reads, of RUN_BYTES or `most` at a time: each batch made when it is wanted."""
+    done = 0
     for some in slices(reads, RUN_BYTES):
         runs = coalesce(some)
+        runs[-1].done = done = done + sum(run.n_bytes for run in runs)
         for at in range(0, len(runs), most):
             yield runs[at : at + most]
 

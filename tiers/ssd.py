@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -164,13 +164,13 @@ class SsdTier:
             self._write_at(segment, start, data[:length])
             data = data[length:]
 
-    def read(self, reads: Sequence[Read]) -> None:
+    def read(self, reads: Sequence[Read], then: Callable[[int], None] | None = None) -> None:
         with closing(self._runs(reads)) as runs:
-            # At once, while the bytes are in the CPU's cache, and in short turns: hashing holds
-            # the interpreter, and other threads wait to send their next read.
-            for run in runs:
-                for read in run.ends:
+            for run in runs:  # at once, while the bytes are in the CPU's cache, and in short turns:
+                for read in run.ends:  # hashing holds the interpreter, and others wait for it
                     verify(read, self._files.where)
+                if run.done and then is not None:
+                    then(run.done)
 
     def _runs(self, reads: Sequence[Read]) -> Generator[Run, None, None]:
         """Read them in runs; each is given back in its turn, when its views are filled.

@@ -219,9 +219,9 @@ class _Counted:
     def __enter__(self) -> _Counted:
         read = self._ssd.read
 
-        def counting(reads: Any) -> None:
+        def counting(reads: Any, then: Any = None) -> None:
             self.layers[-1].append(reads)
-            read(reads)
+            read(reads, then)
 
         self._ssd.read = counting
         return self

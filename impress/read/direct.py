@@ -1,11 +1,11 @@
 """Rows that lie in memory: from a cache to where the caller sees them.
 
     wanted rows ─┬─ of chunks that a cache has ─pieces→ their places among the rows given
-                 └─ of all others: left for `gather`, from home, in runs and through a buffer
+                 └─ of all others: left for `gather`, from home, in runs ─a buffer→ their places
 
 Chosen rows, and rows of packed spans that lie among others'. (All rows of packed chunks:
 `whole.py`.) Rows of home are read with their neighbours, and so through a buffer; memory has no use
-for that.
+for that. Who reads them puts them in their places, while the next are under way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from impress.read.plan import Copies, pieces_of
 from impress.read.whole import Whole
 from impress.spans.layout import PlaneLayout
 from impress.spans.rows import scatter_rows
-from tiers.base import Bytes, Read
+from tiers.base import Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,18 @@ class Direct:
     """`mine`: what comes from memory. `left`: the parts, with only those rows that home has to
     give; `at`: where these go, among all n_rows wanted.
 
-    `given`: by plane, the wanted rows in order; theirs who look at them.
+    `given`: by plane, the wanted rows in order; theirs who look at them. `spare`: behind these is
+    room for one more, where rows go that nobody wants: to leave them out takes a pass of its own.
     """
 
     mine: list[Mine]
     left: list[Part]
     at: Positions
     n_rows: int
+    spare: bool
     given: list[Bytes] = field(default_factory=list)
-    _whole: set[int] = field(default_factory=set)  # planes whose rows of home are there too
+    _lie: Sequence[Positions | None] = ()  # by plane, where in dest rows of home lie
+    _to: dict[int, Positions] = field(default_factory=dict)  # by plane: see `_places`
 
     def copies(
         self, parts: Sequence[Part], entries: Sequence[Sequence[Ids]], layer: int,
@@ -63,20 +66,47 @@ class Direct:
                 shape = part.source.layout.planes[plane]
                 if shape not in alike:
                     alike[shape] = pieces_with(one, part.count, shape)
-                pieces = pieces_of(part, layer, plane, *alike[shape], cache, mine, dest)
+                pieces = pieces_of(
+                    part, layer, plane, *alike[shape], cache, mine, dest, spare=self.spare
+                )
                 found[cache.tier.name].append((part, pieces))
         return found
 
-    def put(self, reads: Sequence[Read], dests: Sequence[Bytes]) -> None:
-        """Nothing yet: rows of home are put in their places by who waits for them."""
+    @property
+    def n_places(self) -> int:
+        """Rows there must be room for."""
+        return self.n_rows + self.spare
 
-    def rows(self, i: int, dest: Bytes, rows: Positions | None, shape: PlaneLayout) -> Bytes:
-        """Plane number i of what is given, once all is read: with `rows` of dest, home's."""
-        assert rows is not None, "what goes directly is rows"
-        if i not in self._whole:
-            scatter_rows(dest, rows, shape, self.given[i], self.at)
-            self._whole.add(i)
-        return self.given[i]
+    def rows(self, i: int) -> Bytes:
+        """Plane number i, once all is read."""
+        return self.given[i][: len(self.given[i]) // self.n_places * self.n_rows]
+
+    def lie(self, rows: Sequence[Positions | None]) -> None:
+        """By plane, where in its dest each row of home will lie."""
+        self._lie = rows
+
+    def put(self, i: int, dest: Bytes, first: int, end: int) -> None:
+        """Bytes [first, end) of dest, rows of plane number i with their neighbours, to their
+        places."""
+        size = len(self.given[i]) // self.n_places
+        to = self._places(i, len(dest) // size)[first // size : end // size]
+        rows = None if self.spare else (to >= 0).nonzero()[0]
+        scatter_rows(dest[first:end], rows, size, self.given[i], to)
+
+    def _places(self, i: int, n_rows: int) -> Positions:
+        """[n_rows]: where each row of a plane's dest goes, -1: nowhere. Found by whoever needs it
+        first; where two do, they find the same."""
+        found = self._to.get(i)
+        if found is None:
+            rows = self._lie[i]
+            assert rows is not None, "what goes directly is rows"
+            alike = [self._to.get(j) for j, others in enumerate(self._lie) if others is rows]
+            found = next((to for to in alike if to is not None), None)
+        if found is None:
+            found = np.full(n_rows, -1, dtype=np.int64)
+            found[rows] = self.at
+        self._to[i] = found
+        return found
 
 
 def direct_of(
@@ -85,24 +115,23 @@ def direct_of(
 ) -> Direct | Whole | None:  # fmt: skip
     """Wanted rows by who has them, where that is best; None: all go one way. Pure.
 
-    Dense rows; but not `chosen` ones that share pieces with rows nobody wants: those are put in
-    order as fast from a buffer. `into_place`: there is memory for all of them. Else they have some
-    from the start, beside what is read of home: only where memory has some of them.
+    Dense rows. `into_place`: there is memory for all of them. Else they have some from the start,
+    beside what is read of home: where all rows are wanted, of many layers at once, only where
+    memory has some of them.
     """
     cached = any((ids >= 0).any() for of_cache in entries for ids in of_cache)
-    if not all(shape.dense for shape in shapes) or not (cached or into_place):
+    if not all(shape.dense for shape in shapes) or not (cached or into_place or chosen):
         return None
     if all(part.is_whole for part in parts):
         return Whole(parts, entries) if any(part.is_packed for part in parts) else None
-    if not cached or any(part.ordinals is None for part in parts):
+    if any(part.ordinals is None for part in parts):
         return None
-    if chosen and any(shape.piece_rows > 1 for shape in shapes):
-        return None
-    found = divided(parts, entries)
-    return found if found.mine else None
+    return divided(parts, entries, spare=not into_place)
 
 
-def divided(parts: Sequence[Part], entries: Sequence[Sequence[Ids]]) -> Direct:
+def divided(
+    parts: Sequence[Part], entries: Sequence[Sequence[Ids]], *, spare: bool
+) -> Direct:  # fmt: skip
     """Wanted rows by who has them. `entries[cache][part]`: of its chunks, -1 where it has none.
 
     Pure.
@@ -113,6 +142,12 @@ def divided(parts: Sequence[Part], entries: Sequence[Sequence[Ids]]) -> Direct:
     begin = 0
     for i, part in enumerate(parts):
         assert part.ordinals is not None, "all rows are not chosen rows"
+        n = len(part.ordinals)
+        if not any((by_part[i] >= 0).any() for by_part in entries):  # of a cold one, all
+            left.append(part)
+            home.append(np.arange(begin, begin + n))
+            begin += n
+            continue
         levels = levels_of([by_part[i] for by_part in entries])
         window = part.source.held.record.window
         of_row = levels.repeat(window).take(part.ordinals)  # by bytes: cheaper than to divide
@@ -124,8 +159,9 @@ def divided(parts: Sequence[Part], entries: Sequence[Sequence[Ids]]) -> Direct:
         ordinals = part.ordinals.take(at)
         left.append(Part(part.source, part.first, part.count, part.to, ordinals))
         home.append(begin + at if begin else at)
-        begin += len(part.ordinals)
-    return Direct(mine, left, home[0] if len(home) == 1 else np.concatenate(home), begin)
+        begin += n
+    at = home[0] if len(home) == 1 else np.concatenate(home)
+    return Direct(mine, left, at, begin, spare)
 
 
 def pieces_with(rows: Mine, n_chunks: int, shape: PlaneLayout) -> tuple[Positions, Positions]:

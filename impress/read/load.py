@@ -17,6 +17,7 @@ from impress.read.outs import Outs
 from impress.read.parts import Part, Positions, Source, parts_of, used_chunks
 from impress.read.placement import Brought
 from impress.read.plan import ReadPlan, Runs, Unfound, plan_reads, rows_by_tier
+from impress.read.putting import Putting
 from impress.read.reading import Reading
 from impress.read.takes import Ahead, Takes
 from impress.read.tickets import when_all, within_memory
@@ -25,7 +26,7 @@ from impress.spans.layout import K, V
 from impress.spans.rows import address_of, as_tensor, take_rows, unpack
 from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
-from tiers.coalesce import LARGE_SLICE, STREAM, TURNS, slice_bytes, slices
+from tiers.coalesce import STREAM, TURNS, slice_bytes, slices
 from tiers.errors import HARMLESS, MediumError
 from tiers.iopool import Lane, Task, Ticket
 from tiers.slots import Buffer
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 #: Among a load's tickets: copies of what was read ahead.
 _AHEAD: Final = "ahead"
-#: And what puts V's rows in order.
-_ORDER: Final = "order"
 #: Threads that share a copy: more than processors can take wait for each other's interpreter (on
 #: two, 25 MB in scattered pieces took 5.7 ms shared by eight and 4.9 by four).
 _COPYING: Final = 2 * len(os.sched_getaffinity(0))
@@ -116,14 +115,20 @@ class Load:
             )  # fmt: skip
         self.runs = [g.runs for g in gathers]  # of pieces, by plane and part
         self._rows = [g.rows for g in gathers]  # of dest, by plane; None: all, as they lie
+        if self._direct is not None:
+            self._direct.lie(self._rows)
         self._n_pieces = [g.n_pieces for g in gathers]
         self._dests = [self._dest(i) for i in range(len(self.planes))]
         plan = self._plan([g.read for g in gathers])
         self._key = self._shared_key()
         self._followed = None if self._key is None else self.reading.flights.under_way(self._key)
-        self.bytes_by_tier = plan.n_bytes
         if plan.home:  # first: it takes longest
-            self._submit_home(plan.home, self.bytes_by_tier["ssd"])
+            self._submit_home(plan.home, plan.home_bytes)
+        if self._direct is not None:  # while that is read
+            with self.map_spent:
+                where = self.parts, self.entries, self.layer, self.planes, self.caches
+                plan.copies = self._direct.copies(*where)
+        self.bytes_by_tier = plan.n_bytes
         for cache in self.caches:
             if plan.copies[cache.tier.name]:
                 self._submit(cache, plan.copies[cache.tier.name])
@@ -142,17 +147,14 @@ class Load:
         return direct_of(*where, chosen=chosen, into_place=outs is not None)
 
     def _plan(self, runs: Sequence[Sequence[Runs]]) -> ReadPlan:
-        """Reads of these runs, and of the rows that come from memory directly."""
+        """Reads of these runs; of what goes directly those of home alone."""
         direct, cached, caches = self._direct, self.entries, self.caches
         if direct is None:
             return plan_reads(
                 self.parts, self.layer, self.planes, runs, cached, caches, self._dests
             )
-        direct.given = [self._rows_given(i, direct.n_rows) for i in range(len(self.planes))]
-        plan = plan_reads(direct.left, self.layer, self.planes, runs, (), (), self._dests)
-        with self.map_spent:
-            plan.copies = direct.copies(self.parts, cached, self.layer, self.planes, caches)
-        return plan
+        direct.given = [self._rows_given(i, direct.n_places) for i in range(len(self.planes))]
+        return plan_reads(direct.left, self.layer, self.planes, runs, (), (), self._dests)
 
     def _rows_given(self, i: int, n_rows: int) -> Bytes:
         """Where n_rows of a plane go one behind the other: the caller's, or theirs who look."""
@@ -220,13 +222,15 @@ class Load:
 
     def _read(self, reads: list[Read], span: int) -> None:
         try:
-            if self._followed is not None:
-                n_bytes = take(self.reading.ssd, reads, self._dests, self._followed)
-                self.reading.counters.add("shared_bytes", n_bytes)
-            else:
-                self.reading.ssd.read(reads)
-            if self._direct is not None:
-                self._direct.put(reads, self._dests)
+            direct, dests = self._direct, self._dests
+            put = None if direct is None else Putting(direct, reads, dests)
+            if self._followed is None:
+                self.reading.ssd.read(reads, put)
+                return
+            n_bytes = take(self.reading.ssd, reads, dests, self._followed)
+            self.reading.counters.add("shared_bytes", n_bytes)
+            if put is not None:
+                put(sum(len(read.dest) for read in reads))
         except MediumError as err:
             if not err.harmless:
                 self._bad_span["ssd"] = span
@@ -321,22 +325,11 @@ class Load:
         return self._dests[i]
 
     def tensors(self) -> Tensors:
-        """K and V as [n_kv_heads, m, head_dim], in `outs` where they were given.
-
-        Where many rows are put in order, V's by another thread; but not in a caller's memory, which
-        may have been given too late for a session to know who writes to it.
-        """
+        """K and V as [n_kv_heads, m, head_dim], in `outs` where they were given."""
         assert self.planes == (K, V)
-        g, pool = self.reading.geometry, self.reading.pool
-        beside: list[Bytes] = []
-        rows, own = self._rows[1], self.outs is None or self.outs.memory[1] is None
-        if own and rows is not None and len(rows) * self.shapes[1].row_bytes >= LARGE_SLICE:
-            self._queue(_ORDER, self._lane, [lambda: beside.append(self._ordered(1))])
+        g = self.reading.geometry
         k = self._tensor(self._ordered(0), 0, g.head_dim)
-        if _ORDER in self.tickets:
-            pool.run_here(self._lane, [self.tickets[_ORDER]])  # where every thread is at work
-            self.tickets[_ORDER].wait(-1)
-        return k, self._tensor(beside[0] if beside else self._ordered(1), 1, g.v_dim)
+        return k, self._tensor(self._ordered(1), 1, g.v_dim)
 
     def tensor(self, at: Positions | None = None) -> torch.Tensor:
         """The only plane, K or V, as [n_kv_heads, m, head_dim]; `at`: some rows of what it has."""
@@ -348,7 +341,7 @@ class Load:
         """Plane number i as dense rows, in order; `at`: some of them."""
         shape, data, chosen = self.shapes[i], self._dests[i], self._rows[i]
         if self._direct is not None:
-            data, chosen = self._direct.rows(i, data, chosen, shape), at
+            data, chosen = self._direct.rows(i), at
         elif at is not None:
             chosen = at if chosen is None else chosen[at]
         if chosen is not None:

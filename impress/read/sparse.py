@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from impress.read.outs import Tensors
 
 
-#: Of how many layers to come all keys are on their way, where a policy looks at them: while one is
-#: chosen from, the disk has the next to read; more would only delay the rows chosen meanwhile.
-KEYS_AHEAD: Final = 2
+#: Of how many layers to come what they are chosen by is on its way: while one is chosen from, the
+#: disk has the next to read; more would only delay the rows chosen meanwhile, and the first layer.
+LAYERS_AHEAD: Final = 2
 
 
 class SparseSession(Session):
@@ -79,7 +79,7 @@ class SparseSession(Session):
         self._probes: dict[int, Load] = {}  # records on their way, by layer
         self._keys_ahead: dict[int, Load] = {}  # all keys on their way, by layer
         self._untaken += [self._probes, self._keys_ahead]
-        self._next_keys: int | None = None  # layers before it are dealt with; None: not read ahead
+        self._next: int | None = None  # layers before it are dealt with; None: not read ahead
         self._importance: npt.NDArray[np.float32] | None = None  # [n_layers, n_tokens]
         self.chosen: dict[int, Selection] = {}
         """What was chosen in each layer so far."""
@@ -121,32 +121,30 @@ class SparseSession(Session):
         return planes.pop() if len(planes) == 1 else (None, NONE)
 
     def prefetch(self, outs: Sequence[Tensors] | None = None) -> None:
-        """Start reading what every layer is chosen by. Rows cannot be read before they are chosen.
-
-        Of all keys, where the policy looks at them, two layers' at a time.
+        """Start reading what layers are chosen by, two layers' at a time. Rows cannot be read
+        before they are chosen.
         """
         if outs is not None:
             raise BadInput(f"prefetch: policy {self.policy.name} chooses how many rows there are")
         self._lease.check_active()
         with self._r.lost_for():
-            for layer in range(self._r.geometry.n_layers):
-                if self._plane is not None and layer not in self._probes:
-                    self._probes[layer] = self._start_probes(layer, self._plane)
-            if self._next_keys is None:
-                self._next_keys = 0
-                self._start_keys(0)
+            if self._next is None:
+                self._next = 0
+                self._start_ahead(0)
         self._check_ended()
 
-    def _start_keys(self, first: int) -> None:
-        """Have all keys of the layers from `first` on their way that are chosen by them, if that
-        was begun."""
-        if self._next_keys is None:
+    def _start_ahead(self, first: int) -> None:
+        """Have on their way what the layers from `first` are chosen by, if that was begun: their
+        records, or all their keys."""
+        if self._next is None:
             return
-        end = min(first + KEYS_AHEAD, self._r.geometry.n_layers)
-        for layer in range(max(self._next_keys, first), end):
+        end = min(first + LAYERS_AHEAD, self._r.geometry.n_layers)
+        for layer in range(max(self._next, first), end):
+            if self._plane is not None and layer not in self._probes:
+                self._probes[layer] = self._start_probes(layer, self._plane)
             if self._chooses_by_keys(layer):
                 self._keys_ahead[layer] = self._load_keys(layer)
-        self._next_keys = max(end, self._next_keys)
+        self._next = max(end, self._next)
 
     def _chooses_by_keys(self, layer: int) -> bool:
         """Whether all keys of the layer will be looked at, whatever the query."""
@@ -187,7 +185,7 @@ class SparseSession(Session):
                 self._r, sources, layer, self._r.copies.chunks, planes, positions, ahead=ahead
             )
             try:
-                self._start_keys(layer + 1)  # behind them
+                self._start_ahead(layer + 1)  # behind them
                 self._check_ended()
                 self._foresee(layer + 1, positions, planes)  # while this layer is read
             except BaseException:

@@ -19,8 +19,7 @@ from impress.cache.chunks import ChunkCache, Ids, levels_of
 from impress.read.parts import Part, Positions
 from impress.read.plan import Copies, Unfound, pieces_of
 from impress.spans.layout import PlaneLayout
-from impress.spans.rows import address_of
-from tiers.base import Bytes, Pieces, Read
+from tiers.base import Bytes, Pieces
 
 
 class Whole:
@@ -44,7 +43,8 @@ class Whole:
             self._copied.append([(levels == at).nonzero()[0] for at in range(len(entries))])
         self._window = parts[0].source.held.record.window
         ends = np.cumsum([part.count * self._window for part in parts]).tolist()
-        self._begins, self.n_rows = [0, *ends[:-1]], ends[-1]
+        self._begins = [0, *ends[:-1]]
+        self.n_places: int = ends[-1]  # rows there must be room for: all of them
         # Made by whoever needs them first; where two do, they make the same.
         self._places: list[Positions | None] = [None] * len(parts)
         self._at_home: Positions | None = None
@@ -76,27 +76,25 @@ class Whole:
                     found[cache.tier.name].append((part, some))
         return found
 
-    def put(self, reads: Sequence[Read], dests: Sequence[Bytes]) -> None:
-        """Rows of home, read into parts of dests (by plane) and verified, to their places."""
+    def rows(self, i: int) -> Bytes:
+        """Plane number i, once all is read."""
+        return self.given[i]
+
+    def lie(self, rows: Sequence[Positions | None]) -> None:
+        """Rows of home lie in dest as they do in their chunks."""
+
+    def put(self, i: int, dest: Bytes, first: int, end: int) -> None:
+        """Bytes [first, end) of dest, rows of home of plane number i, to their places."""
         if self._at_home is None:
             rows = np.arange(self._window)
             of_parts = [
-                self.places(i).take((chunks[:, None] * self._window + rows).ravel())
-                for i, chunks in enumerate(self.chunks)
+                self.places(part).take((chunks[:, None] * self._window + rows).ravel())
+                for part, chunks in enumerate(self.chunks)
             ]
             self._at_home = of_parts[0] if len(of_parts) == 1 else np.concatenate(of_parts)
-        begins = [address_of(dest) for dest in dests]
-        for read in reads:
-            at = address_of(read.dest)
-            i = next(i for i, dest in enumerate(dests) if 0 <= at - begins[i] < len(dest))
-            size = len(self.given[i]) // self.n_rows
-            read_rows, first = read.dest.reshape(-1, size), (at - begins[i]) // size
-            places = self._at_home[first : first + len(read_rows)]
-            self.given[i].reshape(-1, size)[places] = read_rows
-
-    def rows(self, i: int, _dest: Bytes, _rows: Positions | None, _shape: PlaneLayout) -> Bytes:
-        """Plane number i of what is given, once all is read."""
-        return self.given[i]
+        size = len(self.given[i]) // self.n_places
+        places = self._at_home[first // size : end // size]
+        self.given[i].reshape(-1, size)[places] = dest[first:end].reshape(-1, size)
 
 
 @dataclass(frozen=True, slots=True)

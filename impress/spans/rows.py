@@ -126,14 +126,18 @@ def take_rows(
 
 
 def scatter_rows(
-    pieces: Bytes, rows: npt.NDArray[np.int64], plane: PlaneLayout, dest: Bytes,
+    data: Bytes, some: npt.NDArray[np.int64] | None, row_bytes: int, dest: Bytes,
     to: npt.NDArray[np.int64],
 ) -> None:  # fmt: skip
-    """Some rows of dense whole pieces to rows `to` of dest."""
-    of, out = (data.reshape(-1, plane.row_bytes) for data in (pieces, dest))
-    step = max(1, _BLOCK // plane.row_bytes)
-    for at in range(0, len(rows), step):  # in blocks that never leave the core's cache
-        out[to[at : at + step]] = of.take(rows[at : at + step], axis=0, mode="clip")
+    """Dense rows to rows `to` of dest, -1 its last; `some`: only these."""
+    rows, out = (memory.reshape(-1, row_bytes) for memory in (data, dest))
+    if some is None:
+        out[to] = rows
+        return
+    step = max(1, _BLOCK // row_bytes)
+    for at in range(0, len(some), step):  # in blocks that never leave the core's cache
+        mine = some[at : at + step]
+        out[to.take(mine)] = rows.take(mine, axis=0, mode="clip")
 
 
 def move_rows(pieces: Bytes, rows: npt.NDArray[np.int64], plane: PlaneLayout, dest: Bytes) -> None:
