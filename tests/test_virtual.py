@@ -615,10 +615,10 @@ def test_what_a_late_read_was_to_write_into_is_rented_again_when_it_has_ended(
 ):
     model, ids, going_on, read = tiny(), prompts(200), threading.Event(), SsdTier.read
 
-    def hangs(ssd, *reads):
+    def hangs(ssd, reads, *then):
         if any(one.sums is not None for one in reads):
             going_on.wait(60)
-        read(ssd, *reads)
+        read(ssd, reads, *then)
 
     virtual = Virtual(batch=1, page_bytes=PAGE)
     with attach(model, tmp_path, virtual=virtual) as engine:
@@ -667,10 +667,10 @@ def test_a_slot_nobody_released_is_not_rented_while_a_read_may_come_back(tmp_pat
     """Two Ctrl-Cs: in decoding, and in what was to wait for the reads."""
     model, ids, going_on, read = tiny(), prompts(200), threading.Event(), SsdTier.read
 
-    def hangs(ssd, *reads):
+    def hangs(ssd, reads, *then):
         if any(one.sums is not None for one in reads):
             going_on.wait(60)
-        read(ssd, *reads)
+        read(ssd, reads, *then)
 
     def interrupted(*_args, **_named):
         raise KeyboardInterrupt
