@@ -11,35 +11,39 @@ for that. Who reads them puts them in their places, while the next are under way
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from impress.cache.chunks import ChunkCache, Ids, levels_of
 from impress.read.parts import Part, Positions
-from impress.read.plan import Copies, Unfound, pieces_of
+from impress.read.plan import Copies, pieces_of
 from impress.read.whole import Whole
 from impress.spans.layout import PlaneLayout
 from impress.spans.rows import scatter_rows
-from tiers.base import Bytes, Pieces
+from tiers.base import Bytes
 
-Levels = npt.NDArray[np.uint8]
+
+@dataclass(frozen=True, slots=True)
+class Mine:
+    """Rows of a part, by ordinal, that the cache of this level has; `to`: among all wanted."""
+
+    part: int
+    level: int
+    ordinals: Positions
+    to: Positions
 
 
 @dataclass(slots=True)
 class Direct:
-    """`left`: the parts, with only those rows that home has to give; `at`: where these go, among
-    all n_rows wanted. `levels`: of each part's wanted rows, which cache has them (home: behind the
-    last); None: home has all.
+    """`mine`: what comes from memory. `left`: the parts, with only those rows that home has to
+    give; `at`: where these go, among all n_rows wanted.
 
     `given`: by plane, the wanted rows in order; theirs who look at them. `spare`: behind these is
     room for one more, where rows go that nobody wants: to leave them out takes a pass of its own.
     """
 
-    parts: Sequence[Part]
-    levels: Sequence[Levels | None]
+    mine: list[Mine]
     left: list[Part]
     at: Positions
     n_rows: int
@@ -49,23 +53,23 @@ class Direct:
     _to: dict[int, Positions] = field(default_factory=dict)  # by plane: see `_places`
 
     def copies(
-        self, entries: Sequence[Sequence[Ids]], layer: int, planes: Sequence[int],
-        caches: Sequence[ChunkCache],
+        self, parts: Sequence[Part], entries: Sequence[Sequence[Ids]], layer: int,
+        planes: Sequence[int], caches: Sequence[ChunkCache],
     ) -> Copies:  # fmt: skip
-        """What is copied among the rows given: which pieces, is found by who copies them."""
+        """What is copied among the rows given; `parts`: with all wanted rows."""
         found: Copies = {cache.tier.name: [] for cache in caches}
-        begin = 0
-        for i, (part, levels) in enumerate(zip(self.parts, self.levels, strict=True)):
-            assert part.ordinals is not None, "what goes directly is rows"
-            counts = [] if levels is None else np.bincount(levels, minlength=len(caches)).tolist()
-            for level, (cache, n) in enumerate(zip(caches, counts, strict=False)):
-                for number, plane in enumerate(planes if n else ()):
-                    some = Some(
-                        self, i, begin, level, layer, plane, number, cache, entries[level][i], n,
-                        (0, len(part.ordinals)),
-                    )  # fmt: skip
-                    found[cache.tier.name].append((part, some))
-            begin += len(part.ordinals)
+        for one in self.mine:
+            part, cache = parts[one.part], caches[one.level]
+            alike: dict[PlaneLayout, tuple[Positions, Positions]] = {}  # K and V may be alike
+            for plane, dest in zip(planes, self.given, strict=True):
+                mine = entries[one.level][one.part]
+                shape = part.source.layout.planes[plane]
+                if shape not in alike:
+                    alike[shape] = pieces_with(one, part.count, shape)
+                pieces = pieces_of(
+                    part, layer, plane, *alike[shape], cache, mine, dest, spare=self.spare
+                )
+                found[cache.tier.name].append((part, pieces))
         return found
 
     @property
@@ -132,101 +136,41 @@ def divided(
 
     Pure.
     """
-    levels: list[Levels | None] = []
+    mine: list[Mine] = []
     left: list[Part] = []
     home: list[Positions] = []
     begin = 0
     for i, part in enumerate(parts):
         assert part.ordinals is not None, "all rows are not chosen rows"
         n = len(part.ordinals)
-        of_cache = [by_part[i] for by_part in entries]
-        if not any((ids >= 0).any() for ids in of_cache):  # of a cold one, all
-            levels.append(None)
+        if not any((by_part[i] >= 0).any() for by_part in entries):  # of a cold one, all
             left.append(part)
             home.append(np.arange(begin, begin + n))
-        else:
-            window = part.source.held.record.window
-            of_chunk = levels_of(of_cache)
-            of_row = of_chunk.repeat(window).take(part.ordinals)  # by bytes: to divide is dearer
-            levels.append(of_row)
-            at = (of_row == len(entries)).nonzero()[0]
-            ordinals = part.ordinals.take(at)
-            left.append(Part(part.source, part.first, part.count, part.to, ordinals))
-            home.append(begin + at if begin else at)
+            begin += n
+            continue
+        levels = levels_of([by_part[i] for by_part in entries])
+        window = part.source.held.record.window
+        of_row = levels.repeat(window).take(part.ordinals)  # by bytes: cheaper than to divide
+        for level in range(len(entries)):
+            at = (of_row == level).nonzero()[0]
+            if len(at):
+                mine.append(Mine(i, level, part.ordinals.take(at), begin + at if begin else at))
+        at = (of_row == len(entries)).nonzero()[0]
+        ordinals = part.ordinals.take(at)
+        left.append(Part(part.source, part.first, part.count, part.to, ordinals))
+        home.append(begin + at if begin else at)
         begin += n
     at = home[0] if len(home) == 1 else np.concatenate(home)
-    return Direct(parts, levels, left, at, begin, spare)
+    return Direct(mine, left, at, begin, spare)
 
 
-@dataclass(frozen=True, slots=True)
-class Some:
-    """Wanted rows of a part's plane, the one of `number` among those read, that the cache of a
-    level has: of `rows` (first, end), and of every n-th chunk, `turn` (i, n) says which. The part's
-    rows go from `begin` on.
-
-    Which pieces, and where they go, is found beside other copies: who asks for a layer waits for
-    the interpreter as often as for a disk meanwhile, and had a tenth of a request for it.
-    """
-
-    direct: Direct
-    part: int
-    begin: int
-    level: int
-    layer: int
-    plane: int
-    number: int
-    cache: ChunkCache
-    entries: Ids
-    n_rows: int  # that this cache has: about, of a slice
-    rows: tuple[int, int]
-    turn: tuple[int, int] = (0, 1)
-
-    @property
-    def _shape(self) -> PlaneLayout:
-        return self.direct.parts[self.part].source.layout.planes[self.plane]
-
-    @property
-    def n_bytes(self) -> int:
-        return self.n_rows * self._shape.row_bytes
-
-    def cut(self, most_bytes: int) -> Sequence[Unfound]:
-        """In slices of about most_bytes: by rows, or where these share pieces by chunks, by turns:
-        the first of a packed span hold most of the wanted rows."""
-        n = max(1, -(-self.n_bytes // most_bytes))
-        each = -(-self.n_rows // n)
-        if self._shape.piece_rows > 1:
-            return [replace(self, turn=(i, n), n_rows=each) for i in range(n)]
-        first, end = self.rows
-        edges = [first + (end - first) * i // n for i in range(n + 1)]
-        return [replace(self, rows=cut, n_rows=each) for cut in pairwise(edges)]
-
-    def found(self) -> Pieces:
-        """The pieces, and where they go. There may be none."""
-        direct, shape, (first, end) = self.direct, self._shape, self.rows
-        part, levels = direct.parts[self.part], direct.levels[self.part]
-        assert part.ordinals is not None and levels is not None, "a cache has some of its rows"
-        mine, ordinals = levels[first:end] == self.level, part.ordinals[first:end]
-        i, n = self.turn
-        if n > 1:
-            mine &= ordinals // part.source.held.record.window % n == i
-        at = mine.nonzero()[0]
-        pieces, to = pieces_with(ordinals.take(at), at + (self.begin + first), part.count, shape)
-        return pieces_of(
-            part, self.layer, self.plane, pieces, to, self.cache, self.entries,
-            direct.given[self.number], spare=direct.spare,
-        )  # fmt: skip
-
-
-def pieces_with(
-    ordinals: Positions, to: Positions, n_chunks: int, shape: PlaneLayout
-) -> tuple[Positions, Positions]:
-    """The pieces that hold these rows of a part of n_chunks, which go to places `to`; and where
-    they go: [pieces], or where a piece has several rows [pieces, rows of a piece], -1 for those not
-    wanted. Pure.
+def pieces_with(rows: Mine, n_chunks: int, shape: PlaneLayout) -> tuple[Positions, Positions]:
+    """The pieces that hold these rows of a part of n_chunks, and where they go among those given:
+    [pieces], or where a piece has several [pieces, rows of a piece], -1 for those not wanted. Pure.
     """
     if shape.piece_rows == 1:
-        return ordinals, to
-    places = np.full((n_chunks * shape.pieces, shape.piece_rows), -1, dtype=np.int64)
-    places.reshape(-1)[ordinals] = to
-    pieces = np.flatnonzero((places >= 0).any(axis=1))
-    return pieces, places.take(pieces, axis=0)
+        return rows.ordinals, rows.to
+    to = np.full((n_chunks * shape.pieces, shape.piece_rows), -1, dtype=np.int64)
+    to.reshape(-1)[rows.ordinals] = rows.to
+    pieces = np.flatnonzero((to >= 0).any(axis=1))
+    return pieces, to.take(pieces, axis=0)

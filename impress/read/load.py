@@ -79,7 +79,6 @@ class Load:
         self._ahead = ahead
         self._bad_span: dict[str, int] = {}  # medium -> span that is bad there
         self.buffers: list[Buffer] = []  # rented, or held until the reads have ended
-        self._copied: list[tuple[str, int]] = []  # bytes, by who copied them, from which tier
         self.map_spent = Spent()  # finding where the rows lie
         with self.map_spent:
             self.parts = parts_of(sources, layer, positions)
@@ -123,9 +122,13 @@ class Load:
         plan = self._plan([g.read for g in gathers])
         self._key = self._shared_key()
         self._followed = None if self._key is None else self.reading.flights.under_way(self._key)
-        self.bytes_by_tier = {**dict.fromkeys(plan.copies, 0), "ssd": plan.home_bytes}
         if plan.home:  # first: it takes longest
             self._submit_home(plan.home, plan.home_bytes)
+        if self._direct is not None:  # while that is read
+            with self.map_spent:
+                where = self.parts, self.entries, self.layer, self.planes, self.caches
+                plan.copies = self._direct.copies(*where)
+        self.bytes_by_tier = plan.n_bytes
         for cache in self.caches:
             if plan.copies[cache.tier.name]:
                 self._submit(cache, plan.copies[cache.tier.name])
@@ -144,17 +147,14 @@ class Load:
         return direct_of(*where, chosen=chosen, into_place=outs is not None)
 
     def _plan(self, runs: Sequence[Sequence[Runs]]) -> ReadPlan:
-        """Reads of these runs, and of the rows that come from memory directly."""
+        """Reads of these runs; of what goes directly those of home alone."""
         direct, cached, caches = self._direct, self.entries, self.caches
         if direct is None:
             return plan_reads(
                 self.parts, self.layer, self.planes, runs, cached, caches, self._dests
             )
         direct.given = [self._rows_given(i, direct.n_places) for i in range(len(self.planes))]
-        plan = plan_reads(direct.left, self.layer, self.planes, runs, (), (), self._dests)
-        with self.map_spent:
-            plan.copies = direct.copies(cached, self.layer, self.planes, caches)
-        return plan
+        return plan_reads(direct.left, self.layer, self.planes, runs, (), (), self._dests)
 
     def _rows_given(self, i: int, n_rows: int) -> Bytes:
         """Where n_rows of a plane go one behind the other: the caller's, or theirs who look."""
@@ -238,10 +238,7 @@ class Load:
 
     def _read_copies(self, cache: ChunkCache, pieces: Pieces | Unfound, span: int) -> None:
         try:
-            found = pieces if isinstance(pieces, Pieces) else pieces.found()
-            self._copied.append((cache.tier.name, found.n_bytes))
-            if found.n_bytes:
-                cache.tier.read_pieces(found)
+            cache.tier.read_pieces(pieces if isinstance(pieces, Pieces) else pieces.found())
         except MediumError:
             self._bad_span[cache.tier.name] = span
             raise
@@ -276,8 +273,6 @@ class Load:
                 self.reading.counters.add(f"lost/{lost.reason}")
             raise lost
         self._unpin()
-        for tier, n_bytes in self._copied:
-            self.bytes_by_tier[tier] += n_bytes
         if self._takes is not None:
             self.bytes_by_tier["ssd"] += self._takes.reread_bytes
         # Not earlier: the threads that are to read wait for the interpreter.

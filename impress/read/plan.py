@@ -49,8 +49,7 @@ class Unfound(Protocol):
     """Pieces whose places are found by whoever reads them."""
 
     @property
-    def n_bytes(self) -> int:
-        """About."""
+    def n_bytes(self) -> int: ...
 
     def cut(self, most_bytes: int) -> Sequence[Unfound]:
         """In slices of about most_bytes."""
@@ -77,7 +76,7 @@ class ReadPlan:
 
     @property
     def n_bytes(self) -> dict[str, int]:
-        """Bytes moved, by medium, padding and gaps included: about, of what is yet to be found."""
+        """Bytes moved, by medium, padding and gaps included."""
         copies = {
             tier: sum(pieces.n_bytes for _, pieces in by_part)
             for tier, by_part in self.copies.items()

@@ -63,8 +63,8 @@ class Whole:
         return found
 
     def copies(
-        self, entries: Sequence[Sequence[Ids]], layer: int, planes: Sequence[int],
-        caches: Sequence[ChunkCache],
+        self, _parts: Sequence[Part], entries: Sequence[Sequence[Ids]], layer: int,
+        planes: Sequence[int], caches: Sequence[ChunkCache],
     ) -> Copies:  # fmt: skip
         """What is copied among the rows given."""
         found: Copies = {cache.tier.name: [] for cache in caches}
