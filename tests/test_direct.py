@@ -165,7 +165,7 @@ def test_putting_rows_in_order_is_in_the_wait(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer's line was written before its rows were put in order: it was in no number. On a
-    clock of ours."""
+    clock of ours; V's are put in order by another thread."""
     store, waited = packed_store(open_store), [1000.0]
     monkeypatch.setattr("impress.read.session.monotonic", lambda: waited[0])
     monkeypatch.setattr("impress.read.load.take_rows", takes(waited, 0.05, take_rows))
@@ -174,6 +174,18 @@ def test_putting_rows_in_order_is_in_the_wait(
             session.retrieve(layer, None, out=tuple(outs))
         lines = session.report().per_layer
     assert [line["wait_ms"] for line in lines] == [pytest.approx(100)] * 2, "of K and of V"
+
+
+def test_rows_are_put_in_order_though_every_thread_is_at_work(open_store: Open) -> None:
+    """V's are left to another thread; where none comes to it, to who waits for them."""
+    store = packed_store(open_store)
+    outs = head_major(SHARED)
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        session.prefetch(outs)
+        wait_for_promotions(store)  # all of it is read
+        with busy_thread(store):
+            assert_right(session)
+    assert store.buffers.used_bytes == 0
 
 
 @pytest.mark.parametrize("n", [N, 448], ids=["all of a span", "a part of one"])
@@ -224,6 +236,7 @@ def test_nobody_else_writes_to_memory_given_late(
         return take_rows(*args)
 
     monkeypatch.setattr("impress.read.load.take_rows", noted)
+    monkeypatch.setattr("impress.read.load.LARGE_SLICE", 1)
     with store.lease(prompt(N)[:448]) as lease, lease.session() as session:
         session.prefetch()
         for layer, outs in enumerate(token_major(SHARED)):

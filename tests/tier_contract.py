@@ -163,27 +163,23 @@ class CacheContract(TierContract):
         rest = np.setdiff1d(np.arange(len(got)), to)
         assert (got[rest] == 7).all()
 
-    @pytest.mark.parametrize("spare", [False, True], ids=["", "with a place for the rest"])
     @pytest.mark.parametrize("share", [0.3, 1.0], ids=["some", "all"])
-    def test_parts_of_pieces_go_each_to_a_place_of_its_own(
-        self, tier: Cache, share: float, spare: bool
-    ) -> None:
+    def test_parts_of_pieces_go_each_to_a_place_of_its_own(self, tier: Cache, share: float) -> None:
         slot, data = tier.reserve(3 * MIB), noise(3 * MIB)
         tier.write(slot, 0, data)
         rng, n, k, size = np.random.default_rng(1), 500, 4, PAGE // 4
         chosen = rng.permutation(len(data) // PAGE)[:n]
-        to = rng.permutation(3 * n * k - spare)[: n * k].reshape(n, k)
+        to = rng.permutation(3 * n * k)[: n * k].reshape(n, k)
         to[rng.random((n, k)) >= share] = -1
         dest = aligned(3 * n * PAGE)
         dest[:] = 7
         sums = sums_of(data, PAGE)[chosen]
-        pieces = Pieces(slot.parts[0].off + chosen * PAGE, dest, to, sums, PAGE, spare)
+        pieces = Pieces(slot.parts[0].off + chosen * PAGE, dest, to, sums, PAGE)
         tier.read_pieces(pieces)
         want = np.full_like(dest, 7).reshape(-1, size)
         for piece, places in zip(data.reshape(-1, k, size)[chosen], to, strict=True):
             want[places[places >= 0]] = piece[places >= 0]
-        ours = len(want) - spare
-        assert np.array_equal(dest.reshape(-1, size)[:ours], want[:ours])
+        assert np.array_equal(dest.reshape(-1, size), want)
         assert pieces.n_bytes == n * PAGE
         pieces.sums[n // 2] ^= np.uint64(1)
         with pytest.raises(ReadFailed, match=rf"1 bad piece, first at byte {pieces.starts[250]}\b"):

@@ -64,8 +64,7 @@ class Pieces:
 
     Piece i: arena bytes [starts[i], starts[i] + piece_bytes), a multiple of PAGE, to piece `to[i]`
     of dest, ascending. Where `to` is [pieces, k], each of the k equal parts of a piece has a place
-    of its own, in parts of that size, or -1: nowhere. `spare`: the last place of dest is nobody's,
-    and what goes nowhere may go there, which is cheaper than to leave it out.
+    of its own, in parts of that size, or -1: nowhere.
     """
 
     starts: npt.NDArray[np.int64]
@@ -73,7 +72,6 @@ class Pieces:
     to: npt.NDArray[np.int64]
     sums: Sums
     piece_bytes: int
-    spare: bool = False
 
     @property
     def n_bytes(self) -> int:
@@ -85,7 +83,7 @@ class Pieces:
         return [
             Pieces(
                 self.starts[at : at + n], self.dest, self.to[at : at + n], self.sums[at : at + n],
-                self.piece_bytes, self.spare,
+                self.piece_bytes,
             )
             for at in range(0, len(self.starts), n)
         ]  # fmt: skip
@@ -100,13 +98,13 @@ class Pieces:
         return self.dest[first * self.piece_bytes : (last + 1) * self.piece_bytes]
 
     def places(self) -> tuple[Bytes, slice | npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(dest, of, to): dest[to] = parts[of] puts everything where it goes; -1 is the last. Pure.
+        """(dest, of, to): dest[to] = parts[of] puts everything where it goes. Pure.
 
         `dest` and `parts`, the pieces one behind the other, are [n, bytes of what has a place].
         """
         to, size = self.to.reshape(-1), self.piece_bytes * len(self.to) // self.to.size
         dest = self.dest.reshape(-1, size)
-        if self.spare or self.to.ndim == 1 or (some := to >= 0).all():
+        if self.to.ndim == 1 or (some := to >= 0).all():
             return dest, slice(None), to
         return dest, some.nonzero()[0], to[some]
 

@@ -138,10 +138,7 @@ class HbmTier(Arena):
         parts = pinned.reshape(-1, dest.shape[1])
         dest[to] = parts[of]
         there = dest[to]
-        if pieces.spare:  # where others put theirs, too
-            nowhere = (to < 0).nonzero()[0]
-            there[nowhere] = parts[nowhere]
-        elif len(there) < len(parts):
+        if len(there) < len(parts):
             there, parts = parts.copy(), there
             there[of] = parts
         pieces.verify(there.reshape(-1), self.name)

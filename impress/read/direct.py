@@ -40,7 +40,7 @@ class Direct:
     give; `at`: where these go, among all n_rows wanted.
 
     `given`: by plane, the wanted rows in order; theirs who look at them. `spare`: behind these is
-    room for one more, where rows go that nobody wants: to leave them out takes a pass of its own.
+    room for one more, where those of home go that nobody wants: to leave them out is a pass more.
     """
 
     mine: list[Mine]
@@ -66,9 +66,7 @@ class Direct:
                 shape = part.source.layout.planes[plane]
                 if shape not in alike:
                     alike[shape] = pieces_with(one, part.count, shape)
-                pieces = pieces_of(
-                    part, layer, plane, *alike[shape], cache, mine, dest, spare=self.spare
-                )
+                pieces = pieces_of(part, layer, plane, *alike[shape], cache, mine, dest)
                 found[cache.tier.name].append((part, pieces))
         return found
 
@@ -115,9 +113,10 @@ def direct_of(
 ) -> Direct | Whole | None:  # fmt: skip
     """Wanted rows by who has them, where that is best; None: all go one way. Pure.
 
-    Dense rows. `into_place`: there is memory for all of them. Else they have some from the start,
-    beside what is read of home: where all rows are wanted, of many layers at once, only where
-    memory has some of them.
+    Dense rows; but not `chosen` ones that share pieces with rows nobody wants, where memory has
+    some: to put these in order from a buffer is quicker. `into_place`: there is memory for all of
+    them. Else they have some from the start, beside what is read of home: where all rows are
+    wanted, of many layers at once, only where memory has some of them.
     """
     cached = any((ids >= 0).any() for of_cache in entries for ids in of_cache)
     if not all(shape.dense for shape in shapes) or not (cached or into_place or chosen):
@@ -125,6 +124,8 @@ def direct_of(
     if all(part.is_whole for part in parts):
         return Whole(parts, entries) if any(part.is_packed for part in parts) else None
     if any(part.ordinals is None for part in parts):
+        return None
+    if chosen and cached and any(shape.piece_rows > 1 for shape in shapes):
         return None
     return divided(parts, entries, spare=not into_place)
 

@@ -9,7 +9,7 @@ stranger, and nothing is believed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 from impress.cache.chunks import Ids
@@ -100,16 +100,23 @@ def key_of(
     return layer, tuple(planes), spans, cached, held, direct
 
 
-def take(home: Home, reads: Sequence[Read], whole: Sequence[Bytes], flight: Flight) -> int:
+def take(
+    home: Home, reads: Sequence[Read], whole: Sequence[Bytes], flight: Flight,
+    then: Callable[[int], None] | None = None,
+) -> int:  # fmt: skip
     """Fill reads, whose dests are parts of `whole`, from the flight's; the bytes that came so.
 
-    What it cannot give is read from home. Raises ReadFailed, MediumError as home does.
+    What it cannot give is read from home. `then`: as home's, told at last. Raises ReadFailed,
+    MediumError as home does.
     """
     with flight.looked_at() as there:
         left = [read for read in reads if not (there and _copied(read, whole, flight))]
     if left:
         home.read(left)
-    return sum(len(read.dest) for read in reads) - sum(len(read.dest) for read in left)
+    n_bytes = sum(len(read.dest) for read in reads)
+    if then is not None:
+        then(n_bytes)
+    return n_bytes - sum(len(read.dest) for read in left)
 
 
 def _copied(read: Read, whole: Sequence[Bytes], flight: Flight) -> bool:

@@ -26,7 +26,7 @@ from impress.spans.layout import K, V
 from impress.spans.rows import address_of, as_tensor, take_rows, unpack
 from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
-from tiers.coalesce import STREAM, TURNS, slice_bytes, slices
+from tiers.coalesce import LARGE_SLICE, STREAM, TURNS, slice_bytes, slices
 from tiers.errors import HARMLESS, MediumError
 from tiers.iopool import Lane, Task, Ticket
 from tiers.slots import Buffer
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
     from impress.read.outs import Tensors
 
-#: Among a load's tickets: copies of what was read ahead.
+#: Among a load's tickets: copies of what was read ahead, and what puts V's rows in order.
 _AHEAD: Final = "ahead"
+_ORDER: Final = "order"
 #: Threads that share a copy: more than processors can take wait for each other's interpreter (on
 #: two, 25 MB in scattered pieces took 5.7 ms shared by eight and 4.9 by four).
 _COPYING: Final = 2 * len(os.sched_getaffinity(0))
@@ -122,39 +123,36 @@ class Load:
         plan = self._plan([g.read for g in gathers])
         self._key = self._shared_key()
         self._followed = None if self._key is None else self.reading.flights.under_way(self._key)
-        if plan.home:  # first: it takes longest
-            self._submit_home(plan.home, plan.home_bytes)
-        if self._direct is not None:  # while that is read
-            with self.map_spent:
-                where = self.parts, self.entries, self.layer, self.planes, self.caches
-                plan.copies = self._direct.copies(*where)
         self.bytes_by_tier = plan.n_bytes
+        if plan.home:  # first: it takes longest
+            self._submit_home(plan.home, self.bytes_by_tier["ssd"])
         for cache in self.caches:
-            if plan.copies[cache.tier.name]:
-                self._submit(cache, plan.copies[cache.tier.name])
-        self._takes = None
+            if copies := plan.copies[cache.tier.name]:
+                self._submit(cache, copies)
+        self._takes: Takes | None = None
         if ahead is not None:
-            self._takes = Takes(ahead, self.planes, self.shapes, self._dests)
-            self._take(self._takes, [g.taken for g in gathers])
+            self._take(ahead, [g.taken for g in gathers])
         self.rows_by_tier: dict[str, int] = {}  # once `wait` returned
 
     def _divided(self) -> Direct | Whole | None:
         """Rows that lie scattered by who has them; None: all go one way."""
-        chosen, outs = self.positions is not None, None if self.outs is None else self.outs.memory
+        outs = None if self.outs is None else self.outs.memory
         if self._ahead is not None or (outs is not None and any(out is None for out in outs)):
             return None
-        where = self.parts, self.entries, self.shapes
-        return direct_of(*where, chosen=chosen, into_place=outs is not None)
+        how = {"chosen": self.positions is not None, "into_place": outs is not None}
+        return direct_of(self.parts, self.entries, self.shapes, **how)
 
     def _plan(self, runs: Sequence[Sequence[Runs]]) -> ReadPlan:
-        """Reads of these runs; of what goes directly those of home alone."""
+        """Reads of these runs, and of the rows that come from memory directly."""
         direct, cached, caches = self._direct, self.entries, self.caches
         if direct is None:
-            return plan_reads(
-                self.parts, self.layer, self.planes, runs, cached, caches, self._dests
-            )
+            where = self.parts, self.layer, self.planes
+            return plan_reads(*where, runs, cached, caches, self._dests)
         direct.given = [self._rows_given(i, direct.n_places) for i in range(len(self.planes))]
-        return plan_reads(direct.left, self.layer, self.planes, runs, (), (), self._dests)
+        plan = plan_reads(direct.left, self.layer, self.planes, runs, (), (), self._dests)
+        with self.map_spent:
+            plan.copies = direct.copies(self.parts, cached, self.layer, self.planes, caches)
+        return plan
 
     def _rows_given(self, i: int, n_rows: int) -> Bytes:
         """Where n_rows of a plane go one behind the other: the caller's, or theirs who look."""
@@ -222,15 +220,12 @@ class Load:
 
     def _read(self, reads: list[Read], span: int) -> None:
         try:
-            direct, dests = self._direct, self._dests
-            put = None if direct is None else Putting(direct, reads, dests)
+            put = None if self._direct is None else Putting(self._direct, reads, self._dests)
             if self._followed is None:
                 self.reading.ssd.read(reads, put)
-                return
-            n_bytes = take(self.reading.ssd, reads, dests, self._followed)
-            self.reading.counters.add("shared_bytes", n_bytes)
-            if put is not None:
-                put(sum(len(read.dest) for read in reads))
+            else:
+                n_bytes = take(self.reading.ssd, reads, self._dests, self._followed, put)
+                self.reading.counters.add("shared_bytes", n_bytes)
         except MediumError as err:
             if not err.harmless:
                 self._bad_span["ssd"] = span
@@ -243,8 +238,9 @@ class Load:
             self._bad_span[cache.tier.name] = span
             raise
 
-    def _take(self, takes: Takes, runs: Sequence[Sequence[Runs]]) -> None:
+    def _take(self, ahead: Ahead, runs: Sequence[Sequence[Runs]]) -> None:
         """Queue copies of what was read ahead, behind the reads: by then more of it is there."""
+        self._takes = takes = Takes(ahead, self.planes, self.shapes, self._dests)
         for buffer in takes.ahead.buffers:
             buffer.retain()
             self.buffers.append(buffer)
@@ -325,11 +321,23 @@ class Load:
         return self._dests[i]
 
     def tensors(self) -> Tensors:
-        """K and V as [n_kv_heads, m, head_dim], in `outs` where they were given."""
+        """K and V as [n_kv_heads, m, head_dim], in `outs` where they were given.
+
+        Where many rows are put in order, V's by another thread; but not in a caller's memory, which
+        may have been given too late for a session to know who writes to it.
+        """
         assert self.planes == (K, V)
-        g = self.reading.geometry
+        g, pool = self.reading.geometry, self.reading.pool
+        beside: list[Bytes] = []
+        own = self._direct is None and (self.outs is None or self.outs.memory[1] is None)
+        rows = self._rows[1] if own else None
+        if rows is not None and len(rows) * self.shapes[1].row_bytes >= LARGE_SLICE:
+            self._queue(_ORDER, self._lane, [lambda: beside.append(self._ordered(1))])
         k = self._tensor(self._ordered(0), 0, g.head_dim)
-        return k, self._tensor(self._ordered(1), 1, g.v_dim)
+        if _ORDER in self.tickets:
+            pool.run_here(self._lane, [self.tickets[_ORDER]])  # where every thread is at work
+            self.tickets[_ORDER].wait(-1)
+        return k, self._tensor(beside[0] if beside else self._ordered(1), 1, g.v_dim)
 
     def tensor(self, at: Positions | None = None) -> torch.Tensor:
         """The only plane, K or V, as [n_kv_heads, m, head_dim]; `at`: some rows of what it has."""

@@ -70,18 +70,14 @@ class ReadPlan:
     copies: Copies
 
     @property
-    def home_bytes(self) -> int:
-        """Bytes moved from home, padding and gaps included."""
-        return sum(len(read.dest) for _, reads in self.home for read in reads)
-
-    @property
     def n_bytes(self) -> dict[str, int]:
         """Bytes moved, by medium, padding and gaps included."""
+        home = sum(len(read.dest) for _, reads in self.home for read in reads)
         copies = {
             tier: sum(pieces.n_bytes for _, pieces in by_part)
             for tier, by_part in self.copies.items()
         }
-        return {**copies, "ssd": self.home_bytes}
+        return {**copies, "ssd": home}
 
 
 def whole(parts: Sequence[Part], plane: int) -> list[Runs]:
@@ -352,7 +348,7 @@ def _each(runs: Runs) -> tuple[Positions, Positions]:
 
 def pieces_of(
     part: Part, layer: int, plane: int, pieces: Positions, to: Positions, cache: ChunkCache,
-    entries: Ids, dest: Bytes, *, spare: bool = False,
+    entries: Ids, dest: Bytes,
 ) -> Pieces:  # fmt: skip
     """Pieces of a part's chunks, all of which the cache has, to these pieces of dest."""
     layout = part.source.layout
@@ -360,7 +356,7 @@ def pieces_of(
     windows, within = np.divmod(pieces, shape.pieces) if shape.pieces > 1 else (pieces, 0)
     starts = cache.plane_at(plane, entries[windows]) + within * shape.piece_bytes
     sums = part.source.sums[layout.sums_at(layer, plane, part.first) + pieces]
-    return Pieces(starts, dest, to, sums, shape.piece_bytes, spare)
+    return Pieces(starts, dest, to, sums, shape.piece_bytes)
 
 
 def runs_of(wanted: Mask) -> list[tuple[int, int]]:
