@@ -65,8 +65,7 @@ class Load:
     ) -> None:
         """Under another lane than DEMAND it is no request's read, and not counted as one.
 
-        `sources`: as the planes lie there, of probe records in position order.
-        `tickets`: filled with those of its reads, by medium.
+        `sources`: of probe records in position order. `tickets`: filled with its own, by medium.
         """
         self.layer = layer
         self._lane = lane
