@@ -95,8 +95,13 @@ def test_who_needs_no_order_gets_rows_as_they_lie(
         in_order = bool(turn % 3)
         for n, first in ((256, 0), (N, 0), (N, 64), (N, 320), (128, 0)):
             came = read_all(store, tokens, n, first=first, in_order=in_order)
-            whole = (not first and n >= 256, n == N and first <= 256)  # else among others' rows
-            assert came == (in_order or not any(map(all, zip(packed, whole, strict=True))))
+            whole = (not first and n >= 256, n == N and first <= 256)
+            asked = (first < 256, n > 256)
+            spans = list(zip(packed, asked, whole, strict=True))
+            apart = any(lies and some and not every for lies, some, every in spans)  # among others
+            assert came == (
+                in_order or apart or not any(lies and every for lies, _, every in spans)
+            )
             wait_for_promotions(store)
         outs = OUTS[turn % 3](geometry)
         assert read_all(store, tokens, N, outs=outs, in_order=in_order) == in_order
@@ -137,3 +142,20 @@ def test_rows_that_need_no_order_are_not_put_in_one(
     assert not read_all(store, tokens, N, outs=OUTS[1](SHARED), in_order=False)
     with pytest.raises(TypeError):
         read_all(store, tokens, N)
+
+
+@pytest.mark.parametrize("outs", [True, False], ids=["into memory given", ""])
+def test_rows_as_they_lie_beside_rows_among_others_cost_no_more_than_in_order(
+    outs: bool, open_store: Open
+) -> None:
+    """Of a span held whole and one held in part: all chunks with a wanted row were read whole, and
+    all rows put in order from there, where those in order are read in runs."""
+    store, tokens, moved = open_store(ALONE, dram_bytes=0, read_gap_bytes=0), prompt(N), [0]
+    for n, seed in ((256, 1), (N, 2)):
+        worth = np.random.default_rng(seed).random((2, n))
+        assert put_prompt(store, tokens[:n], importance=worth, wait_s=30).wait(60)
+    for in_order in (True, False):
+        given = [[out[:, :448] for out in pair] for pair in OUTS[1](ALONE)] if outs else None
+        assert read_all(store, tokens, 448, outs=given, in_order=in_order)
+        moved.append(store.stats()["read_bytes"]["ssd"])
+    assert moved[2] - moved[1] == moved[1]

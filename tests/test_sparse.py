@@ -29,6 +29,7 @@ from impress.policy import (
     StaticH2O,
 )
 from impress.read.session import Lease
+from impress.read.sparse import SparseSession
 from impress.selection import probes
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
@@ -36,6 +37,7 @@ from impress.selection.probes import LowBit
 from impress.selection.probes_pages import MinMax
 from impress.selection.scores import suffix_lse_of
 from tiers.engines import why_not
+from tiers.errors import MediumError
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -121,6 +123,28 @@ def test_rows_brought_are_the_stored_rows_whatever_is_chosen(
                 assert (pos.diff() > 0).all()
                 assert sum(lines[layer]["rows"].values()) == len(pos)
     store.check()
+
+
+def test_without_memory_to_read_ahead_a_layer_is_read_in_its_turn(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request was lost where there was none for the records of a layer to come."""
+    store = open_store(next(iter(SHAPES.values())), probes=("int4-v1",))
+    fill(store)
+    start, refused = SparseSession._start_probes, []
+
+    def scarce(session: SparseSession, layer: int, plane: int) -> Any:
+        if layer and layer not in refused:
+            refused.append(layer)
+            raise MediumError("no memory")
+        return start(session, layer, plane)
+
+    monkeypatch.setattr(SparseSession, "_start_probes", scarce)
+    monkeypatch.setattr("impress.read.sparse.LAYERS_AHEAD", 1)
+    with store.lease(prompt(N_TOKENS)) as lease:
+        got, _ = retrieve_all(lease, Quality(), ahead=True)
+    assert len(got) == store.geometry.n_layers and refused
+    assert store.buffers.used_bytes == 0
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -119,7 +119,8 @@ class Part:
     def as_it_lies(self) -> bool:
         """Whether all rows of its chunks are wanted, and come in another order than by position."""
         source = self.source
-        return not source.in_order and source.order is not None and self._ordinals is None
+        anyhow = not source.in_order and source.order is not None
+        return anyhow and not self.is_packed and self._ordinals is None
 
     @property
     def span(self) -> int:
@@ -154,6 +155,9 @@ def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None)
             Part(source, first, count, to, ordinals - first * window if first else ordinals)
         )
         to += count
+    if positions is None and not all(part.is_whole for part in parts):
+        for part in parts:  # then rows are put in order anyway, and all go the same way
+            part.is_packed = part.is_packed or part.as_it_lies
     return parts
 
 
@@ -176,7 +180,7 @@ def _all_of(source: Source, layer: int, to: int) -> Part:
 def rows_of(parts: Sequence[Part]) -> Positions | None:
     """Of all rows of these parts, as they come: which of the lease each is; None: in order. Pure.
 
-    A span of which a part is held, its rows among others', comes in order whatever was asked for.
+    Where of a span a part is held, its rows among others', all come in order.
     """
     if not any(part.as_it_lies for part in parts):
         return None

@@ -10,6 +10,7 @@ records a policy wants gets them made from its keys, which must then be read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
@@ -43,7 +44,7 @@ from impress.spans.rows import host_words
 from impress.spans.tables import read_header
 from impress.tree.catalog import Held
 from tiers.base import Bytes
-from tiers.errors import ReadFailed
+from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import Lane
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class SparseSession(Session):
         for layer in range(max(self._next, first), end):
             if self._plane is not None and layer not in self._probes:
                 self._probes[layer] = self._start_probes(layer, self._plane)
-            if self._chooses_by_keys(layer):
+            if self._chooses_by_keys(layer) and layer not in self._keys_ahead:
                 self._keys_ahead[layer] = self._load_keys(layer)
         self._next = max(end, self._next)
 
@@ -185,7 +186,8 @@ class SparseSession(Session):
                 self._r, sources, layer, self._r.copies.chunks, planes, positions, ahead=ahead
             )
             try:
-                self._start_ahead(layer + 1)  # behind them
+                with suppress(MediumError):  # no memory so early: it is read when it is its turn
+                    self._start_ahead(layer + 1)  # behind them
                 self._check_ended()
                 self._foresee(layer + 1, positions, planes)  # while this layer is read
             except BaseException:
