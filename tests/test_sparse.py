@@ -144,6 +144,7 @@ def test_without_memory_to_read_ahead_a_layer_is_read_in_its_turn(
     with store.lease(prompt(N_TOKENS)) as lease:
         got, _ = retrieve_all(lease, Quality(), ahead=True)
     assert len(got) == store.geometry.n_layers and refused
+    wait_for_promotions(store)
     assert store.buffers.used_bytes == 0
 
 
