@@ -50,7 +50,7 @@ class Direct:
     spare: bool
     given: list[Bytes] = field(default_factory=list)
     _lie: Sequence[Positions | None] = ()  # by plane, where in dest rows of home lie
-    _to: dict[int, Positions] = field(default_factory=dict)  # by plane: see `_places`
+    _to: dict[int, Positions] = field(default_factory=dict)  # by which of `_lie`: see `_places`
 
     def copies(
         self, parts: Sequence[Part], entries: Sequence[Sequence[Ids]], layer: int,
@@ -94,16 +94,13 @@ class Direct:
     def _places(self, i: int, n_rows: int) -> Positions:
         """[n_rows]: where each row of a plane's dest goes, -1: nowhere. Found by whoever needs it
         first; where two do, they find the same."""
-        found = self._to.get(i)
-        if found is None:
-            rows = self._lie[i]
-            assert rows is not None, "what goes directly is rows"
-            alike = [self._to.get(j) for j, others in enumerate(self._lie) if others is rows]
-            found = next((to for to in alike if to is not None), None)
+        rows = self._lie[i]
+        assert rows is not None, "what goes directly is rows"
+        found = self._to.get(id(rows))
         if found is None:
             found = np.full(n_rows, -1, dtype=np.int64)
             found[rows] = self.at
-        self._to[i] = found
+            self._to[id(rows)] = found
         return found
 
 
