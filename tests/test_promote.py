@@ -408,6 +408,25 @@ def test_chunks_whose_rows_matter_more_drive_out_those_whose_rows_matter_less(
     assert placed.score > 0
 
 
+def test_what_requests_need_every_row_of_stays_though_few_rows_were_once_chosen(
+    open_store: Open,
+) -> None:
+    """A prefix read whole ten times gave way to one read twice: of it two rows had been chosen, so
+    its chunks were worth next to nothing."""
+    store = open_store(GEOMETRY, dram_bytes=budget(12), io_threads=1)
+    often, seldom = prompt(N, 1), prompt(N, 2)
+    for tokens in (often, seldom):
+        put_prompt(store, tokens).wait(60)
+    with store.lease(often) as lease:
+        (span,) = (source.span for source in lease.sources)
+    store.history.request(Note(span, N, layer, 0, N, np.array([0, 100])) for layer in (0, 1))
+    for _ in range(10):
+        ask(store, often, Exact())
+    for _ in range(2):
+        ask(store, seldom, Exact())
+    assert ask(store, often, Exact())[1] == {"dram": 2 * N}
+
+
 def test_of_chunks_read_in_part_those_that_are_worth_most_are_fetched(open_store: Open) -> None:
     """As many as there is room for, of all layers together."""
     store = open_store(GEOMETRY, dram_bytes=budget(6), io_threads=1, read_gap_bytes=0)

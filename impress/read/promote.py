@@ -111,7 +111,7 @@ def notes_of(sources: Sequence[Source], looked: Looked) -> Iterator[Note]:
         yield Note(
             source.span, held.record.n_windows * window, looked.layer, held.first * window,
             held.count * window, rows if looked.decided else None,
-            source.ordinals(looked.layer, rows),
+            source.ordinals(looked.layer, rows), looked.positions is None,
         )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """What chunks are worth to a cache that goes by rank, under `Config.eviction`.
 
-    importance: uses × share of important rows (history.py)
+    importance: uses × share of rows that requests needed (history.py)
     lfu:        uses alone, remembered like these: also while a chunk is in no cache
     prefix-lru: the last request that used it, then where in the prompt it lies (prefix_lru.py)
 

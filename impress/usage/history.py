@@ -54,14 +54,15 @@ class Note:
     count: int
     chosen: Ids | None
     ordinals: Ids | None = None
+    whole: bool = False  # every row looked at was needed, and used
 
 
 class Worth(NamedTuple):
     """What the chunks of a span's layer are worth, [n_chunks] each.
 
-    A chunk's score is uses × share of important rows (the paper's). Uses are of recent requests,
-    fading with each one; the share is the mean of the chunk's rows' averages, 1 while nothing was
-    decided about them.
+    A chunk's score is uses × share of rows needed. Uses are of recent requests, fading with each
+    one. Of requests that choose the share is the mean of the chunk's rows' averages (the paper's
+    share of important rows), 1 while nothing was decided about them; others need every row.
     """
 
     ranks: npt.NDArray[np.float64]
@@ -143,6 +144,8 @@ class History:
             uses += used
             known.ticks[layer] = self.tick
             known.summed = None
+            if chosen is not None or note.whole:
+                _look(known, layer, note.first, note.count, every_row=chosen is None)
             if chosen is not None:
                 _average(known, layer, note.first, note.count, chosen)
             self._shrink()
@@ -199,8 +202,9 @@ class History:
         with self._lock:
             shares = known.shares(layer, ordinals)
             uses, tick = known.uses[layer], int(known.ticks[layer])
-            ranks = _ranks(uses, np.ones_like(shares) if by_uses else shares, tick)
-            known.scores[layer] = float((uses * shares).mean()) * _faded(known.tick - tick)
+            scores = uses * known.needed(layer, ordinals, shares)
+            ranks = _ranks(uses if by_uses else scores, tick)
+            known.scores[layer] = float(scores.mean()) * _faded(known.tick - tick)
             known.summed = None
             return Worth(ranks, known.decided(shares, layer, ordinals))
 
@@ -212,12 +216,13 @@ class History:
         known = self._recall(span_id)
         with self._lock:
             now = self.tick + 1
-            uses, shares = np.zeros(n_chunks, dtype=np.float32), np.ones(n_chunks, dtype=np.float32)
+            uses, needed = np.zeros(n_chunks, dtype=np.float32), np.ones(n_chunks, dtype=np.float32)
             if known is not None and known.seen.shape[1] == n_chunks:
                 uses += known.uses[layer] * np.float32(_faded(now - int(known.ticks[layer])))
-                shares = shares if by_uses else known.shares(layer, ordinals)
+                if not by_uses:
+                    needed = known.needed(layer, ordinals, known.shares(layer, ordinals))
             uses[used] += 1
-            return _ranks(uses, shares, now)
+            return _ranks(uses * needed, now)
 
     def summary(self, span_id: int) -> tuple[float, float] | None:
         """(mean score of the span's chunks now, mean share of important rows or nan); cheap.
@@ -365,6 +370,14 @@ def _faded(requests: int) -> float:
     return math.exp2(-max(requests, 0) / HALF_LIFE)
 
 
+def _look(known: Remembered, layer: int, first: int, count: int, *, every_row: bool) -> None:
+    """Move what share of requests needed every row of the windows looked at."""
+    windows = slice(first // known.window, (first + count) // known.window)
+    looks, whole = known.looks[layer, windows], known.whole[layer, windows]
+    np.add(looks, 1, out=looks, where=looks < 1 / NEWEST)
+    whole += (every_row - whole) / looks
+
+
 def _average(known: Remembered, layer: int, first: int, count: int, chosen: Ids) -> None:
     """Move the averages of the rows looked at towards what was chosen."""
     window = known.window
@@ -376,7 +389,7 @@ def _average(known: Remembered, layer: int, first: int, count: int, chosen: Ids)
     rows += (was - rows) / np.repeat(seen, window)
 
 
-def _ranks(uses: Floats, shares: Floats, tick: int) -> npt.NDArray[np.float64]:
-    """Of uses as of `tick`."""
+def _ranks(scores: Floats, tick: int) -> npt.NDArray[np.float64]:
+    """Of scores as of `tick`."""
     with np.errstate(divide="ignore"):
-        return np.asarray(np.log2(uses * shares.astype(np.float64)) + tick / HALF_LIFE)
+        return np.asarray(np.log2(scores.astype(np.float64)) + tick / HALF_LIFE)

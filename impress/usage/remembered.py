@@ -1,11 +1,12 @@
 """One span's history as arrays, and as a value in the index (docs/FORMAT.md, database `history`).
 
-0   2 version = 1       12  4 length of the compressed part
+0   2 version = 2       12  4 length of the compressed part
 2   2 layers            16  8 request counter when it was last noted
 4   4 windows           24  4 mean score of its chunks then, float32
 8   4 window, tokens    28  4 mean share of important rows, float32, NaN: nothing was decided
 32  … zlib of: tick i64 [layers] ‖ uses f32 [layers, windows] ‖ seen u8 [layers, windows] ‖
-    average f16 [layers, rows], all low bytes before all high ones
+    average f16 [layers, rows], all low bytes before all high ones ‖ looks u8 [layers, windows] ‖
+    whole f32 [layers, windows]; version 1 ended with the averages
 -8  8 xxh3_64 of all before
 """
 
@@ -28,7 +29,8 @@ Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 _HEAD: Final = struct.Struct("<HHIIIQff")
-_VERSION: Final = 1
+_VERSION: Final = 2
+_NO_WHOLE: Final = 1  # read, too
 _MOST_BYTES: Final = 1 << 30
 #: A use counts half after this many requests.
 HALF_LIFE: Final = 512
@@ -44,6 +46,8 @@ class Remembered:
     ticks: npt.NDArray[np.int64]  # [n_layers] request of the last note
     scores: npt.NDArray[np.float64]  # [n_layers] mean of its chunks', as of the last of `ticks`
     """NaN: to be counted by window. Where rows lie in another order, `History.worth` tells."""
+    looks: npt.NDArray[np.uint8]  # [n_layers, n_windows] decisions, and uses of every row; as seen
+    whole: npt.NDArray[np.float32]  # [n_layers, n_windows] how many of these were of every row
     window: int
     summed: tuple[float, float] | None = None  # what `summary` found; whoever changes it says None
 
@@ -55,6 +59,8 @@ class Remembered:
             np.zeros((n_layers, n_windows), dtype=np.float32),
             np.zeros(n_layers, dtype=np.int64),
             np.full(n_layers, np.nan),
+            np.zeros((n_layers, n_windows), dtype=np.uint8),
+            np.zeros((n_layers, n_windows), dtype=np.float32),
             window,
         )
 
@@ -74,13 +80,15 @@ class Remembered:
 
     @staticmethod
     def bytes_of(n_layers: int, n_windows: int, window: int) -> int:
-        """What a span takes in memory: average, seen and uses of its windows, ticks, scores."""
-        return n_layers * (n_windows * (2 * window + 1 + 4) + 16)
+        """What a span takes in memory: averages of its rows, four numbers a window, ticks,
+        scores."""
+        return n_layers * (n_windows * (2 * window + 2 * 1 + 2 * 4) + 16)
 
     def copy(self) -> Remembered:
-        average, seen, uses = self.average.copy(), self.seen.copy(), self.uses.copy()
-        ticks, scores = self.ticks.copy(), self.scores.copy()
-        return Remembered(average, seen, uses, ticks, scores, self.window)
+        return Remembered(
+            self.average.copy(), self.seen.copy(), self.uses.copy(), self.ticks.copy(),
+            self.scores.copy(), self.looks.copy(), self.whole.copy(), self.window,
+        )  # fmt: skip
 
     def part(self, first: int, count: int) -> Remembered:
         """What is known of windows [first, first + count), as of a span of their own.
@@ -92,7 +100,8 @@ class Remembered:
         return Remembered(
             self.average[:, rows].copy(), self.seen[:, windows].copy(),
             np.repeat(self.uses.max(axis=1, keepdims=True), count, axis=1),
-            self.ticks.copy(), np.full(len(self.ticks), np.nan), self.window,
+            self.ticks.copy(), np.full(len(self.ticks), np.nan),
+            self.looks[:, windows].copy(), self.whole[:, windows].copy(), self.window,
         )  # fmt: skip
 
     def shares(self, layer: int, ordinals: Ids | None) -> Floats:
@@ -100,8 +109,17 @@ class Remembered:
 
         `ordinals`: where each row lies in the order of chunks; None: in position order.
         """
-        rows = self.average[layer].astype(np.float32)
-        rows.reshape(-1, self.window)[self.seen[layer] == 0] = 1
+        return self._by_chunk(self._rows(layer), ordinals)
+
+    def needed(self, layer: int, ordinals: Ids | None, shares: Floats) -> Floats:
+        """[n_chunks]: the share of its rows that a request needs. `shares`: of those that choose;
+        others need every row, as often as they were seen."""
+        whole = self.whole[layer]
+        if not whole.any():
+            return shares
+        rows = self._rows(layer)
+        by_window = rows.reshape(-1, self.window)
+        by_window += whole[:, None] * (1 - by_window)
         return self._by_chunk(rows, ordinals)
 
     def decided(self, shares: Floats, layer: int, ordinals: Ids | None) -> Floats | None:
@@ -112,6 +130,11 @@ class Remembered:
         part = self._by_chunk(np.repeat(seen, self.window).astype(np.float32), ordinals)
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(part > 0, (shares - (1 - part)) / part, np.float32(np.nan))
+
+    def _rows(self, layer: int) -> Floats:
+        rows: Floats = self.average[layer].astype(np.float32)
+        rows.reshape(-1, self.window)[self.seen[layer] == 0] = 1
+        return rows
 
     def _by_chunk(self, rows: Floats, ordinals: Ids | None) -> Floats:
         if ordinals is not None:
@@ -130,7 +153,8 @@ class Remembered:
         share = self.average.reshape(*self.seen.shape, self.window).mean(axis=2, dtype=np.float32)
         decided = self.seen > 0
         # Right where a chunk holds its window's rows, or all chunks have the same uses.
-        in_place = (self.uses * np.where(decided, share, 1)).mean(axis=1, dtype=np.float64)
+        needed = np.where(decided, share + self.whole * (1 - share), 1)
+        in_place = (self.uses * needed).mean(axis=1, dtype=np.float64)
         in_place *= np.exp2((self.ticks - self.tick) / HALF_LIFE)
         score = float(np.where(np.isnan(self.scores), in_place, self.scores).mean())
         return score, float(share[decided].mean()) if decided.any() else math.nan
@@ -149,7 +173,7 @@ def encode(known: Remembered) -> bytes:
     planes = known.average.view(np.uint8).reshape(-1, 2).T  # low bytes, high bytes: compress better
     body = b"".join(
         np.ascontiguousarray(array).tobytes()
-        for array in (known.ticks, known.uses, known.seen, planes)
+        for array in (known.ticks, known.uses, known.seen, planes, known.looks, known.whole)
     )
     packed = zlib.compress(body, 1)
     n_layers, n_windows = known.seen.shape
@@ -164,14 +188,16 @@ def decode(raw: bytes) -> Remembered:
     if len(raw) < _HEAD.size + 8 or _sum(raw[:-8]) != raw[-8:]:
         raise FormatError("history: a damaged value")
     version, n_layers, n_windows, window, length, _, score, _ = _HEAD.unpack_from(raw)
-    if version != _VERSION:
+    if version not in (_VERSION, _NO_WHOLE):
         raise FormatError(f"history: version {version} is newer than this program")
     n = n_layers * n_windows
-    sizes = (8 * n_layers, 4 * n, n, 2 * n * window)
-    body = _unpacked(raw[_HEAD.size : _HEAD.size + length], sum(sizes))
-    if not n or len(body) != sum(sizes):
+    sizes = [8 * n_layers, 4 * n, n, 2 * n * window, n, 4 * n]
+    n_bytes = sum(sizes[:4] if version == _NO_WHOLE else sizes)
+    body = _unpacked(raw[_HEAD.size : _HEAD.size + length], n_bytes)
+    if not n or len(body) != n_bytes:
         raise FormatError("history: a value of the wrong length")
-    ticks, uses, seen, planes = (
+    body += bytes(sum(sizes) - n_bytes)  # nothing is known of who needed every row
+    ticks, uses, seen, planes, looks, whole = (
         np.frombuffer(body[end - size : end], dtype=np.uint8)
         for end, size in zip(accumulate(sizes), sizes, strict=True)
     )
@@ -182,6 +208,8 @@ def decode(raw: bytes) -> Remembered:
         uses.view(np.float32).reshape(n_layers, n_windows).copy(),
         ticks.view(np.int64).copy(),
         np.full(n_layers, score, dtype=np.float64),
+        looks.reshape(n_layers, n_windows).copy(),
+        whole.view(np.float32).reshape(n_layers, n_windows).copy(),
         window,
     )
 
@@ -199,7 +227,7 @@ def head_of(raw: bytes | None) -> Head | None:
     if raw is None or len(raw) < _HEAD.size + 8 or _sum(raw[:-8]) != raw[-8:]:
         return None
     version, _, _, _, _, tick, score, share = _HEAD.unpack_from(raw)
-    return Head(tick, score, share) if version == _VERSION else None
+    return Head(tick, score, share) if version in (_VERSION, _NO_WHOLE) else None
 
 
 def _sum(raw: bytes) -> bytes:
