@@ -15,7 +15,8 @@ from test_engine_hf import CONFIG
 
 import impress
 from impress.engines import hf, hf_output
-from impress.engines.choice import MODES, Fit, Rates, Stored, decide, forced
+from impress.engines.choice import Rates, decide, forced
+from impress.engines.costs import MODES, Fit, Stored
 from impress.engines.hf_mode import Modes
 from impress.policy import Exact, Paper, Recency
 

@@ -403,7 +403,8 @@ def test_the_mode_is_learnt_while_caches_are_warmed(data: Data) -> None:
         exact, auto = bench.servers
         assert exact._rates is None and auto._rates is not None
         learnt = auto._rates
-        assert sum(fit.n_samples for fit in learnt._forwards.values()) == 4  # and the one before
+        # And the one before.
+        assert sum(fit.n_samples for fit in learnt._costs.forwards.values()) == 4
         assert bench.clock.dilation == 1.0
         bench.measure()
         assert auto._rates is learnt

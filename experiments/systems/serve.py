@@ -22,7 +22,8 @@ from experiments.systems.generate import N_NEW
 from experiments.systems.planned import Choices, Planned
 from experiments.systems.quantised import QuantisedStore
 from experiments.systems.shapes import WINDOW
-from impress.engines.choice import Rates, Stored
+from impress.engines.choice import Rates
+from impress.engines.costs import Span, Stored
 from impress.policy import Exact, Policy
 from impress.read.access import AccessReport
 from impress.read.session import Lease
@@ -171,8 +172,16 @@ class Server:
     def _stored(self, lease: Lease) -> Stored:
         """What the store says of the prefix; of a slice of the layers, told as of all of them."""
         n, shape = lease.n_tokens, self._compute.shape
-        cold = lease.cold_bytes() * shape.n_layers // self._geometry.n_layers
-        return Stored(n, shape.n_layers, n * shape.row_bytes * shape.n_layers, cold)
+        cold, cache = (
+            n_bytes * shape.n_layers // self._geometry.n_layers
+            for n_bytes in (lease.cold_bytes(), lease.cache_bytes())
+        )
+        spans = tuple(
+            Span(span, n_bytes * shape.n_layers // self._geometry.n_layers)
+            for span, n_bytes in lease.span_bytes()
+        )
+        n_bytes = n * shape.row_bytes * shape.n_layers
+        return Stored(n, shape.n_layers, n_bytes, cold, spans, cache)
 
     def _mode(self, n_tokens: int, stored: Stored | None) -> str:
         own = "exact" if isinstance(self.system.policy, Exact) else "sparse"

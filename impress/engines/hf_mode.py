@@ -10,7 +10,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from impress.engines.choice import Choice, Rates, Stored, forced
+from impress.engines.choice import Choice, Rates, forced
+from impress.engines.costs import Stored
 from impress.engines.hf_chosen import by_importance, check_policy, chooses
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_prefix import StoredPrefix
@@ -47,7 +48,8 @@ class Modes:
     """Of one engine, for one thread. `rates`: what its requests have cost."""
 
     def __init__(self, model: Any, store: PrefixStore, policy: Policy) -> None:
-        self.rates = Rates(on_device=model.device.type != "cpu")
+        by_last_use = store.config.eviction in ("lru", "prefix-lru")
+        self.rates = Rates(on_device=model.device.type != "cpu", by_last_use=by_last_use)
         self._model = model
         self._store = store
         self._own = policy
@@ -122,7 +124,7 @@ class Modes:
         geometry, n_tokens = self._store.geometry, len(prompt.rows) * prefix.n_tokens
         return Stored(
             n_tokens, len(prompt.rows) * geometry.n_layers, n_tokens * geometry.token_bytes,
-            prefix.cold_bytes(),
+            prefix.cold_bytes(), prefix.spans(), prefix.cache_bytes(),
         )  # fmt: skip
 
     def _choose(

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from impress.engines.costs import Span
 from impress.engines.hf_cache import RowsCache
 from impress.policy import Exact, KeepAll, Policy
 from impress.read.access import AccessReport
@@ -38,6 +39,14 @@ class StoredPrefix:
     def cold_bytes(self) -> int:
         """Of all rows' keys and values: bytes that no cache holds now."""
         return sum(lease.cold_bytes() for lease in self._leases)
+
+    def spans(self) -> tuple[Span, ...]:
+        """What it lies in, lease by lease."""
+        return tuple(Span(*span) for lease in self._leases for span in lease.span_bytes())
+
+    def cache_bytes(self) -> int:
+        """What caches hold at most."""
+        return max((lease.cache_bytes() for lease in self._leases), default=0)
 
     def open(self, policy: Policy, begin: Callable[[Lease, Policy], Session] | None = None) -> None:
         """Begin the sessions. Raises what `Lease.session` does; close() is due all the same."""

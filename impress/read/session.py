@@ -50,6 +50,7 @@ class Lease:
         self.sources = tuple(sources)
         self.n_tokens = sum(source.held.count for source in sources) * window
         self._window = window
+        self._window_bytes = window * reading.geometry.token_bytes
         self.miss_reason = miss_reason
         self.started_s = clock()
         self.active = True
@@ -63,11 +64,19 @@ class Lease:
 
     def cold_bytes(self) -> int:
         """Of its keys and values: bytes of chunks that no cache holds now, so home has to."""
-        geometry, copies = self.reading.geometry, self.reading.copies
-        n_chunks = self.n_tokens // self._window * geometry.n_layers
+        n_layers, copies = self.reading.geometry.n_layers, self.reading.copies
+        n_chunks = self.n_tokens // self._window * n_layers
         held = [source.held for source in self.sources]
         here = sum(copies.held_of(h.record.span_id, h.first, h.count) for h in held)
-        return max(n_chunks - here, 0) * (self._window * geometry.token_bytes // geometry.n_layers)
+        return max(n_chunks - here, 0) * (self._window_bytes // n_layers)
+
+    def span_bytes(self) -> list[tuple[int, int]]:
+        """The spans it lies in, by id, and bytes of its keys and values in each."""
+        return [(s.span, s.held.count * self._window_bytes) for s in self.sources]
+
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values that the caches hold at most."""
+        return sum(one.capacity * one.chunk_bytes for one in self.reading.copies.chunks)
 
     def session(
         self, policy: Policy | None = None, first: int = 0, *, in_order: bool = True

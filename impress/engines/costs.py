@@ -1,0 +1,144 @@
+"""What requests cost on this machine: seconds, by what they are made of.
+
+Pure arithmetic: no clock is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+#: Ways to a prefix's keys and values: chosen rows of it, all of them, or the model.
+MODES: Final = ("sparse", "exact", "recompute")
+#: Those that read.
+READS: Final = ("sparse", "exact")
+#: What a sample still counts for when the next one has come.
+DECAY: Final = 0.9
+#: Requests without a sample that make older samples count for less, at most.
+_MOST_AGE: Final = 16
+#: Below this share of the full determinant, samples are too alike to tell their costs apart.
+_LEAST_SPREAD: Final = 1e-3
+#: Once so many samples are known, a new one counts as at most _MOST_SURPRISE times what the fit
+#: expects: a disk stalls now and then. One that has really become slow is believed some 15 requests
+#: later (four times as slow) to 30 (sixteen times).
+KNOWN: Final = 5
+_MOST_SURPRISE: Final = 2.0
+
+
+class Span(NamedTuple):
+    """A span that a prefix lies in, by its id, and the bytes of the prefix there."""
+
+    id: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What is known of a stored prefix before it is read. Of all rows of a batch together.
+
+    `n_layers`: layers to wait for. `cold_bytes`: of its n_bytes, those that no cache holds.
+    `spans`: what it lies in; `cache_bytes`: what caches hold at most.
+    """
+
+    n_tokens: int
+    n_layers: int
+    n_bytes: int
+    cold_bytes: int
+    spans: tuple[Span, ...] = ()
+    cache_bytes: int = 0
+
+
+class Fit:
+    """seconds = amounts · costs, fitted by least squares with no cost negative; later samples count
+    for more. Where samples are too alike to tell two amounts' costs apart, the later amount gets it
+    all. Fitted as a sample comes, behind a request: the next has its estimate before its reads."""
+
+    def __init__(self, n_amounts: int) -> None:
+        self.n_samples = 0
+        self._products = np.zeros((n_amounts, n_amounts))
+        self._by_seconds = np.zeros(n_amounts)
+        self._squared = 0.0
+        self._costs = np.zeros(n_amounts)
+        self._subsets = [
+            list(subset) for size in range(1, n_amounts + 1)
+            for subset in sorted(combinations(range(n_amounts), size), reverse=True)
+        ]  # fmt: skip
+
+    def note(self, amounts: Sequence[float], seconds: float) -> None:
+        """One sample: what was asked for, and how long it took."""
+        expected = self.seconds(amounts)
+        if expected and self.n_samples >= KNOWN:
+            seconds = min(seconds, _MOST_SURPRISE * expected)
+        x = np.asarray(amounts, dtype=np.float64)
+        self._products = DECAY * self._products + np.outer(x, x)
+        self._by_seconds = DECAY * self._by_seconds + seconds * x
+        self._squared = DECAY * self._squared + seconds * seconds
+        self._costs = self._fitted()
+        self.n_samples += 1  # at last: Ctrl-C leaves no sample whose costs are not there
+
+    def age(self, n_requests: int) -> None:
+        """So many requests went by without a sample: older samples count for less. The costs stay
+        what they are until the next."""
+        left = DECAY ** min(n_requests, _MOST_AGE)
+        self._products *= left
+        self._by_seconds *= left
+        self._squared *= left
+
+    def seconds(self, amounts: Sequence[float]) -> float | None:
+        """The estimate; None before the first sample."""
+        return float(self._costs @ amounts) if self.n_samples else None
+
+    def _fitted(self) -> npt.NDArray[np.float64]:
+        """Of one of each amount: of all subsets that need no negative cost the nearest fit."""
+        best, least = np.zeros_like(self._by_seconds), self._squared
+        slack = 1e-9 * self._squared  # more costs must be worth it
+        for subset in self._subsets:
+            scale = np.sqrt(np.diag(self._products)[subset])
+            if not scale.all():
+                continue
+            alike = self._products[np.ix_(subset, subset)] / np.outer(scale, scale)
+            if np.linalg.det(alike) < _LEAST_SPREAD:
+                continue
+            costs = np.linalg.solve(alike, self._by_seconds[subset] / scale) / scale
+            left = self._squared - float(costs @ self._by_seconds[subset])
+            if (costs >= 0).all() and left < least - slack:
+                best, least = np.zeros_like(best), left
+                best[subset] = costs
+        return best
+
+
+class Costs:
+    """What an engine's requests have cost. For one thread.
+
+    A read's seconds are those that were waited for it: what a forward hides of it costs nothing.
+    They are fitted to what is known before the read: the prefix's bytes, and how many of them lie
+    in no cache.
+    """
+
+    def __init__(self) -> None:
+        # What a request took apart from its reads. One fit a mode: together, the many short
+        # forwards of hits would decide what a long one takes, and a sparse forward neither plans
+        # nor lays down a whole prefix.
+        self.forwards = {mode: Fit(2) for mode in MODES}
+        self.reads = {mode: Fit(3) for mode in READS}
+
+    def estimate(self, n_tokens: int, stored: Stored) -> dict[str, float | None]:
+        """Seconds to the first token of n_tokens in each mode; None where too little is known."""
+        known = {"recompute": self._forward("recompute", n_tokens)}
+        for mode, fit in self.reads.items():
+            rest = self._forward(mode, n_tokens - stored.n_tokens)
+            read = fit.seconds((stored.n_layers, stored.n_bytes, stored.cold_bytes))
+            known[mode] = None if rest is None or read is None else rest + read
+        return known
+
+    def _forward(self, mode: str, n_tokens: int) -> float | None:
+        """By the mode's own requests; before the first, by those of the mode most like it."""
+        for one in (mode, "exact", "sparse", "recompute"):
+            if (seconds := self.forwards[one].seconds((1, n_tokens))) is not None:
+                return seconds
+        return None
