@@ -91,6 +91,20 @@ def test_pieces_are_cut_by_bytes_and_stay_in_order() -> None:
     assert all(some.straight() is not None for some in cut)
 
 
+@given(st.lists(st.booleans(), min_size=1, max_size=60))
+def test_runs_of_pieces_go_to_neighbouring_places_and_stay_in_order(gaps: list[bool]) -> None:
+    to = np.cumsum(1 + np.array(gaps))
+    n = len(to)
+    dest = aligned((int(to[-1]) + 1) * PAGE)
+    one = Pieces(np.arange(n) * PAGE, dest, to, np.arange(n, dtype=np.uint64), PAGE)
+    runs = one.runs()
+    assert len(runs) == 1 + sum(gaps[1:])
+    assert np.array_equal(np.concatenate([some.to for some in runs]), to)
+    assert np.array_equal(np.concatenate([some.sums for some in runs]), one.sums)
+    assert np.array_equal(np.concatenate([some.starts for some in runs]), one.starts)
+    assert all(some.straight() is not None for some in runs)
+
+
 def test_slices_cut_at_piece_borders_and_keep_every_byte() -> None:
     tier = DramTier(4 * MIB)
     slot, data = tier.reserve(MIB), noise(MIB)

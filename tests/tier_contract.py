@@ -144,16 +144,16 @@ class CacheContract(TierContract):
     """What tiers keep beside it whose bytes lie in one arena."""
 
     @pytest.mark.parametrize("piece", [PAGE, 3 * PAGE])
-    @pytest.mark.parametrize("gaps", [False, True], ids=["straight", "scattered"])
+    @pytest.mark.parametrize("run", [1, 40, 1000], ids=["scattered", "in runs", "straight"])
     def test_pieces_come_from_all_over_and_go_where_they_should(
-        self, tier: Cache, piece: int, gaps: bool
+        self, tier: Cache, piece: int, run: int
     ) -> None:
         slot, data = tier.reserve(3 * MIB), noise(3 * MIB)
         tier.write(slot, 0, data)
         start = slot.parts[0].off  # whole: the arena is empty
         rows = data[: len(data) // piece * piece].reshape(-1, piece)
         chosen = np.random.default_rng(1).permutation(len(rows))[: len(rows) // 2]
-        to = np.arange(5, 5 + len(chosen)) * (2 if gaps else 1)
+        to = np.arange(5, 5 + len(chosen)) + np.arange(len(chosen)) // run
         dest = aligned((to[-1] + 3) * piece)[: (to[-1] + 3) * piece]
         dest[:] = 7
         sums = sums_of(rows.reshape(-1), piece)[chosen]
@@ -162,6 +162,10 @@ class CacheContract(TierContract):
         assert np.array_equal(got[to], rows[chosen])
         rest = np.setdiff1d(np.arange(len(got)), to)
         assert (got[rest] == 7).all()
+        bad = len(chosen) // 2
+        sums[bad] ^= np.uint64(1)
+        with pytest.raises(ReadFailed, match=rf"1 bad piece, .*{start + chosen[bad] * piece}\b"):
+            tier.read_pieces(Pieces(start + chosen * piece, dest, to, sums, piece))
 
     @pytest.mark.parametrize("share", [0.3, 1.0], ids=["some", "all"])
     def test_parts_of_pieces_go_each_to_a_place_of_its_own(self, tier: Cache, share: float) -> None:

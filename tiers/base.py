@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -80,13 +81,12 @@ class Pieces:
     def cut(self, most_bytes: int) -> list[Pieces]:
         """In slices of about most_bytes. Pure."""
         n = max(1, most_bytes // self.piece_bytes)
-        return [
-            Pieces(
-                self.starts[at : at + n], self.dest, self.to[at : at + n], self.sums[at : at + n],
-                self.piece_bytes,
-            )
-            for at in range(0, len(self.starts), n)
-        ]  # fmt: skip
+        return [self._slice(at, at + n) for at in range(0, len(self.starts), n)]
+
+    def runs(self) -> list[Pieces]:
+        """In slices that go to neighbouring places each. Pure; of what goes piece by piece."""
+        cuts = np.flatnonzero(np.diff(self.to) != 1) + 1
+        return [self._slice(at, end) for at, end in pairwise([0, *cuts.tolist(), len(self.to)])]
 
     def straight(self) -> Bytes | None:
         """The part of dest they fill, in order and without gaps; None where they do not. Pure."""
@@ -96,6 +96,12 @@ class Pieces:
         if last - first + 1 != len(self.to):
             return None
         return self.dest[first * self.piece_bytes : (last + 1) * self.piece_bytes]
+
+    def _slice(self, first: int, end: int) -> Pieces:
+        return Pieces(
+            self.starts[first:end], self.dest, self.to[first:end], self.sums[first:end],
+            self.piece_bytes,
+        )  # fmt: skip
 
     def places(self) -> tuple[Bytes, slice | npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(dest, of, to): dest[to] = parts[of] puts everything where it goes. Pure.
