@@ -36,6 +36,9 @@ _LEAST_GAIN_SHARE: Final = 0.05
 #: first read that happened to meet a stall would decide until the mode is measured again.
 _FIRST_GAIN_SHARE: Final = 1.0
 
+#: Of so many requests is the mean how many times as long they take as before the regime turned.
+_NEWEST: Final = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -58,6 +61,7 @@ class Rates:
         self._regime = Regime()
         self._if_whole = IfWhole(by_last_use=by_last_use)
         self._before = self._costs  # as they were when the regime turned
+        self._slower = 1.0  # sparse requests since then, times as long
 
     def note_forward(self, mode: str, n_tokens: int, seconds: float) -> None:
         """A request computed n_tokens, and took so long, reads not counted.
@@ -135,15 +139,34 @@ class Rates:
         if not regime.whole:
             regime.note_chosen(stored.spans, stored.cold_bytes)
             if regime.tally(now[choice.mode], costs[best], now[choice.mode]):
-                self._before = deepcopy(self._costs)
+                self._before, self._slower = deepcopy(self._costs), 1.0
             return choice
         cold_before = regime.chosen(stored.spans)
         if cold_before is not None:
-            before = self._before.estimate(n_tokens, replace(stored, cold_bytes=cold_before))
-            other = min(s for m, s in before.items() if m != "exact" and s is not None)
-            regime.tally(now[best], other, costs[best])
+            regime.tally(
+                now[best], self._otherwise(n_tokens, stored, cold_before, now), costs[best]
+            )
+        if best == "sparse":
+            self._follow(n_tokens, stored, now["sparse"])
         told = ", ".join(f"{mode} {costs[mode] * 1e3:.1f} ms" for mode in MODES if mode in costs)
         return Choice(best, f"{best}: the caches hold whole what is asked for most ({told})")
+
+    def _otherwise(
+        self, n_tokens: int, stored: Stored, cold_bytes: int, now: Mapping[str, float]
+    ) -> float:
+        """What a request would take if rows were chosen of all prefixes: as it was before the
+        regime turned, with so much of this one in no cache."""
+        before = self._before.estimate(n_tokens, replace(stored, cold_bytes=cold_bytes))["sparse"]
+        chosen = now["sparse"] if before is None else before * self._slower
+        return min(chosen, now["recompute"])
+
+    def _follow(self, n_tokens: int, stored: Stored, seconds: float) -> None:
+        """The machine may have become slower since: what chosen rows took before is corrected by
+        those that are still chosen. By those alone it could not be known any more: they are of
+        prefixes of which nothing is in a cache."""
+        before = self._before.estimate(n_tokens, stored)["sparse"]
+        if before:
+            self._slower += (seconds / before - self._slower) / _NEWEST
 
     def _doubted(self, seconds: Mapping[str, float | None], chosen: str) -> bool:
         """Whether recomputing may be the cheapest after all, because few forwards have told what it

@@ -115,7 +115,8 @@ class Regime:
         n = self._n if self._n > 0 else self._n + _SETTLE
         if n < _ENOUGH or self._n <= 0:  # what was hoped for is known better by now
             return n >= _GIVE_UP and self._so_s > _TRY * self._other_s
-        return self._so_s > (1 - _GAIN) * self._other_s
+        gain = _GAIN if n == _ENOUGH else 0.0
+        return self._so_s > (1 - gain) * self._other_s
 
     def note_chosen(self, spans: tuple[Span, ...], cold_bytes: int) -> None:
         """So much of a prefix no cache holds while rows of all are chosen."""
