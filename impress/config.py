@@ -38,10 +38,10 @@ class Config(BaseModel):
     """Where it is: on the current CUDA device (written, not yet run on one), or "cpu", which
     emulates it in host memory, and every report says so."""
     eviction: Literal["importance", "lru", "lfu", "prefix-lru"] = "importance"
-    """What goes first when a tier is full. importance: what has the least uses × share of important
-    rows. lru: what was used longest ago. lfu: what has the fewest uses. prefix-lru: what was used
-    longest ago, and of one request's the longest prefix (vLLM's order). Of copies in HBM and DRAM
-    none goes for a newcomer that is worth less, except under lru."""
+    """What goes first when a tier is full. importance: what has the least uses × share of rows
+    that requests needed. lru: what was used longest ago. lfu: what has the fewest uses. prefix-lru:
+    what was used longest ago, and of one request's the longest prefix (vLLM's order). Of copies in
+    HBM and DRAM none goes for a newcomer that is worth less, except under lru."""
     disk_bytes: int | None = Field(default=None, gt=0, le=MOST_BYTES)
     """Most bytes of segments on disk, of this process's shard, at least `segment_bytes`; None: as
     much as the file system gives."""

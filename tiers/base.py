@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -81,12 +80,19 @@ class Pieces:
     def cut(self, most_bytes: int) -> list[Pieces]:
         """In slices of about most_bytes. Pure."""
         n = max(1, most_bytes // self.piece_bytes)
-        return [self._slice(at, at + n) for at in range(0, len(self.starts), n)]
+        return [self._some(slice(at, at + n)) for at in range(0, len(self.starts), n)]
 
-    def runs(self) -> list[Pieces]:
-        """In slices that go to neighbouring places each. Pure; of what goes piece by piece."""
-        cuts = np.flatnonzero(np.diff(self.to) != 1) + 1
-        return [self._slice(at, end) for at, end in pairwise([0, *cuts.tolist(), len(self.to)])]
+    def runs(self, least_bytes: int) -> tuple[list[Pieces], Pieces | None]:
+        """Those that go to neighbouring places, as slices of at least so many bytes, and all others
+        (None: there are none). Pure; of pieces that have a place each."""
+        cuts = (np.diff(self.to) != 1).nonzero()[0] + 1
+        counts = np.diff(cuts, prepend=0, append=len(self.to))
+        much = counts * self.piece_bytes >= least_bytes
+        ends = counts.cumsum()
+        borders = zip((ends - counts)[much].tolist(), ends[much].tolist(), strict=True)
+        found = [self._some(slice(first, end)) for first, end in borders]
+        few = ~much.repeat(counts)
+        return found, self._some(few) if few.any() else None
 
     def straight(self) -> Bytes | None:
         """The part of dest they fill, in order and without gaps; None where they do not. Pure."""
@@ -97,11 +103,10 @@ class Pieces:
             return None
         return self.dest[first * self.piece_bytes : (last + 1) * self.piece_bytes]
 
-    def _slice(self, first: int, end: int) -> Pieces:
+    def _some(self, which: slice | npt.NDArray[np.bool_]) -> Pieces:
         return Pieces(
-            self.starts[first:end], self.dest, self.to[first:end], self.sums[first:end],
-            self.piece_bytes,
-        )  # fmt: skip
+            self.starts[which], self.dest, self.to[which], self.sums[which], self.piece_bytes
+        )
 
     def places(self) -> tuple[Bytes, slice | npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(dest, of, to): dest[to] = parts[of] puts everything where it goes. Pure.

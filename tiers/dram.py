@@ -16,9 +16,8 @@ from tiers.errors import MediumError
 
 #: Bytes gathered at once, to be verified and scattered: fits a core's own cache.
 _BLOCK: Final = 512 << 10
-#: Runs of at least so many, on average, are brought each by itself, straight to their places: runs
-#: of 256 KiB and 1 MiB at 8.7 and 10.4 GB/s a core, where block by block has 7.2 and 8.3; of 64 KiB
-#: at 6.5 and 7.1.
+#: Runs of at least so many are brought each by itself, straight to their places: of 256 KiB and
+#: 1 MiB at 8.7 and 10.4 GB/s a core, block by block at 7.2 and 8.3; of 64 KiB at 6.5 and 7.1.
 _RUN: Final = 96 << 10
 #: The same where parts of pieces go to places of their own: with smaller ones threads hand the
 #: interpreter to each other more often (126 MB in parts of 2 KiB on two cores: 45 ms with 512 KiB
@@ -41,7 +40,7 @@ class DramTier(Arena):
             data = data[length:]
 
     def read_pieces(self, pieces: Pieces) -> None:
-        """Block by block, verified while the processor has them in its cache.
+        """Block by block, verified while the processor has them in its cache, but for long runs.
 
         A call for many pieces instead of calls for each: threads that copy some KiB at a time
         spend more on handing the interpreter to each other than on copying.
@@ -67,8 +66,8 @@ def _blocks(pieces: Pieces) -> list[Pieces]:
         return pieces.cut(_BLOCK_OF_PARTS)
     if pieces.straight() is not None:
         return [pieces]
-    n_runs = 1 + int(np.count_nonzero(np.diff(pieces.to) != 1))
-    return pieces.runs() if pieces.n_bytes >= n_runs * _RUN else pieces.cut(_BLOCK)
+    runs, others = pieces.runs(_RUN)
+    return runs if others is None else runs + others.cut(_BLOCK)
 
 
 def _pages(starts: npt.NDArray[np.int64], piece_bytes: int) -> npt.NDArray[np.int64]:

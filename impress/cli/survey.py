@@ -66,8 +66,8 @@ def called(namespace: bytes, name: str) -> str:
 def known_of(store: PrefixStore, span: int) -> tuple[float | None, float | None]:
     """(mean score of a span's chunks, share of its rows that mattered); None: nobody knows yet.
 
-    A chunk's score is uses × share of important rows, as caches go by it; the share needs a sparse
-    request.
+    A chunk's score is uses × share of rows that requests needed, as caches go by it; the share here
+    is of rows that they chose, and needs a sparse request.
     """
     found = store.history.summary(span)
     if found is None:

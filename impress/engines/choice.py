@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from impress.engines.costs import DECAY, KNOWN, MODES, Costs, Stored
+from impress.engines.costs import DECAY, KNOWN, MODES, Costs, Fit, Stored
 from impress.engines.regime import IfWhole, Regime
 
 #: A mode that seems slower is measured again after it was passed over so many times: 16 at first,
@@ -38,6 +38,8 @@ _FIRST_GAIN_SHARE: Final = 1.0
 
 #: Of so many requests is the mean how many times as long they take as before the regime turned.
 _NEWEST: Final = 16
+#: Of so many reads of everything it is known what they take, whatever the caches hold.
+_WHOLE_READS: Final = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,9 @@ class Rates:
         self._begun = set[str]()  # modes that ran on the device
         self._regime = Regime()
         self._if_whole = IfWhole(by_last_use=by_last_use)
+        # Of reads of everything, with a longer memory: the few that are made while rows are chosen
+        # are too alike to tell what one takes that finds all in the caches.
+        self._whole_reads = Fit(3, 1 - 1 / _WHOLE_READS)
         self._before = self._costs  # as they were when the regime turned
         self._slower = 1.0  # sparse requests since then, times as long
 
@@ -76,7 +81,10 @@ class Rates:
 
     def note_read(self, mode: str, stored: Stored, seconds: float) -> None:
         """A prefix was read in a mode, and so long was waited for it."""
-        self._costs.reads[mode].note((stored.n_layers, stored.n_bytes, stored.cold_bytes), seconds)
+        amounts = (stored.n_layers, stored.n_bytes, stored.cold_bytes)
+        self._costs.reads[mode].note(amounts, seconds)
+        if mode == "exact":
+            self._whole_reads.note(amounts, seconds)
 
     def estimate(self, n_tokens: int, stored: Stored) -> dict[str, float | None]:
         """Seconds to the first token of n_tokens in each mode; None where too little is known."""
@@ -95,10 +103,10 @@ class Rates:
         seconds = self.estimate(n_tokens, stored)
         reads = self._costs.reads.get(own)
         choice = decide(own, allowed, seconds, n_reads=reads.n_samples if reads else KNOWN)
-        cold = self._if_whole.cold(stored.spans, stored.cache_bytes)
-        self._if_whole.note(stored.spans)
-        if own == "sparse" and stored.cache_bytes:
-            choice = self._by_regime(choice, n_tokens, stored, cold, seconds)
+        if stored.spans and stored.cache_bytes:
+            if own == "sparse":
+                choice = self._by_regime(choice, n_tokens, stored, seconds)
+            self._if_whole.note(stored.spans)
         for mode in sorted(allowed):
             patience = self._patience[mode]
             if own_is_wanted and mode == own:
@@ -119,51 +127,63 @@ class Rates:
         return choice
 
     def _by_regime(
-        self, choice: Choice, n_tokens: int, stored: Stored, cold: int,
-        seconds: Mapping[str, float | None],
-    ) -> Choice:  # fmt: skip
-        """The choice where rows of all prefixes are chosen; else the cheapest, where hot prefixes
-        are read whole. `cold`: of its bytes, those that no cache would hold then.
+        self, choice: Choice, n_tokens: int, stored: Stored, seconds: Mapping[str, float | None]
+    ) -> Choice:
+        """The choice where it is made by what the caches hold; else the cheapest where hot prefixes
+        are read whole.
 
         Effects: what it costs so, and would the other way, counts in whether the regime turns.
         """
         now = {mode: s for mode, s in seconds.items() if s is not None}
-        if len(now) < len(MODES):
+        if len(now) < len(MODES) or now[choice.mode] < _LEAST_GAIN_S:  # so much can't be gained
             return choice
-        then = self.estimate(n_tokens, replace(stored, cold_bytes=cold))
-        costs = {mode: s for mode, s in then.items() if s is not None}
-        if 2 * cold < stored.n_bytes:
-            del costs["sparse"]  # read so, it would not lie there
-        best = min(costs, key=lambda mode: costs[mode])
+        cold = self._if_whole.cold(stored.spans, stored.cache_bytes)
+        costs = self._hoped(n_tokens, replace(stored, cold_bytes=cold))
+        if 2 * cold < stored.n_bytes:  # hot: read by chosen rows, it would not lie there
+            costs.pop("sparse", None)
+            best = min(costs, key=lambda mode: costs[mode])
+        else:
+            best = decide("sparse", MODES, costs).mode
         regime = self._regime
         if not regime.whole:
-            regime.note_chosen(stored.spans, stored.cold_bytes)
+            regime.note_chosen(stored.spans, stored.cold_bytes / stored.n_bytes)
             if regime.tally(now[choice.mode], costs[best], now[choice.mode]):
                 self._before, self._slower = deepcopy(self._costs), 1.0
             return choice
-        cold_before = regime.chosen(stored.spans)
-        if cold_before is not None:
-            regime.tally(
-                now[best], self._otherwise(n_tokens, stored, cold_before, now), costs[best]
-            )
+        regime.tally(now[best], self._otherwise(n_tokens, stored, now), costs[best])
         if best == "sparse":
             self._follow(n_tokens, stored, now["sparse"])
         told = ", ".join(f"{mode} {costs[mode] * 1e3:.1f} ms" for mode in MODES if mode in costs)
         return Choice(best, f"{best}: the caches hold whole what is asked for most ({told})")
 
-    def _otherwise(
-        self, n_tokens: int, stored: Stored, cold_bytes: int, now: Mapping[str, float]
-    ) -> float:
-        """What a request would take if rows were chosen of all prefixes: as it was before the
-        regime turned, with so much of this one in no cache."""
-        before = self._before.estimate(n_tokens, replace(stored, cold_bytes=cold_bytes))["sparse"]
-        chosen = now["sparse"] if before is None else before * self._slower
-        return min(chosen, now["recompute"])
+    def _hoped(self, n_tokens: int, stored: Stored) -> dict[str, float]:
+        """What it would take in each mode, with so much of it in no cache."""
+        costs = self._all_known(self._costs, n_tokens, stored)
+        amounts = (stored.n_layers, stored.n_bytes, stored.cold_bytes)
+        late = self._costs.reads["exact"].seconds(amounts)
+        long = self._whole_reads.seconds(amounts)
+        if late is not None and long is not None:
+            costs["exact"] += long - late
+        return costs
+
+    def _otherwise(self, n_tokens: int, stored: Stored, now: Mapping[str, float]) -> float:
+        """What a request would take in the first regime: by what reads took before it turned, and
+        how much of this prefix no cache held then."""
+        cold = round(self._regime.chosen(stored.spans) * stored.n_bytes)
+        then = self._all_known(self._before, n_tokens, replace(stored, cold_bytes=cold))
+        then = {mode: s * self._slower for mode, s in then.items()}
+        then["recompute"] = now["recompute"]
+        return then[decide("sparse", MODES, then).mode]
+
+    @staticmethod
+    def _all_known(costs: Costs, n_tokens: int, stored: Stored) -> dict[str, float]:
+        found = costs.estimate(n_tokens, stored)
+        return {mode: s for mode, s in found.items() if s is not None}
 
     def _follow(self, n_tokens: int, stored: Stored, seconds: float) -> None:
-        """The machine may have become slower since: what chosen rows took before is corrected by
-        those that are still chosen. By those alone it could not be known any more: they are of
-        prefixes of which nothing is in a cache."""
+        """The machine may have become slower since: what reads took before is corrected by rows
+        that are still chosen. By those alone it could not be known any more: they are of prefixes
+        of which nothing is in a cache."""
         before = self._before.estimate(n_tokens, stored)["sparse"]
         if before:
             self._slower += (seconds / before - self._slower) / _NEWEST

@@ -31,9 +31,10 @@ _MOST_SURPRISE: Final = 2.0
 
 
 class Span(NamedTuple):
-    """A span that a prefix lies in, by its id, and the bytes of the prefix there."""
+    """A span that a prefix lies in, by the key of all up to its end, which is the same when it has
+    been repacked; and the bytes of the prefix there."""
 
-    id: int
+    key: bytes
     n_bytes: int
 
 
@@ -58,8 +59,9 @@ class Fit:
     for more. Where samples are too alike to tell two amounts' costs apart, the later amount gets it
     all. Fitted as a sample comes, behind a request: the next has its estimate before its reads."""
 
-    def __init__(self, n_amounts: int) -> None:
+    def __init__(self, n_amounts: int, decay: float = DECAY) -> None:
         self.n_samples = 0
+        self._decay = decay
         self._products = np.zeros((n_amounts, n_amounts))
         self._by_seconds = np.zeros(n_amounts)
         self._squared = 0.0
@@ -75,9 +77,9 @@ class Fit:
         if expected and self.n_samples >= KNOWN:
             seconds = min(seconds, _MOST_SURPRISE * expected)
         x = np.asarray(amounts, dtype=np.float64)
-        self._products = DECAY * self._products + np.outer(x, x)
-        self._by_seconds = DECAY * self._by_seconds + seconds * x
-        self._squared = DECAY * self._squared + seconds * seconds
+        self._products = self._decay * self._products + np.outer(x, x)
+        self._by_seconds = self._decay * self._by_seconds + seconds * x
+        self._squared = self._decay * self._squared + seconds * seconds
         self._costs = self._fitted()
         self.n_samples += 1  # at last: Ctrl-C leaves no sample whose costs are not there
 

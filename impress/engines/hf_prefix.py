@@ -46,7 +46,7 @@ class StoredPrefix:
 
     def cache_bytes(self) -> int:
         """What caches hold at most."""
-        return max((lease.cache_bytes() for lease in self._leases), default=0)
+        return self._leases[0].cache_bytes()
 
     def open(self, policy: Policy, begin: Callable[[Lease, Policy], Session] | None = None) -> None:
         """Begin the sessions. Raises what `Lease.session` does; close() is due all the same."""

@@ -30,10 +30,15 @@ _DECAY: Final = 1 - 1 / 64
 #: Requests until the caches have followed; and until it may be seen that there is no hope.
 _SETTLE: Final = 48
 _GIVE_UP: Final = 16
+#: Hot prefixes are read whole where that is expected to take less than so many times what requests
+#: take now (what is known of it beforehand is of caches that are not made for it), and go on so
+#: where it turns out to gain this share; until it loses as much.
 _TRY: Final = 1.1
 _GAIN: Final = 0.02
-#: Else it is tried again after so many times as many requests.
+#: Else it is tried again after so many times as many requests, up to _MOST of them. At once where
+#: it gained for so long; and after _MOST requests the other is looked at again.
 _AGAIN: Final = 8
+_LONG: Final = 256
 
 
 class IfWhole:
@@ -43,8 +48,8 @@ class IfWhole:
         """`by_last_use`: what was not used for longest goes first; else what is used least."""
         self._by_last_use = by_last_use
         self._tick = 0
-        self._at: dict[int, int] = {}  # span -> its place in the arrays
-        self._ids = np.zeros(_MOST, dtype=np.int64)
+        self._at: dict[bytes, int] = {}  # key of a span -> its place in the arrays
+        self._keys: list[bytes] = []
         self._bytes = np.zeros(_MOST)
         self._rank = np.full(_MOST, -np.inf)  # log2 of uses, what fades added back
 
@@ -52,33 +57,49 @@ class IfWhole:
         """A request asked for a prefix."""
         self._tick += 1
         now = self._tick / HALF_LIFE
-        for span_id, n_bytes in dict(spans).items():
-            i = self._place(span_id)
+        for key in {span.key: None for span in spans}:
+            i = self._place(key)
             uses = 1.0 if self._by_last_use else 1 + 2 ** (self._rank[i] - now)
             self._rank[i] = np.log2(uses) + now
-            self._bytes[i] = max(self._bytes[i], n_bytes)
+        for span in spans:
+            i = self._at[span.key]
+            self._bytes[i] = max(self._bytes[i], span.n_bytes)
 
     def cold(self, spans: Sequence[Span], cache_bytes: int) -> int:
-        """Of their bytes: those that caches of so many would not hold."""
-        cold, n = 0, len(self._at)
-        for span in spans:
-            i = self._at.get(span.id)
-            rank = -np.inf if i is None else self._rank[i]
-            above = int(self._bytes[:n] @ (self._rank[:n] > rank))
-            cold += span.n_bytes - min(max(cache_bytes - above, 0), span.n_bytes)
-        return cold
+        """Of their bytes: those that caches of so many would not hold. Of spans that were used as
+        much the first ones are there first."""
+        n = len(self._at)
+        order = self._rank[:n].argsort()
+        up_to = np.concatenate(([0.0], self._bytes[:n][order].cumsum()))
+        ranks = {span.key: self._rank_of(span.key) for span in spans}
+        keys = sorted(ranks, key=lambda key: -ranks[key])
+        beyond = up_to[-1] - up_to[self._rank[:n][order].searchsorted([*ranks.values()], "right")]
+        above, sizes = dict(zip(ranks, beyond.tolist(), strict=True)), dict(spans)
+        held, beside, last = dict[bytes, float](), 0.0, np.inf
+        for key in keys:
+            beside = beside if ranks[key] == last else 0.0  # its own, of the same rank
+            held[key] = min(max(cache_bytes - above[key] - beside, 0.0), sizes[key])
+            beside, last = beside + sizes[key], ranks[key]
+        return sum(span.n_bytes - round(min(held[span.key], span.n_bytes)) for span in spans)
 
-    def _place(self, span_id: int) -> int:
+    def _rank_of(self, key: bytes) -> float:
+        i = self._at.get(key)
+        return -np.inf if i is None else float(self._rank[i])
+
+    def _place(self, key: bytes) -> int:
         """Where a span stands in the arrays, from now on."""
-        i = self._at.get(span_id)
+        i = self._at.get(key)
         if i is not None:
             return i
         i = len(self._at)
-        if i == _MOST:
+        if i < _MOST:
+            self._keys.append(key)
+        else:
             i = int(self._rank.argmin())
-            del self._at[int(self._ids[i])]
-        self._ids[i], self._bytes[i], self._rank[i] = span_id, 0, -np.inf
-        self._at[span_id] = i
+            del self._at[self._keys[i]]
+            self._keys[i] = key
+        self._bytes[i], self._rank[i] = 0, -np.inf
+        self._at[key] = i
         return i
 
 
@@ -90,7 +111,8 @@ class Regime:
         self._wait = _ENOUGH  # requests until it may turn
         self._n = 0
         self._so_s = self._other_s = 0.0
-        self._chosen: OrderedDict[tuple[Span, ...], int] = OrderedDict()
+        self._chosen: OrderedDict[Span, float] = OrderedDict()
+        self._cold_share = 1.0  # of prefixes while rows of all were chosen, on average
 
     def tally(self, so_s: float, other_s: float, hoped_s: float) -> bool:
         """A request takes `so_s` now, and would take `other_s` in the other regime; `hoped_s`: in
@@ -104,7 +126,8 @@ class Regime:
         if not self._is_over():
             return False
         if self.whole:
-            self._wait *= _AGAIN
+            again = _ENOUGH if self._n >= _LONG else self._wait * _AGAIN
+            self._wait = min(again, _MOST)
         self.whole = not self.whole
         self._n, self._so_s, self._other_s = -_SETTLE, 0.0, 0.0
         return True
@@ -115,16 +138,17 @@ class Regime:
         n = self._n if self._n > 0 else self._n + _SETTLE
         if n < _ENOUGH or self._n <= 0:  # what was hoped for is known better by now
             return n >= _GIVE_UP and self._so_s > _TRY * self._other_s
-        gain = _GAIN if n == _ENOUGH else 0.0
-        return self._so_s > (1 - gain) * self._other_s
+        most = 1 - _GAIN if n == _ENOUGH else 1 + _GAIN
+        return self._so_s > most * self._other_s or n >= _MOST
 
-    def note_chosen(self, spans: tuple[Span, ...], cold_bytes: int) -> None:
-        """So much of a prefix no cache holds while rows of all are chosen."""
-        self._chosen[spans] = cold_bytes
-        self._chosen.move_to_end(spans)
+    def note_chosen(self, spans: Sequence[Span], cold_share: float) -> None:
+        """This share of a prefix no cache holds while rows of all are chosen."""
+        self._chosen[spans[-1]] = cold_share
+        self._chosen.move_to_end(spans[-1])
         if len(self._chosen) > _MOST:
             self._chosen.popitem(last=False)
+        self._cold_share = _DECAY * self._cold_share + (1 - _DECAY) * cold_share
 
-    def chosen(self, spans: tuple[Span, ...]) -> int | None:
-        """What was noted of it last; None: nothing."""
-        return self._chosen.get(spans)
+    def chosen(self, spans: Sequence[Span]) -> float:
+        """What was noted of it last; of a prefix not asked for then, the mean."""
+        return self._chosen.get(spans[-1], self._cold_share)

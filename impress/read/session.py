@@ -70,9 +70,10 @@ class Lease:
         here = sum(copies.held_of(h.record.span_id, h.first, h.count) for h in held)
         return max(n_chunks - here, 0) * (self._window_bytes // n_layers)
 
-    def span_bytes(self) -> list[tuple[int, int]]:
-        """The spans it lies in, by id, and bytes of its keys and values in each."""
-        return [(s.span, s.held.count * self._window_bytes) for s in self.sources]
+    def span_bytes(self) -> list[tuple[bytes, int]]:
+        """The spans it lies in, by the keys of all up to their ends, and its bytes in each."""
+        held = [source.held for source in self.sources]
+        return [(one.record.key_after, one.count * self._window_bytes) for one in held]
 
     def cache_bytes(self) -> int:
         """Bytes of keys and values that the caches hold at most."""

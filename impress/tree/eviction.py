@@ -77,12 +77,12 @@ def by_prefix(span: Ids, hits: Ids, used: Ids, end: Ids) -> Floats:
 
 
 class ByWorth:
-    """Uses × mean share of important rows, fading with age; in log2.
+    """Uses × mean share of rows that requests needed, fading with age; in log2.
 
     Being stored counts as one use; a span nobody has leased yet is taken to be leased once, or it
     would go before all that were. Uses fade from the last one on, by half every HALF_LIFE leases,
     so that the order of two spans that are left alone never changes. `shares`: span -> mean share
-    of rows that mattered; a span without one has the mean of theirs: taken for the best, what is
+    of rows needed; a span without one has the mean of theirs: taken for the best, what is
     not in memory since the store was opened would outlive what is in use.
     """
 

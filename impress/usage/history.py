@@ -233,7 +233,7 @@ class History:
         with self._lock:
             known = self._spans.get(span_id)
             if known is not None:
-                score, share = known.summary()
+                score, share, _ = known.summary()
                 return score * _faded(self.tick - known.tick), share
         raw, ahead = self._fetched(span_id)
         head = head_of(raw)
@@ -245,14 +245,14 @@ class History:
         """Mean share of important rows over the spans in memory; None where none is known of."""
         with self._lock:
             known = list(self._spans.values())
-            found = [(one.summary()[1], int((one.seen > 0).sum())) for one in known]
+            found = [(one.summary().important, int((one.seen > 0).sum())) for one in known]
         total = sum(n for _, n in found)
         return sum(share * n for share, n in found if n) / total if total else None
 
     def known_shares(self) -> dict[int, float]:
-        """Span -> mean share of important rows, of the spans in memory where any is known."""
+        """Span -> mean share of rows needed, of the spans in memory where any is known."""
         with self._lock:
-            shares = {span: known.summary()[1] for span, known in self._spans.items()}
+            shares = {span: known.summary().needed for span, known in self._spans.items()}
         return {span: share for span, share in shares.items() if not math.isnan(share)}
 
     # ---- keeping ---------------------------------------------------------------------------

@@ -36,6 +36,15 @@ _MOST_BYTES: Final = 1 << 30
 HALF_LIFE: Final = 512
 
 
+class Summary(NamedTuple):
+    """Means of a span's: the scores of its chunks; what share of its rows was important, and what
+    share requests needed, nan where nothing was decided."""
+
+    score: float
+    important: float
+    needed: float
+
+
 @dataclass(slots=True)
 class Remembered:
     """What is known of one span. Rows in position order, chunks in the order they lie in."""
@@ -49,7 +58,7 @@ class Remembered:
     looks: npt.NDArray[np.uint8]  # [n_layers, n_windows] decisions, and uses of every row; as seen
     whole: npt.NDArray[np.float32]  # [n_layers, n_windows] how many of these were of every row
     window: int
-    summed: tuple[float, float] | None = None  # what `summary` found; whoever changes it says None
+    summed: Summary | None = None  # what `summary` found; whoever changes it says None
 
     @classmethod
     def empty(cls, n_layers: int, n_windows: int, window: int) -> Remembered:
@@ -115,7 +124,7 @@ class Remembered:
         """[n_chunks]: the share of its rows that a request needs. `shares`: of those that choose;
         others need every row, as often as they were seen."""
         whole = self.whole[layer]
-        if not whole.any():
+        if not whole.any() or not self.seen[layer].any():
             return shares
         rows = self._rows(layer)
         by_window = rows.reshape(-1, self.window)
@@ -143,13 +152,13 @@ class Remembered:
             rows = placed
         return np.asarray(rows.reshape(-1, self.window).mean(axis=1))
 
-    def summary(self) -> tuple[float, float]:
-        """(mean score when last noted, mean share of important rows or nan)."""
+    def summary(self) -> Summary:
+        """As of when it was last noted."""
         if self.summed is None:
             self.summed = self._summary()
         return self.summed
 
-    def _summary(self) -> tuple[float, float]:
+    def _summary(self) -> Summary:
         share = self.average.reshape(*self.seen.shape, self.window).mean(axis=2, dtype=np.float32)
         decided = self.seen > 0
         # Right where a chunk holds its window's rows, or all chunks have the same uses.
@@ -157,7 +166,9 @@ class Remembered:
         in_place = (self.uses * needed).mean(axis=1, dtype=np.float64)
         in_place *= np.exp2((self.ticks - self.tick) / HALF_LIFE)
         score = float(np.where(np.isnan(self.scores), in_place, self.scores).mean())
-        return score, float(share[decided].mean()) if decided.any() else math.nan
+        if not decided.any():
+            return Summary(score, math.nan, math.nan)
+        return Summary(score, float(share[decided].mean()), float(needed[decided].mean()))
 
 
 class Head(NamedTuple):
@@ -178,7 +189,8 @@ def encode(known: Remembered) -> bytes:
     packed = zlib.compress(body, 1)
     n_layers, n_windows = known.seen.shape
     head = _HEAD.pack(
-        _VERSION, n_layers, n_windows, known.window, len(packed), known.tick, *known.summary(),
+        _VERSION, n_layers, n_windows, known.window, len(packed), known.tick,
+        *known.summary()[:2],
     )  # fmt: skip
     return head + packed + _sum(head + packed)
 
@@ -196,7 +208,8 @@ def decode(raw: bytes) -> Remembered:
     body = _unpacked(raw[_HEAD.size : _HEAD.size + length], n_bytes)
     if not n or len(body) != n_bytes:
         raise FormatError("history: a value of the wrong length")
-    body += bytes(sum(sizes) - n_bytes)  # nothing is known of who needed every row
+    if version == _NO_WHOLE:  # of those who looked, none is known to have needed every row
+        body += body[sum(sizes[:2]) : sum(sizes[:3])] + bytes(sizes[-1])
     ticks, uses, seen, planes, looks, whole = (
         np.frombuffer(body[end - size : end], dtype=np.uint8)
         for end, size in zip(accumulate(sizes), sizes, strict=True)
