@@ -152,7 +152,7 @@ class Server:
         """From now on, where the system does: it knows what the prefixes cost when they came.
         Idempotent."""
         if self.system.auto and self._rates is None:
-            self._rates = Rates()
+            self._rates = Rates(by_last_use=self.system.eviction == "lru")
             seconds = self._compute.layer(n_tokens, 0) * self._compute.shape.n_layers
             self._rates.note_forward("recompute", n_tokens, seconds)
 

@@ -35,7 +35,6 @@ _LEAST_GAIN_SHARE: Final = 0.05
 #: The share instead while only n reads of the own mode are known, n below KNOWN: this ÷ n. Else a
 #: first read that happened to meet a stall would decide until the mode is measured again.
 _FIRST_GAIN_SHARE: Final = 1.0
-
 #: Of so many requests is the mean how many times as long they take as before the regime turned.
 _NEWEST: Final = 16
 #: Of so many reads of everything it is known what they take, whatever the caches hold.
@@ -134,8 +133,10 @@ class Rates:
 
         Effects: what it costs so, and would the other way, counts in whether the regime turns.
         """
-        now = {mode: s for mode, s in seconds.items() if s is not None}
-        if len(now) < len(MODES) or now[choice.mode] < _LEAST_GAIN_S:  # so much can't be gained
+        now, regime = {mode: s for mode, s in seconds.items() if s is not None}, self._regime
+        if len(now) < len(MODES):
+            return choice
+        if not regime.whole and now[choice.mode] < _LEAST_GAIN_S:  # so much cannot be gained
             return choice
         cold = self._if_whole.cold(stored.spans, stored.cache_bytes)
         costs = self._hoped(n_tokens, replace(stored, cold_bytes=cold))
@@ -144,7 +145,6 @@ class Rates:
             best = min(costs, key=lambda mode: costs[mode])
         else:
             best = decide("sparse", MODES, costs).mode
-        regime = self._regime
         if not regime.whole:
             regime.note_chosen(stored.spans, stored.cold_bytes / stored.n_bytes)
             if regime.tally(now[choice.mode], costs[best], now[choice.mode]):
