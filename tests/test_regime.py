@@ -95,30 +95,30 @@ def turns(r: Regime, n: int, so_s: float, other_s: float, hoped_s: float = 1.0) 
 
 def test_it_turns_where_that_seems_worth_a_try_and_not_by_a_few_requests() -> None:
     assert turns(Regime(), 200, 1.0, 1.2) == []
-    assert turns(Regime(), 32, 1.0, 1.0) == [31]
+    assert turns(Regime(), 80, 1.0, 1.0) == [79]  # 48 requests until the caches are filled, and 32
 
 
 def test_it_turns_back_where_nothing_was_gained_and_waits_the_longer_each_time() -> None:
     r = Regime()
     lasted = np.diff([-1, *turns(r, 20000, 1.0, 1.0)])[:10].tolist()
     waits = [32, 256, 2048, 4096, 4096]
-    assert lasted == [32, *(n for w in waits[1:] for n in (48 + 32, 48 + w)), 48 + 32]
+    assert lasted == [48 + 32, *(n for w in waits[1:] for n in (48 + 32, 48 + w)), 48 + 32]
 
 
 def test_it_gives_up_early_where_what_was_hoped_for_is_not_to_be_had() -> None:
     """Of few requests that read everything it is not known what those would take that find
     everything in the caches: soon it is."""
     r = Regime()
-    assert turns(r, 32, 1.0, 1.0) == [31]
+    assert turns(r, 80, 1.0, 1.0) == [79]
     assert turns(r, 48, 1.0, 1.0, hoped_s=1.2) == [15] and not r.whole
     r = Regime()
-    assert turns(r, 32, 1.0, 1.0) == [31]
+    assert turns(r, 80, 1.0, 1.0) == [79]
     assert turns(r, 80, 1.2, 1.0) == [48 + 15] and not r.whole
 
 
 def test_it_stays_while_it_gains_and_is_then_tried_again_at_once() -> None:
     r = Regime()
-    assert turns(r, 32, 1.0, 1.0) == [31] and r.whole
+    assert turns(r, 80, 1.0, 1.0) == [79] and r.whole
     assert turns(r, 1000, 0.9, 1.0) == []
     assert turns(r, 1000, 1.01, 1.0) == []  # what is known to gain need not prove it again
     while r.whole:  # it loses now
@@ -130,7 +130,7 @@ def test_after_thousands_of_requests_the_other_is_looked_at_again() -> None:
     """What it is held against is of long ago by then."""
     r = Regime()
     lasted = np.diff([-1, *(i for i in range(9000) if r.tally(0.95, 1.0, 0.95))])
-    assert lasted.tolist() == [32, 48 + 4096, 48 + 32, 48 + 4096, 48 + 32]
+    assert lasted.tolist() == [48 + 32, 48 + 4096, 48 + 32, 48 + 4096, 48 + 32]
 
 
 def test_what_no_cache_held_is_remembered_of_the_prefixes_asked_for_last(
@@ -140,10 +140,15 @@ def test_what_no_cache_held_is_remembered_of_the_prefixes_asked_for_last(
     regime was not compared with anything any more."""
     monkeypatch.setattr(regime, "_MOST", 2)
     r, prefixes = Regime(), [(span(9), span(i)) for i in range(3)]
+    for _ in range(48):  # the caches are not filled yet
+        r.note_chosen(prefixes[0], 1.0)
+        r.tally(1.0, 2.0, 1.0)
     for i in (0, 1, 0, 2):
         r.note_chosen(prefixes[i], 0.5 + i / 10)
     assert [r.chosen(prefixes[i]) for i in (0, 2)] == [0.5, 0.7]
-    assert 0.5 < r.chosen(prefixes[1]) == r.chosen((span(7),)) < 1
+    assert (
+        r.chosen(prefixes[1]) == r.chosen((span(7),)) == pytest.approx((0.5 + 0.6 + 0.5 + 0.7) / 4)
+    )
     for _ in range(1000):
         r.note_chosen(prefixes[0], 0.25)
     assert r.chosen(prefixes[1]) == pytest.approx(0.25)
@@ -202,14 +207,15 @@ DEAR, CHEAP = ((100, 60), (55, 110)), ((200, 250), (230, 420))
 
 
 def taken(
-    costs: tuple[tuple[float, float], tuple[float, float]], forced: str = "", slower: float = 1.0
-) -> float:
+    costs: tuple[tuple[float, float], tuple[float, float]], forced: str = "", *,
+    slower: float = 1.0, seed: int = 0,
+) -> float:  # fmt: skip
     """Mean ms of the last 300 of 600 requests, prefixes by Zipf's law; from the 250th on, all take
     so many times as long."""
     machine, rates, ms = Machine(24, *costs), Rates(), []
     rates.note_forward("recompute", 5064, 0.5)
     popularity = 1 / np.arange(1, 25) ** 0.9
-    asked = np.random.default_rng(0).choice(24, 600, p=popularity / popularity.sum())
+    asked = np.random.default_rng(seed).choice(24, 600, p=popularity / popularity.sum())
     for prefix in asked.tolist():
         stored = machine.stored(prefix)
         mode = forced or rates.choose("sparse", 5064, stored).mode
@@ -234,7 +240,7 @@ def test_hot_prefixes_are_read_whole_where_choosing_costs_more_than_it_saves() -
 def test_a_machine_that_has_become_slower_does_not_speak_for_what_was_before() -> None:
     """What requests took before the change was held against what they take now: a disk that gave a
     tenth less sent them back to the dearer way."""
-    assert taken(DEAR, slower=1.3) < 1.3 * 0.99 * taken(DEAR, "exact")
+    assert taken(DEAR, slower=1.3, seed=2) < 1.3 * 0.98 * taken(DEAR, "exact", seed=2)
 
 
 def test_rows_are_chosen_of_all_prefixes_where_that_is_cheaper() -> None:

@@ -109,10 +109,10 @@ class Regime:
     def __init__(self) -> None:
         self.whole = False
         self._wait = _ENOUGH  # requests until it may turn
-        self._n = 0
+        self._n = -_SETTLE  # at first the caches are empty
         self._so_s = self._other_s = 0.0
         self._chosen: OrderedDict[Span, float] = OrderedDict()
-        self._cold_share = 1.0  # of prefixes while rows of all were chosen, on average
+        self._cold_share, self._n_noted = 1.0, 0  # the mean of those
 
     def tally(self, so_s: float, other_s: float, hoped_s: float) -> bool:
         """A request takes `so_s` now, and would take `other_s` in the other regime; `hoped_s`: in
@@ -142,12 +142,16 @@ class Regime:
         return self._so_s > most * self._other_s or n >= _MOST
 
     def note_chosen(self, spans: Sequence[Span], cold_share: float) -> None:
-        """This share of a prefix no cache holds while rows of all are chosen."""
+        """This share of a prefix no cache holds while rows of all are chosen; of no account before
+        the caches have followed."""
+        if self._n < 0:
+            return
         self._chosen[spans[-1]] = cold_share
         self._chosen.move_to_end(spans[-1])
         if len(self._chosen) > _MOST:
             self._chosen.popitem(last=False)
-        self._cold_share = _DECAY * self._cold_share + (1 - _DECAY) * cold_share
+        self._n_noted += 1
+        self._cold_share += (cold_share - self._cold_share) * max(1 / self._n_noted, 1 - _DECAY)
 
     def chosen(self, spans: Sequence[Span]) -> float:
         """What was noted of it last; of a prefix not asked for then, the mean."""
