@@ -80,10 +80,9 @@ class Rates:
 
     def note_read(self, mode: str, stored: Stored, seconds: float) -> None:
         """A prefix was read in a mode, and so long was waited for it."""
-        amounts = (stored.n_layers, stored.n_bytes, stored.cold_bytes)
-        self._costs.reads[mode].note(amounts, seconds)
+        self._costs.reads[mode].note(stored.amounts, seconds)
         if mode == "exact":
-            self._whole_reads.note(amounts, seconds)
+            self._whole_reads.note(stored.amounts, seconds)
 
     def estimate(self, n_tokens: int, stored: Stored) -> dict[str, float | None]:
         """Seconds to the first token of n_tokens in each mode; None where too little is known."""
@@ -133,7 +132,7 @@ class Rates:
 
         Effects: what it costs so, and would the other way, counts in whether the regime turns.
         """
-        now, regime = {mode: s for mode, s in seconds.items() if s is not None}, self._regime
+        now, regime = _known(seconds), self._regime
         if len(now) < len(MODES):
             return choice
         if not regime.whole and now[choice.mode] < _LEAST_GAIN_S:  # so much cannot be gained
@@ -158,10 +157,9 @@ class Rates:
 
     def _hoped(self, n_tokens: int, stored: Stored) -> dict[str, float]:
         """What it would take in each mode, with so much of it in no cache."""
-        costs = self._all_known(self._costs, n_tokens, stored)
-        amounts = (stored.n_layers, stored.n_bytes, stored.cold_bytes)
-        late = self._costs.reads["exact"].seconds(amounts)
-        long = self._whole_reads.seconds(amounts)
+        costs = _known(self.estimate(n_tokens, stored))
+        late = self._costs.reads["exact"].seconds(stored.amounts)
+        long = self._whole_reads.seconds(stored.amounts)
         if late is not None and long is not None:
             costs["exact"] += long - late
         return costs
@@ -170,15 +168,10 @@ class Rates:
         """What a request would take in the first regime: by what reads took before it turned, and
         how much of this prefix no cache held then."""
         cold = round(self._regime.chosen(stored.spans) * stored.n_bytes)
-        then = self._all_known(self._before, n_tokens, replace(stored, cold_bytes=cold))
+        then = _known(self._before.estimate(n_tokens, replace(stored, cold_bytes=cold)))
         then = {mode: s * self._slower for mode, s in then.items()}
         then["recompute"] = now["recompute"]
         return then[decide("sparse", MODES, then).mode]
-
-    @staticmethod
-    def _all_known(costs: Costs, n_tokens: int, stored: Stored) -> dict[str, float]:
-        found = costs.estimate(n_tokens, stored)
-        return {mode: s for mode, s in found.items() if s is not None}
 
     def _follow(self, n_tokens: int, stored: Stored, seconds: float) -> None:
         """The machine may have become slower since: what reads took before is corrected by rows
@@ -198,6 +191,10 @@ class Rates:
         if n_samples >= KNOWN or not cost or not best:
             return False
         return n_samples == 0 or cost < _too_much(n_samples) * best
+
+
+def _known(seconds: Mapping[str, float | None]) -> dict[str, float]:
+    return {mode: s for mode, s in seconds.items() if s is not None}
 
 
 def _most_patience(seconds: float | None, best: float | None) -> int:

@@ -53,6 +53,11 @@ class Stored:
     spans: tuple[Span, ...] = ()
     cache_bytes: int = 0
 
+    @property
+    def amounts(self) -> tuple[int, int, int]:
+        """What a read's seconds are fitted to."""
+        return self.n_layers, self.n_bytes, self.cold_bytes
+
 
 class Fit:
     """seconds = amounts · costs, fitted by least squares with no cost negative; later samples count
@@ -134,7 +139,7 @@ class Costs:
         known = {"recompute": self._forward("recompute", n_tokens)}
         for mode, fit in self.reads.items():
             rest = self._forward(mode, n_tokens - stored.n_tokens)
-            read = fit.seconds((stored.n_layers, stored.n_bytes, stored.cold_bytes))
+            read = fit.seconds(stored.amounts)
             known[mode] = None if rest is None or read is None else rest + read
         return known
 

@@ -29,7 +29,7 @@ Key = tuple[float, int, int, int]
 BATCH: Final = 1024
 #: Every span id there can be.
 ALL: Final = range(1 << 62)
-#: A share of important rows below this counts as this: a span that is used is worth something.
+#: A share of rows needed below this counts as this: a span that is used is worth something.
 LEAST_SHARE: Final = 1 / 1024
 
 
