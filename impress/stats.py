@@ -8,7 +8,7 @@ from time import monotonic, thread_time
 from typing import Any
 
 from impress.errors import StoreFailed
-from tiers.iopool import MORE_THREADS, no_more_threads
+from tiers.threads import MORE_THREADS, no_more_threads
 
 #: Upper bounds of the latency buckets, milliseconds.
 BUCKETS_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)

@@ -14,7 +14,7 @@ from rich.tree import Tree
 
 from impress.errors import ImpressError
 from tiers.errors import MediumError
-from tiers.iopool import MORE_THREADS, no_more_threads
+from tiers.threads import MORE_THREADS, no_more_threads
 
 
 class _Out(Console):

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 import impress
 from impress.read.parts import Part, Source, parts_of
-from impress.read.plan import Gather, Runs, _apart, _cut, gather, rows_of_whole
+from impress.read.plan import (
+    Gather,
+    Runs,
+    _apart,
+    _cut,
+    chunks_of,
+    gather,
+    pieces_of,
+    rows_of_whole,
+)  # fmt: skip
 from impress.spans.layout import PlaneLayout, SpanLayout
 from impress.spans.order import RowOrder
 from impress.tree.catalog import Held
@@ -142,11 +151,18 @@ def test_pieces_come_from_whoever_has_their_chunk(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         wanted = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
     runs = Runs.of(wanted, to)
-    at_home, copied = _apart(runs, len(level), n, cached)
+    at_home, copied, bring = _apart(runs, len(level), n, cached)
+    assert bring in (chunks_of, pieces_of)
     want = places(runs)
-    for i, (pieces, where) in enumerate(copied):
+    if bring is chunks_of:  # whole ones, which begin where a chunk does
+        assert wanted.all() and to % n == 0
+    of_each = np.arange(n if bring is chunks_of else 1)
+    for i, found in enumerate(copied):
+        pieces, where = (
+            (column[:, None] * len(of_each) + of_each).ravel().tolist() for column in found
+        )
         mine = {piece: at for piece, at in want.items() if level[piece // n] == i}
-        assert dict(zip(pieces.tolist(), where.tolist(), strict=True)) == mine
+        assert dict(zip(pieces, where, strict=True)) == mine
     home = {piece: at for piece, at in want.items() if level[piece // n] < 0}
     assert places(at_home) == home
     if wanted.all():  # neighbours are one read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impress.read.tickets import when_all
+from tiers import iopool
 from tiers.base import PAGE, Extent
 from tiers.errors import Cancelled, ReadFailed
 from tiers.iopool import IoPool, Lane, Ticket
@@ -346,6 +348,35 @@ def test_urgent_lanes_go_first() -> None:
     assert first.wait(60) and all(ticket.wait(60) for ticket in tickets)
     assert order == [Lane.DEMAND, Lane.AHEAD, Lane.STORE, Lane.PROMOTE, Lane.REPACK]
     assert pool.close(60)
+
+
+def test_no_more_threads_copy_than_there_are_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight that copied on two held each other up. What waits for a disk finds a thread all the
+    same, and a copy its turn when another's is over, also where that thread is wanted elsewhere."""
+    monkeypatch.setattr(iopool, "_PROCESSORS", 2)
+    pool, gates = IoPool(4), [threading.Event() for _ in range(6)]
+    began = [threading.Event() for _ in range(6)]
+
+    def held(i: int) -> None:
+        began[i].set()
+        assert gates[i].wait(60)
+
+    jobs = [partial(held, i) for i in range(6)]
+    tickets = [pool.submit(Lane.DEMAND, jobs[:2], copies=True)]
+    assert began[0].wait(60) and began[1].wait(60)
+    tickets.append(pool.submit(Lane.AHEAD, jobs[2:3], copies=True))
+    tickets.append(pool.submit(Lane.AHEAD, jobs[3:4]))
+    assert began[3].wait(60) and not began[2].is_set()
+    tickets.append(pool.submit(Lane.DEMAND, jobs[4:]))  # one finds the last thread
+    assert began[4].wait(60) and not began[2].is_set()
+    assert pool.depth()[:2] == [1, 1]
+    gates[0].set()
+    assert began[5].wait(60)  # by the thread that copied: more urgent than the copy
+    gates[3].set()
+    assert began[2].wait(60)
+    for gate in gates:
+        gate.set()
+    assert all(ticket.wait(60) for ticket in tickets) and pool.close(60)
 
 
 def test_what_nobody_waits_for_keeps_to_one_thread_and_all_of_it_comes_to_its_turn() -> None:

@@ -168,6 +168,28 @@ class CacheContract(TierContract):
         with pytest.raises(ReadFailed, match=rf"1 bad piece, .*{start + chosen[bad] * piece}\b"):
             tier.read_pieces(Pieces(start + chosen * piece, dest, to, sums, piece))
 
+    @pytest.mark.parametrize("n_pages", [96, 300])
+    def test_long_pieces_are_brought_like_short_ones(self, tier: Cache, n_pages: int) -> None:
+        """Whole chunks; of large models one is more than is copied at once. Where they begin has
+        not always as many factors of two as they have."""
+        size = n_pages * PAGE
+        slot, data = tier.reserve(3 * MIB), noise(3 * MIB)
+        tier.write(slot, 0, data)
+        begins = np.array([5, 7 + n_pages]) * PAGE
+        chunks = [data[at : at + size] for at in begins.tolist()]
+        sums = np.concatenate([sums_of(chunk, size) for chunk in chunks])
+        for to in (np.array([1, 2]), np.array([0, 2])):  # one behind the other, and apart
+            dest = aligned(3 * size + PAGE)[: 3 * size + PAGE]  # with room behind, less than one's
+            tier.read_pieces(Pieces(slot.parts[0].off + begins, dest, to, sums, size))
+            got = dest[: 3 * size].reshape(3, size)
+            assert all(map(np.array_equal, got[to], chunks))
+            with pytest.raises(ReadFailed, match=r"[12] bad piece"):
+                tier.read_pieces(Pieces(slot.parts[0].off + begins, dest, to, sums[::-1], size))
+        rows = np.random.default_rng(1).permutation(2 * n_pages).reshape(2, n_pages)
+        dest = aligned(2 * size)[: 2 * size]
+        tier.read_pieces(Pieces(slot.parts[0].off + begins, dest, rows, sums, size))
+        assert np.array_equal(dest.reshape(-1, PAGE)[rows.ravel()].ravel(), np.concatenate(chunks))
+
     @pytest.mark.parametrize("share", [0.3, 1.0], ids=["some", "all"])
     def test_parts_of_pieces_go_each_to_a_place_of_its_own(self, tier: Cache, share: float) -> None:
         slot, data = tier.reserve(3 * MIB), noise(3 * MIB)

@@ -114,7 +114,7 @@ class Pieces:
         `dest` and `parts`, the pieces one behind the other, are [n, bytes of what has a place].
         """
         to, size = self.to.reshape(-1), self.piece_bytes * len(self.to) // self.to.size
-        dest = self.dest.reshape(-1, size)
+        dest = self.dest[: len(self.dest) // size * size].reshape(-1, size)
         if self.to.ndim == 1 or (some := to >= 0).all():
             return dest, slice(None), to
         return dest, some.nonzero()[0], to[some]

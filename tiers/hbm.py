@@ -101,7 +101,7 @@ class HbmTier(Arena):
             for i, some in enumerate(pieces.cut(STAGE_BYTES)):
                 if len(under_way) == _N_STAGES:
                     self._put(*under_way.popleft())
-                pinned = self._pinned(i)[: some.n_bytes]
+                pinned = self._pinned(i, some.n_bytes)[: some.n_bytes]
                 under_way.append((self._down(some, pinned), pinned, some))
             while under_way:
                 self._put(*under_way.popleft())
@@ -143,12 +143,12 @@ class HbmTier(Arena):
             there[of] = parts
         pieces.verify(there.reshape(-1), self.name)
 
-    def _pinned(self, i: int) -> Bytes:
-        """This thread's stages, in turn."""
-        try:
-            stages: list[Bytes] = self._stages.of_thread
-        except AttributeError:
-            stages = [self._there().pinned(STAGE_BYTES) for _ in range(_N_STAGES)]
+    def _pinned(self, i: int, n_bytes: int = STAGE_BYTES) -> Bytes:
+        """This thread's stages, in turn. A piece longer than they are makes them longer."""
+        stages: list[Bytes] = getattr(self._stages, "of_thread", [])
+        if not stages or len(stages[i % _N_STAGES]) < n_bytes:
+            longer = max(n_bytes, STAGE_BYTES)
+            stages = [self._there().pinned(longer) for _ in range(_N_STAGES)]
             self._stages.of_thread = stages
         return stages[i % _N_STAGES]
 

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from impress.cache.heap import MinHeap
-from tiers.base import Bytes, Cache, Extent, Slot
+from impress.cache.sums import CopySums
+from tiers.base import Bytes, Cache, Extent, Slot, Sums
 from tiers.dram import DramTier
 
 Ids = npt.NDArray[np.int64]
@@ -59,6 +60,7 @@ class ChunkCache:
         self.tier = medium(self.capacity * self.chunk_bytes, name)
         self.by_rank = eviction != "lru"
         self._margin = MARGIN if eviction in ("importance", "lfu") else 0.0
+        self.sums = CopySums(self.capacity, planes)
         self._n_layers = n_layers
         self._lock = threading.Lock()
         self._maps: dict[int, Ids] = {}  # span -> [n_layers, n_windows] entry or _ABSENT
@@ -225,9 +227,11 @@ class ChunkCache:
             self._forget(entries[self._owner[entries, 0] >= 0])
             self._free(entries)
 
-    def fill(self, entry: int, plane: int, pieces: Bytes) -> None:
-        """Copy one plane of a chunk in. The entry is this caller's until published."""
-        self.tier.write(self.slot(entry), self._offs[plane], pieces)
+    def fill(self, entry: int, plane: int, data: Bytes, sums: Sums) -> None:
+        """Copy one plane of a chunk in, whose pieces have these sums. The entry is this caller's
+        until published."""
+        self.sums.keep(entry, plane, data, sums)
+        self.tier.write(self.slot(entry), self._offs[plane], data)
 
     def drop_span(self, span: int) -> None:
         """Its copies are found no more. Pinned and filling ones are freed by their last user."""

@@ -26,9 +26,9 @@ from impress.engines.virtual import Sizes, Slot, Usage, Use, Virtual, choose, re
 from impress.errors import BadInput, Unsupported
 from impress.types import Geometry
 from tiers.errors import MediumError
-from tiers.iopool import start, started
 from tiers.ranges import HostRanges, Range, RangeRefused, Ranges
 from tiers.ranges_cuda import CudaRanges
+from tiers.threads import start, started
 
 log = logging.getLogger("impress")
 

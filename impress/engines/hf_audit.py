@@ -36,7 +36,7 @@ from impress.read.shadow import RerunSession, Seen, ShadowSession
 from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
 from tiers.errors import MediumError
-from tiers.iopool import start, started
+from tiers.threads import start, started
 
 log = logging.getLogger("impress")
 

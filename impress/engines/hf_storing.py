@@ -27,7 +27,7 @@ from impress.errors import ImpressError
 from impress.store import PrefixStore
 from impress.write.draft import Stored
 from tiers.errors import MediumError
-from tiers.iopool import start, started
+from tiers.threads import start, started
 
 log = logging.getLogger("impress")
 

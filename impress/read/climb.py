@@ -17,7 +17,7 @@ import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, Ranks, levels_of
 from impress.read.load import Load
-from impress.read.parts import Mask, Part, used_chunks
+from impress.read.parts import Mask, Part, Source, used_chunks
 from impress.read.placement import Brought, whole_at
 from impress.read.plan import runs_of
 from impress.read.reading import Reading
@@ -172,7 +172,7 @@ def _copy_up(
     try:
         at = [where[granted - wanted[0]] for where in places]
         chunks = [_chunks(load.pieces(i), at[i], load.shapes[i]) for i in range(len(at))]
-        fill(cache, entries, load.planes, chunks)
+        fill(cache, entries, part.source, load.layer, granted, load.planes, chunks)
         if load.positions is None:
             for i in range(len(chunks)):
                 _check(load, part, granted, i, chunks[i])
@@ -199,9 +199,8 @@ def _check(load: Load, part: Part, which: Ids, i: int, chunks: Sequence[Bytes]) 
     All rows of a layer are shown to the caller where they were read into. Raises ReadFailed.
     """
     source, shape = part.source, load.shapes[i]
-    for chunk, data in zip(which.tolist(), chunks, strict=True):
-        at = source.layout.sums_at(load.layer, load.planes[i], chunk)
-        sums = source.sums[at : at + shape.pieces]
+    of_chunks = source.sums_of(load.layer, load.planes[i], which)
+    for sums, data in zip(of_chunks, chunks, strict=True):
         verify(
             Read(source.slot, 0, data, sums, shape.piece_bytes),
             lambda *_: "memory a caller saw",
@@ -209,12 +208,14 @@ def _check(load: Load, part: Part, which: Ids, i: int, chunks: Sequence[Bytes]) 
 
 
 def fill(
-    cache: ChunkCache, entries: Ids, planes: Sequence[int], chunks: Sequence[Iterable[Bytes]]
-) -> None:
-    """Copy chunks, by plane, into their entries."""
+    cache: ChunkCache, entries: Ids, source: Source, layer: int, which: Ids,
+    planes: Sequence[int], chunks: Sequence[Iterable[Bytes]],
+) -> None:  # fmt: skip
+    """Copy `which` chunks of a layer, by plane, into their entries."""
     for plane, by_entry in zip(planes, chunks, strict=True):
-        for entry, data in zip(entries.tolist(), by_entry, strict=True):
-            cache.fill(entry, plane, data)
+        sums = source.sums_of(layer, plane, which)
+        for entry, data, of_pieces in zip(entries.tolist(), by_entry, sums, strict=True):
+            cache.fill(entry, plane, data, of_pieces)
 
 
 def publish(reading: Reading, cache: ChunkCache, entries: Ids) -> None:

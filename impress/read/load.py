@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 #: Among a load's tickets: copies of what was read ahead, and what puts V's rows in order.
 _AHEAD: Final = "ahead"
 _ORDER: Final = "order"
-#: Threads that share a copy: more than processors can take wait for each other's interpreter (on
-#: two, 25 MB in scattered pieces took 5.7 ms shared by eight and 4.9 by four).
+#: Slices of a copy, two a processor: of one that is held up the rest take the second.
 _COPYING: Final = 2 * len(os.sched_getaffinity(0))
 
 
@@ -171,11 +170,12 @@ class Load:
         return self.buffers[-1].array
 
     def _queue(
-        self, name: str, lane: Lane, tasks: Sequence[Task], after: Ticket | None = None
+        self, name: str, tasks: Sequence[Task], after: Ticket | None = None, *, copies: bool = False
     ) -> None:
         """Noted before it is queued: `abandon` must know of it whatever comes between."""
         tasks = [partial(within_memory, task) for task in tasks]
-        self.reading.pool.submit(lane, tasks, after, partial(self.tickets.__setitem__, name))
+        noted = partial(self.tickets.__setitem__, name)
+        self.reading.pool.submit(self._lane, tasks, after, noted, copies=copies)
 
     def _submit_home(self, by_part: list[tuple[Part, list[Read]]], n_bytes: int) -> None:
         if self.positions is not None and self.reading.ssd.sends_many:
@@ -188,9 +188,9 @@ class Load:
             for some in slices(reads, size)
         ]
         if self._followed is not None:
-            self._queue("ssd", self._lane, tasks, self._followed.ended)
+            self._queue("ssd", tasks, self._followed.ended)
             return
-        self._queue("ssd", self._lane, tasks)
+        self._queue("ssd", tasks)
         alone = self._lane is not Lane.DEMAND or self._ahead is not None  # not for others
         if self._key is not None and not alone:
             self.flight = Flight(self._dests, self.tickets["ssd"])
@@ -204,7 +204,7 @@ class Load:
             for part, pieces in by_part
             for some in pieces.cut(size)
         ]
-        self._queue(cache.tier.name, self._lane, tasks)
+        self._queue(cache.tier.name, tasks, copies=True)
 
     def _slice_bytes(self, n_bytes: int, n_threads: int, turns: int = 1) -> int:
         few = self.reading.pool.depth()[self._lane] > 0
@@ -244,7 +244,7 @@ class Load:
             buffer.retain()
             self.buffers.append(buffer)
         tasks = takes.tasks(self.layer, self.parts, runs, self._read)
-        self._queue(_AHEAD, Lane.DEMAND, tasks)
+        self._queue(_AHEAD, tasks)
 
     # ---- taking it -------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class Load:
         own = self._direct is None and (self.outs is None or self.outs.memory[1] is None)
         rows = self._rows[1] if own else None
         if rows is not None and len(rows) * self.shapes[1].row_bytes >= LARGE_SLICE:
-            self._queue(_ORDER, self._lane, [lambda: beside.append(self._ordered(1))])
+            self._queue(_ORDER, [lambda: beside.append(self._ordered(1))])
         k = self._tensor(self._ordered(0), 0, g.head_dim)
         if _ORDER in self.tickets:
             pool.run_here(self._lane, [self.tickets[_ORDER]])  # where every thread is at work

@@ -43,6 +43,11 @@ class Source:
         """Windows held."""
         return self.held.count
 
+    def sums_of(self, layer: int, plane: int, chunks: Positions) -> Sums:
+        """[chunks, pieces]: of chunks of the span."""
+        n, at = self.layout.planes[plane].pieces, self.layout.sums_at(layer, plane, 0)
+        return self.sums[at : at + n * self.layout.n_windows].reshape(-1, n)[chunks]
+
     def ordinals(self, layer: int, rows: Positions) -> Positions:
         """Where rows of the span, counted in position order, lie in the order of its chunks."""
         return rows if self.order is None else self.order.at(layer, rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple, Protocol
@@ -273,11 +273,11 @@ def plan_reads(
                 continue
             if plane_runs[i] is not known:
                 known, n = plane_runs[i], part.source.layout.planes[plane].pieces
-                at_home, copied = _apart(known, part.count, n, entries)
+                at_home, copied, bring = _apart(known, part.count, n, entries)
             home += home_reads(part, layer, plane, at_home, dest)
-            for (pieces, to), cache, ids in zip(copied, caches, entries, strict=True):
-                if len(pieces):
-                    found = pieces_of(part, layer, plane, pieces, to, cache, ids, dest)
+            for (some, to), cache, ids in zip(copied, caches, entries, strict=True):
+                if len(some):
+                    found = bring(part, layer, plane, some, to, cache, ids, dest)
                     plan.copies[cache.tier.name].append((part, found))
         if home:
             plan.home.append((part, home))
@@ -286,24 +286,20 @@ def plan_reads(
 
 def _apart(
     runs: Runs, n_chunks: int, n: int, cached: Sequence[Ids]
-) -> tuple[Runs, list[tuple[Positions, Positions]]]:
-    """Runs of chunks of n pieces by who has them: home's, and for each cache which pieces it has
-    and where they go."""
-    if len(runs.firsts) == 1 and runs.counts[0] == n_chunks * n:  # all, as they lie: by chunks
+) -> tuple[Runs, list[tuple[Positions, Positions]], Callable[..., Pieces]]:
+    """Runs of chunks of n pieces by who has them: home's, and for each cache what it has, and where
+    that goes: chunks or pieces, for `chunks_of` or `pieces_of`."""
+    if len(runs.firsts) == 1 and runs.counts[0] == n_chunks * n and runs.tos[0] % n == 0:  # all
         of_chunk, to = levels_of(cached), runs.tos[0]
         firsts, counts, _ = Runs.of(of_chunk == len(cached), 0)
-        copied = []
-        for level in range(len(cached)):
-            pieces = (of_chunk == level).nonzero()[0]
-            if n > 1:
-                pieces = (pieces[:, None] * n + np.arange(n)).ravel()
-            copied.append((pieces, pieces + to))
-        return Runs(firsts * n, counts * n, firsts * n + to), copied
+        chunks = [(of_chunk == level).nonzero()[0] for level in range(len(cached))]
+        copied = [(some, some + to // n) for some in chunks]
+        return Runs(firsts * n, counts * n, firsts * n + to), copied, chunks_of
     cut, levels = _cut(runs, n, cached)
     copied = [
         _each(Runs(*(column[levels == level] for column in cut))) for level in range(len(cached))
     ]
-    return Runs(*(column[levels < 0] for column in cut)), copied
+    return Runs(*(column[levels < 0] for column in cut)), copied, pieces_of
 
 
 def _cut(runs: Runs, pieces: int, cached: Sequence[Ids]) -> tuple[Runs, Positions]:
@@ -357,6 +353,18 @@ def pieces_of(
     starts = cache.plane_at(plane, entries[windows]) + within * shape.piece_bytes
     sums = part.source.sums[layout.sums_at(layer, plane, part.first) + pieces]
     return Pieces(starts, dest, to, sums, shape.piece_bytes)
+
+
+def chunks_of(
+    part: Part, layer: int, plane: int, chunks: Positions, to: Positions, cache: ChunkCache,
+    entries: Ids, dest: Bytes,
+) -> Pieces:  # fmt: skip
+    """Whole chunks of a part, all of which the cache has, as pieces of that size; `to`: of dest, or
+    [chunks, rows] where each row has its own place."""
+    entries = entries[chunks]
+    sums = cache.sums.of(plane, entries, part.source.sums_of(layer, plane, chunks + part.first))
+    size = part.source.layout.planes[plane].chunk_bytes
+    return Pieces(cache.plane_at(plane, entries), dest, to, sums, size)
 
 
 def runs_of(wanted: Mask) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, levels_of
 from impress.read.parts import Part, Positions
-from impress.read.plan import Copies, Unfound, pieces_of
+from impress.read.plan import Copies, Unfound, chunks_of
 from impress.spans.layout import PlaneLayout
 from tiers.base import Bytes, Pieces
 
@@ -125,11 +125,11 @@ class _Some:
         return [replace(self, chunks=self.chunks[at : at + n]) for at in cuts]
 
     def found(self) -> Pieces:
-        """The pieces, and where each of their rows goes."""
+        """The chunks, and where each of their rows goes."""
         shape, whole = self._shape, self.whole
-        pieces = (self.chunks[:, None] * shape.pieces + np.arange(shape.pieces)).ravel()
-        to = whole.places(self.part).reshape(-1, shape.piece_rows).take(pieces, axis=0)
-        return pieces_of(
-            whole.left[self.part], self.layer, self.plane, pieces, to, self.cache, self.entries,
-            whole.given[self.number],
+        of_chunk = shape.piece_rows * shape.pieces
+        to = whole.places(self.part).reshape(-1, of_chunk).take(self.chunks, axis=0)
+        return chunks_of(
+            whole.left[self.part], self.layer, self.plane, self.chunks, to, self.cache,
+            self.entries, whole.given[self.number],
         )  # fmt: skip

@@ -43,7 +43,8 @@ from impress.write.jobs import SwapJob, Swapped
 from impress.write.leaving import COMMIT_TIMEOUT_S, SMALL_PART
 from tiers.base import Slot
 from tiers.errors import MediumError, ReadFailed
-from tiers.iopool import IoPool, Signal, start
+from tiers.iopool import IoPool, Signal
+from tiers.threads import start
 
 log = logging.getLogger("impress")
 

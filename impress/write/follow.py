@@ -25,8 +25,8 @@ from impress.write.directory import Shard, shards_of
 from impress.write.env import NothingYet
 from impress.write.index import Index
 from impress.write.neighbours import Neighbour, Unread, spans_in, stamp_of
-from tiers.iopool import start
 from tiers.ssd import SsdTier
+from tiers.threads import start
 
 log = logging.getLogger("impress")
 

@@ -29,7 +29,7 @@ from impress.store import PrefixStore
 from impress.write.draft import Stored
 from impress.write.writer import NO_SLOT, Writer
 from tiers.errors import MediumError
-from tiers.iopool import start
+from tiers.threads import start
 
 log = logging.getLogger("impress")
 

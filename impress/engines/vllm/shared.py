@@ -24,7 +24,7 @@ from impress.store import PrefixStore
 from impress.types import Geometry
 from impress.write.directory import IDENTITY, shards_of
 from tiers.errors import MediumError
-from tiers.iopool import start
+from tiers.threads import start
 
 log = logging.getLogger("impress")
 

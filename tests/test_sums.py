@@ -1,0 +1,56 @@
+"""What copies of whole chunks are compared with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tier_contract import aligned, noise
+
+from impress.cache.chunks import ChunkCache
+from tiers.base import PAGE, Bytes, Pieces, Sums, sums_of
+from tiers.errors import ReadFailed
+
+N = 4  # pieces of a chunk's plane
+PLANES = {0: N * PAGE, 1: N * PAGE}
+
+
+def pieces_of(data: Bytes) -> Sums:
+    return sums_of(data, PAGE)[None]
+
+
+def read(cache: ChunkCache, plane: int, entry: int, as_one_of: Sums) -> Bytes:
+    entries, dest = np.array([entry]), aligned(N * PAGE)[: N * PAGE]
+    sums = cache.sums.of(plane, entries, as_one_of)
+    at = cache.plane_at(plane, entries)
+    cache.tier.read_pieces(Pieces(at, dest, np.array([0]), sums, N * PAGE))
+    return dest
+
+
+@given(st.permutations(range(N)), st.integers(0, 1), st.integers(0, 1))
+def test_an_entry_s_bytes_pass_for_no_other_chunk_s(
+    mixed: list[int], plane: int, other: int
+) -> None:
+    """Whatever leads to it, a map that is wrong or an entry given to somebody else: with sums of
+    what the entry holds alone, any chunk's bytes would be right."""
+    cache = ChunkCache(2 * sum(PLANES.values()), PLANES, 1)
+    chunk = noise(N * PAGE, seed=7)
+    cache.fill(0, plane, chunk, pieces_of(chunk)[0])
+    assert np.array_equal(read(cache, plane, 0, pieces_of(chunk)), chunk)
+    swapped = chunk.reshape(N, PAGE)[mixed].reshape(-1)  # the same pieces in another order, too
+    for not_it in (noise(N * PAGE, seed=8), *([swapped] if mixed != sorted(mixed) else [])):
+        with pytest.raises(ReadFailed, match="1 bad piece"):
+            read(cache, plane, 0, pieces_of(not_it))
+    if other != plane:
+        with pytest.raises(ReadFailed, match="1 bad piece"):
+            read(cache, other, 0, pieces_of(chunk))
+
+
+@given(st.integers(0, N * PAGE - 1), st.integers(0, 7))
+def test_a_bit_that_flips_in_a_copy_is_found(byte: int, bit: int) -> None:
+    cache, chunk = ChunkCache(sum(PLANES.values()), PLANES, 1), noise(N * PAGE, seed=7)
+    cache.fill(0, 1, chunk, pieces_of(chunk)[0])
+    cache.tier._arena[N * PAGE + byte] ^= 1 << bit  # type: ignore[attr-defined]
+    with pytest.raises(ReadFailed, match="1 bad piece"):
+        read(cache, 1, 0, pieces_of(chunk))
