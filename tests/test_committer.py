@@ -24,7 +24,7 @@ from impress.write.headers import Headers
 from impress.write.index import Index
 from impress.write.jobs import Batch, Intent, SwapJob, Swapped, Trial
 from tiers.base import PAGE
-from tiers.iopool import Signal
+from tiers.ticket import Signal
 
 Open = Callable[..., impress.PrefixStore]
 

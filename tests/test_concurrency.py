@@ -19,8 +19,9 @@ import impress.read.reading
 from impress.policy import Exact, Policy, Recency
 from impress.read.flights import Flight, take
 from tiers.base import Read, sums_of
-from tiers.iopool import Lane, Ticket
+from tiers.iopool import Lane
 from tiers.slots import aligned
+from tiers.ticket import Ticket
 
 Open = Callable[..., impress.PrefixStore]
 N_PROMPTS = 8

@@ -13,8 +13,8 @@ import pytest
 from conftest import MIB
 
 import impress
-from tiers.iopool import Ticket
 from tiers.ssd import SsdTier
+from tiers.ticket import Ticket
 
 PAGE = (Path(__file__).parent.parent / "docs" / "CONFIG.md").read_text()
 FIELDS = impress.Config.model_fields

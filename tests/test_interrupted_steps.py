@@ -29,8 +29,9 @@ from impress.tree.radix import RadixTree
 from impress.tree.views import Views
 from impress.write.home import Home
 from tiers.base import Slot
-from tiers.iopool import IoPool, Lane, Ticket
+from tiers.iopool import IoPool, Lane
 from tiers.ssd import SsdTier
+from tiers.ticket import Ticket
 
 State = TypeVar("State")
 HOLE = 64 << 10

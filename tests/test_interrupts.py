@@ -40,9 +40,10 @@ from tiers import files
 from tiers.base import PAGE
 from tiers.dram import DramTier
 from tiers.errors import Cancelled, ReadFailed
-from tiers.iopool import IoPool, Lane, Ticket
+from tiers.iopool import IoPool, Lane
 from tiers.slots import Buffer, BufferPool, aligned
 from tiers.ssd import SsdTier
+from tiers.ticket import Ticket
 
 Open = Callable[..., impress.PrefixStore]
 TOKENS = prompt(256, 1)

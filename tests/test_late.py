@@ -16,15 +16,16 @@ import impress.read.load
 import impress.read.session
 import impress.read.sparse
 import impress.read.tickets
-import tiers.iopool
+import tiers.ticket
 from impress.engines.hf_prefix import find_prefix
 from impress.policy import Exact, Quality, Random
 from impress.read.shadow import Seen, ShadowSession
 from impress.selection.choices import Selection
 from tiers.base import Read
-from tiers.iopool import Lane, Ticket
+from tiers.iopool import Lane
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
+from tiers.ticket import Ticket
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -193,7 +194,7 @@ def test_what_a_layer_took_ends_with_its_reads(
         n_reads.append(1)
         read(reads, *then)
 
-    for module in (impress.read.load, tiers.iopool):
+    for module in (impress.read.load, tiers.ticket):
         monkeypatch.setattr(module, "monotonic", lambda: now_s[0])
     with store.lease(prompt(128)) as lease, lease.session() as session:
         monkeypatch.setattr(store.ssd, "read", slowly)

@@ -11,8 +11,9 @@ import torch
 from conftest import kv_of, prompt, put_prompt, read_limit
 
 import impress
-from tiers.iopool import Lane, Ticket
+from tiers.iopool import Lane
 from tiers.slots import aligned
+from tiers.ticket import Ticket
 
 Open = Callable[..., impress.PrefixStore]
 Pair = tuple[torch.Tensor, torch.Tensor]

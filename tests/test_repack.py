@@ -49,7 +49,7 @@ from impress.write.budget import DAY_S, Bucket, Pace, WriteBudget
 from impress.write.leaving import SMALL_PART
 from tiers.base import Slot
 from tiers.errors import MediumError
-from tiers.iopool import Signal
+from tiers.ticket import Signal
 
 Open = Callable[..., impress.PrefixStore]
 WINDOW = 16

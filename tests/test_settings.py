@@ -14,7 +14,7 @@ from test_repack import look
 import impress
 from impress.write.budget import Pace
 from tiers.engines import ENGINES, why_not
-from tiers.iopool import Signal
+from tiers.ticket import Signal
 
 Open = Callable[..., impress.PrefixStore]
 EVERY_S = 1234.5

@@ -16,9 +16,10 @@ from impress.read.tickets import when_all
 from tiers import iopool
 from tiers.base import PAGE, Extent
 from tiers.errors import Cancelled, ReadFailed
-from tiers.iopool import IoPool, Lane, Ticket
+from tiers.iopool import IoPool, Lane
 from tiers.slots import BufferPool, aligned, size_class
 from tiers.space import LEAST_PART, Space, outside
+from tiers.ticket import Ticket
 
 
 @settings(max_examples=200)

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
-from math import inf
+from itertools import count
 from time import monotonic
 from typing import Final
 
-from tiers.errors import Cancelled
 from tiers.threads import start
-
-log = logging.getLogger("impress.io")
+from tiers.ticket import Task, Ticket
 
 #: Threads that copy within memory at once: more hold each other up, at the interpreter and in the
 #: system's queues. (84 MB, two processors: 6.8 ms by two threads, 8.3 by eight.)
 _PROCESSORS: Final = len(os.sched_getaffinity(0))
 #: Longest that threads which were started in vain are waited for.
 _VAIN_S: Final = 10.0
-_FAILED: Final = "what was to follow a ticket failed"
-
-Task = Callable[[], None]
-Callback = Callable[[], object]
 
 
 class Lane(IntEnum):
@@ -42,159 +35,17 @@ class Lane(IntEnum):
     REPACK = 4
 
 
-class Ticket:
-    """A batch of tasks under way. Done when each has run, failed or been cancelled."""
-
-    __slots__ = ("_callbacks", "_cancelled", "_error", "_gates", "_left", "_lock", "ended_s")
-
-    def __init__(self, n_tasks: int) -> None:
-        self._lock = threading.Lock()
-        # One for each thread that waits; released when the ticket is done. Not an Event: an
-        # exception that a signal raises during its wait can leave its lock taken, and then whoever
-        # sets it hangs.
-        self._gates: list[threading.Lock] = []
-        self._left = n_tasks
-        self._error: BaseException | None = None
-        self._cancelled = False
-        self._callbacks: list[Callback] = []
-        self.ended_s = inf  # when it was done, by monotonic
-
-    @property
-    def done(self) -> bool:
-        return self._left == 0
-
-    @property
-    def given_up(self) -> bool:
-        """Cancelled, while a task of it is still running or queued."""
-        return self._cancelled and not self.done
-
-    def wait(self, timeout_s: float) -> bool:
-        """True when all tasks ran, False when timeout_s passed first.
-
-        Raises the first task's error, Cancelled where one did not run.
-        """
-        if not self.over(timeout_s):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def over(self, timeout_s: float) -> bool:
-        """Wait as `wait` does, whatever becomes of the tasks: raises none of their errors."""
-        if not self._left:
-            return True
-        gate = threading.Lock()
-        gate.acquire()
-        with self._lock:
-            if self._left:
-                self._gates.append(gate)
-            else:
-                gate.release()
-        if gate.acquire(timeout=timeout_s):
-            gate.release()
-            return True
-        with self._lock:
-            if gate in self._gates:  # else it is being released
-                self._gates.remove(gate)
-                gate.release()
-        return not self._left
-
-    def cancel(self) -> None:
-        """Tasks that have not started will not run; one under way goes on to its end."""
-        with self._lock:
-            self._cancelled = True
-
-    def then(self, callback: Callback) -> None:
-        """Call back once when done, from whichever thread ends it; at once if it is done.
-
-        What a callback raises is logged: it is not that thread's affair.
-        """
-        with self._lock:
-            if self._left:
-                self._callbacks.append(callback)
-                return
-        _call(callback)
-
-    def run(self, task: Task, due: list[Ticket] | None = None) -> None:
-        """One task of this ticket, on a pool thread; its error is kept for wait().
-
-        `due`: on a thread that signals come to. It holds this ticket until the task is counted, so
-        that a caller which is cut off sees whether it was; and what a signal raises comes out.
-        """
-        try:
-            if self._cancelled:
-                raise Cancelled("the task was cancelled before it ran")
-            if self._error is None:
-                task()
-        except BaseException as err:
-            with self._lock:
-                self._error = self._error or err
-            if due is not None and not isinstance(err, Exception):
-                raise
-        finally:
-            self._count([self] if due is None else due)
-
-    def _count(self, due: list[Ticket]) -> None:
-        """A task that is due is over. Behind the last one: let go of who waits, and call back."""
-        try:
-            with self._lock:
-                self._left -= len(due)
-                del due[:]  # no signal comes between: that is looked for behind calls
-                if self._left:
-                    return
-                self.ended_s = monotonic()
-                while self._gates:
-                    gate = self._gates[-1]
-                    del self._gates[-1]
-                    gate.release()
-            while self._callbacks:
-                callback = self._callbacks[0]
-                del self._callbacks[0]  # nothing of theirs is kept: that may well keep this ticket
-                try:
-                    callback()
-                except Exception:
-                    log.exception(_FAILED)
-        except BaseException:  # a signal's: the rest of it all the same
-            self._count(due)
-            raise
-
-
-class Signal:
-    """As threading.Event, except that an exception which a signal raises during a wait leaves no
-    lock taken: whoever sets the event would hang, perhaps a thread that all others wait for."""
-
-    __slots__ = ("_lock", "_ticket")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ticket = Ticket(1)
-
-    def is_set(self) -> bool:
-        return self._ticket.done
-
-    def set(self) -> None:
-        with self._lock:
-            if not self._ticket.done:
-                self._ticket.run(lambda: None)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return self._ticket.wait(-1 if timeout_s is None else max(timeout_s, 0.0))
-
-
 Job = tuple[Ticket, Task]
+
+
+def _in_turn(one: deque[Job], other: deque[Job]) -> bool:
+    return one[0][0].turn < other[0][0].turn
 
 
 def _cancel(jobs: Iterable[Job]) -> None:
     for ticket, task in jobs:
         ticket.cancel()
         ticket.run(task)
-
-
-def _call(callback: Callback) -> None:
-    try:
-        callback()
-    except Exception:
-        log.exception(_FAILED)
 
 
 class IoPool:
@@ -208,6 +59,7 @@ class IoPool:
     def __init__(self, n_threads: int, name: str = "impress-io", n_behind: int = 1) -> None:
         """Raises MediumError where it cannot have so many."""
         self.n_threads = n_threads
+        self._turns = count()
         # By lane: what copies within memory, and all else.
         self._copies, self._others = ([deque[Job]() for _ in Lane] for _ in range(2))
         # Entered bare: Condition.__enter__ is Python, and what a signal raises in it, the lock
@@ -237,16 +89,16 @@ class IoPool:
     ) -> Ticket:  # fmt: skip
         """Queue tasks, first in first out within their lane. After close they are cancelled.
 
-        `copies`: they copy within memory. So many of these run at once as there are processors,
-        before others of their lane. `after`: not before that ticket is done, however it ends; until
-        then they hold no thread.
+        `copies`: they copy within memory. So many of these run at once as there are processors;
+        what comes after them need not wait for that. `after`: not before that ticket is done,
+        however it ends; until then they hold no thread.
         `note`: called with their ticket before they are queued. A caller that noted what this
         returns could be interrupted by a signal before it has, and then nobody would wait for
         reads that are under way. Whatever is raised from there on, the ticket ends.
         """
         ticket = Ticket(len(tasks))
         jobs = iter([(ticket, task) for task in tasks])
-        queue = partial(self._queue, self._copies if copies else self._others, lane, jobs)
+        queue = partial(self._queue, self._copies if copies else self._others, lane, ticket, jobs)
         try:
             note(ticket)
             if after is None:
@@ -258,13 +110,15 @@ class IoPool:
             raise
         return ticket
 
-    def _queue(self, kind: list[deque[Job]], lane: Lane, jobs: Iterator[Job]) -> None:
-        """Queue the jobs. Where an exception (a signal's, say) comes in between, those not queued
-        yet are cancelled, and the threads are woken for those that are."""
+    def _queue(
+        self, kind: list[deque[Job]], lane: Lane, ticket: Ticket, jobs: Iterator[Job]
+    ) -> None:
+        """Queue a ticket's jobs. Where an exception (a signal's, say) comes in between, those not
+        queued yet are cancelled, and the threads are woken for those that are."""
         try:
             with self._lock:
                 if self._open:
-                    queued = kind[lane]
+                    ticket.turn, queued = next(self._turns), kind[lane]
                     queued.extend(jobs)  # all or none: no signal comes between
                     self._wake.notify(len(queued) if kind is self._others else self._n_free())
         except BaseException:
@@ -350,12 +204,14 @@ class IoPool:
             while True:
                 free, may_copy = self._n_behind - self._at[1], self._n_free() > 0
                 for lane in Lane if free else _WAITED_FOR:
-                    copies = may_copy and bool(self._copies[lane])
-                    if queued := self._copies[lane] if copies else self._others[lane]:
-                        job = lane, copies, *queued[0]
+                    queued, copies = self._others[lane], self._copies[lane]
+                    if may_copy and copies and not (queued and _in_turn(queued, copies)):
+                        queued = copies
+                    if queued:
+                        job = lane, queued is copies, *queued[0]
                         queued.popleft()  # at last: behind it nothing asks for memory
                         self._at[lane >= Lane.PROMOTE] += 1
-                        self._n_copying += copies
+                        self._n_copying += queued is copies
                         return job
                 if not self._open and not self._is_queued():
                     self._wake.notify_all()  # those who waited for their turn at what was left

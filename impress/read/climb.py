@@ -26,8 +26,9 @@ from impress.read.worth import ranks_if_used
 from impress.spans.layout import PlaneLayout
 from tiers.base import Bytes, Read, verify
 from tiers.errors import MediumError
-from tiers.iopool import Lane, Ticket
+from tiers.iopool import Lane
 from tiers.slots import Buffer
+from tiers.ticket import Ticket
 
 log = logging.getLogger("impress")
 

@@ -23,8 +23,9 @@ from impress.read.plan import Gather, gather, home_reads
 from impress.read.reading import Reading
 from tiers.base import Bytes, Read
 from tiers.coalesce import slices
-from tiers.iopool import Lane, Ticket
+from tiers.iopool import Lane
 from tiers.slots import Buffer
+from tiers.ticket import Ticket
 
 log = logging.getLogger("impress")
 

@@ -18,7 +18,7 @@ from impress.read.tickets import nothing
 from impress.spans.rows import address_of
 from tiers.base import Bytes, Home, Read, verify
 from tiers.errors import ReadFailed
-from tiers.iopool import Ticket
+from tiers.ticket import Ticket
 
 
 class Flight:

@@ -28,8 +28,9 @@ from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
 from tiers.coalesce import LARGE_SLICE, STREAM, TURNS, slice_bytes, slices
 from tiers.errors import HARMLESS, MediumError
-from tiers.iopool import Lane, Task, Ticket
+from tiers.iopool import Lane
 from tiers.slots import Buffer
+from tiers.ticket import Task, Ticket
 
 if TYPE_CHECKING:
     import torch
@@ -66,8 +67,7 @@ class Load:
 
         `sources`: of probe records in position order. `tickets`: filled with its own, by medium.
         """
-        self.layer = layer
-        self._lane = lane
+        self.layer, self._lane = layer, lane
         self.planes = tuple(planes)
         self.positions = positions  # None: every row
         self.outs = outs  # given once it is under way: copied there
@@ -173,9 +173,9 @@ class Load:
         self, name: str, tasks: Sequence[Task], after: Ticket | None = None, *, copies: bool = False
     ) -> None:
         """Noted before it is queued: `abandon` must know of it whatever comes between."""
-        tasks = [partial(within_memory, task) for task in tasks]
-        noted = partial(self.tickets.__setitem__, name)
-        self.reading.pool.submit(self._lane, tasks, after, noted, copies=copies)
+        guarded = [partial(within_memory, task) for task in tasks]
+        note = partial(self.tickets.__setitem__, name)
+        self.reading.pool.submit(self._lane, guarded, after, note, copies=copies)
 
     def _submit_home(self, by_part: list[tuple[Part, list[Read]]], n_bytes: int) -> None:
         if self.positions is not None and self.reading.ssd.sends_many:

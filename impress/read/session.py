@@ -28,7 +28,8 @@ from impress.spans.layout import K, V
 from impress.spans.rows import torch_module
 from impress.tree.leases import Clock
 from impress.types import an_int, check_layer
-from tiers.iopool import Lane, Task, Ticket
+from tiers.iopool import Lane
+from tiers.ticket import Task, Ticket
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,7 +7,7 @@ from functools import partial
 from time import monotonic, sleep
 
 from tiers.errors import ReadFailed
-from tiers.iopool import Task, Ticket
+from tiers.ticket import Task, Ticket
 
 
 def when_all(tickets: Sequence[Ticket], callback: Callable[[], object]) -> None:

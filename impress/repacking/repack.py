@@ -43,8 +43,9 @@ from impress.write.jobs import SwapJob, Swapped
 from impress.write.leaving import COMMIT_TIMEOUT_S, SMALL_PART
 from tiers.base import Slot
 from tiers.errors import MediumError, ReadFailed
-from tiers.iopool import IoPool, Signal
+from tiers.iopool import IoPool
 from tiers.threads import start
+from tiers.ticket import Signal
 
 log = logging.getLogger("impress")
 

@@ -29,9 +29,10 @@ from impress.spans.tables import read_header
 from impress.write.budget import Pace
 from tiers.base import Bytes, Extent, Read, Slot, Sums, sums_of
 from tiers.errors import Cancelled, MediumError
-from tiers.iopool import IoPool, Lane, Task
+from tiers.iopool import IoPool, Lane
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
+from tiers.ticket import Task
 
 log = logging.getLogger("impress")
 

@@ -36,9 +36,10 @@ from impress.write.directory import Identity, Shard, read_identity, shards_of
 from tiers.base import Read, Slot, Sums, round_up, sums_of
 from tiers.coalesce import locate
 from tiers.errors import MediumError
-from tiers.iopool import IoPool, Lane, Ticket
+from tiers.iopool import IoPool, Lane
 from tiers.slots import BufferPool, aligned
 from tiers.ssd import SsdTier
+from tiers.ticket import Ticket
 
 #: Bytes one task reads and sums; a chunk that is larger is read whole.
 PART_BYTES: Final = 4 << 20

@@ -25,9 +25,9 @@ from impress.write.index import Index
 from impress.write.jobs import Batch, Duties, Erase, Intent, Job, Trial
 from impress.write.swap import failed
 from tiers.base import Slot
-from tiers.iopool import Signal
 from tiers.ssd import SsdTier
 from tiers.threads import start
+from tiers.ticket import Signal
 
 log = logging.getLogger("impress")
 

@@ -23,9 +23,10 @@ from impress.spans.params import NONE, Layers, Params
 from impress.spans.rows import all_finite, plane_words
 from impress.types import Geometry, a_number
 from tiers.base import Bytes, Slot, sums_of
-from tiers.iopool import IoPool, Lane, Signal
+from tiers.iopool import IoPool, Lane
 from tiers.slots import Buffer, BufferPool, aligned
 from tiers.ssd import SsdTier
+from tiers.ticket import Signal
 
 #: Rows of at most this many bytes share a slot: large enough to write well, small enough to pool.
 SLOT_BYTES = 4 << 20

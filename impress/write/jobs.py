@@ -9,7 +9,7 @@ from enum import Enum
 from impress.spans.format import SpanHeader, SpanRecord
 from impress.write.draft import Draft, Stored
 from tiers.base import Slot
-from tiers.iopool import Signal
+from tiers.ticket import Signal
 
 
 @dataclass(slots=True)
