@@ -6,6 +6,7 @@ are events of a profiler. (And as a loop goes round: as a rule a call away from 
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -45,11 +46,13 @@ class Interrupted:
         self.came = False
 
     def __enter__(self) -> Interrupted:
+        gc.disable()  # others' callbacks are no steps of ours, and what is raised there is lost
         sys.setprofile(self._step)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> bool:
         sys.setprofile(None)
+        gc.enable()
         return self.came and kind is KeyboardInterrupt
 
     def _step(self, frame: FrameType, event: str, _of: Any) -> None:

@@ -189,6 +189,14 @@ class CacheContract(TierContract):
         dest = aligned(2 * size)[: 2 * size]
         tier.read_pieces(Pieces(slot.parts[0].off + begins, dest, rows, sums, size))
         assert np.array_equal(dest.reshape(-1, PAGE)[rows.ravel()].ravel(), np.concatenate(chunks))
+        kept = np.where(rows % 3 > 0, rows, -1)  # some of them nowhere
+        dest[:] = 7
+        tier.read_pieces(Pieces(slot.parts[0].off + begins, dest, kept, sums, size))
+        want = np.full_like(dest, 7).reshape(-1, PAGE)
+        want[rows[kept >= 0]] = np.concatenate(chunks).reshape(2, n_pages, PAGE)[kept >= 0]
+        assert np.array_equal(dest.reshape(-1, PAGE), want)
+        with pytest.raises(ReadFailed, match="bad piece"):
+            tier.read_pieces(Pieces(slot.parts[0].off + begins, dest, kept, sums[::-1], size))
 
     @pytest.mark.parametrize("share", [0.3, 1.0], ids=["some", "all"])
     def test_parts_of_pieces_go_each_to_a_place_of_its_own(self, tier: Cache, share: float) -> None:

@@ -121,7 +121,11 @@ class Pieces:
 
     def verify(self, found: Bytes, where: str) -> None:
         """Compare pieces, one behind the other, with their sums. Raises ReadFailed("checksum")."""
-        digests, want = _digests(found, self.piece_bytes), self.sums.tolist()
+        self.compare(_digests(found, self.piece_bytes), where)
+
+    def compare(self, digests: list[int], where: str) -> None:
+        """What pieces come to, one each, with their sums. Raises ReadFailed("checksum")."""
+        want = self.sums.tolist()
         if digests != want:
             bad = _unlike(digests, want)
             raise ReadFailed(
@@ -188,13 +192,17 @@ def round_up(n: int, unit: int = PAGE) -> int:
     return -(-n // unit) * unit
 
 
+#: Of one buffer.
+digest: Final = xxhash.xxh3_64_intdigest
+
+
 def sums_of(data: Bytes, piece_bytes: int) -> Sums:
     """One xxh3_64 per piece. Pure. (xxh3_64: 31.8 GB/s a core, the fastest of those measured.)"""
     return np.array(_digests(data, piece_bytes), dtype=np.uint64)
 
 
 def _digests(data: Bytes, piece_bytes: int) -> list[int]:
-    digest, whole = xxhash.xxh3_64_intdigest, len(data) // piece_bytes
+    whole = len(data) // piece_bytes
     if whole >= 4 and whole * piece_bytes == len(data):  # a tenth less than slicing, once it is hot
         return list(map(digest, data.reshape(whole, piece_bytes)))
     view = memoryview(data)
@@ -218,7 +226,7 @@ def verify(read: Read, where: Callable[[Slot, int], str]) -> None:
     if read.sums is None:
         return
     if len(read.sums) == 1:  # chosen rows come so: three times as fast as by lists, once it is hot
-        found, want = [xxhash.xxh3_64_intdigest(read.dest)], [read.sums.item()]
+        found, want = [digest(read.dest)], [read.sums.item()]
     else:  # lists: for the few pieces of a read they are compared in a third of an array's time
         found, want = _digests(read.dest, read.piece_bytes), read.sums.tolist()
     if found != want:

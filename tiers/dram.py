@@ -10,14 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.arena import Arena
-from tiers.base import Bytes, Pieces, Slot
+from tiers.base import Bytes, Pieces, Slot, digest
 from tiers.coalesce import locate
 from tiers.errors import MediumError
 
 #: Bytes gathered at once, to be verified and scattered: fits a core's own cache.
 _BLOCK: Final = 512 << 10
-#: Runs of at least so many are brought each by itself, straight to their places: of 256 KiB and
-#: 1 MiB at 8.7 and 10.4 GB/s a core, block by block at 7.2 and 8.3; of 64 KiB at 6.5 and 7.1.
+#: Pieces of at least so many are brought one by one, straight to their places, and compared while a
+#: core has them in its cache (two cores, 128 KiB, every second place: 17.9 GB/s; in blocks 11).
+_LONG: Final = 64 << 10
+#: Runs of shorter ones of at least so many likewise: of 256 KiB and 1 MiB at 8.7 and 10.4 GB/s a
+#: core, block by block at 7.2 and 8.3; of 64 KiB at 6.5 and 7.1.
 _RUN: Final = 96 << 10
 #: The same where parts of pieces go to places of their own: with smaller ones threads hand the
 #: interpreter to each other more often (126 MB in parts of 2 KiB on two cores: 45 ms with 512 KiB
@@ -40,11 +43,15 @@ class DramTier(Arena):
             data = data[length:]
 
     def read_pieces(self, pieces: Pieces) -> None:
-        """Block by block, verified while the processor has them in its cache, but for long runs.
+        """Long ones each by itself, others block by block, verified while the processor has them in
+        its cache.
 
-        A call for many pieces instead of calls for each: threads that copy some KiB at a time
+        A call for many short ones instead of calls for each: threads that copy some KiB at a time
         spend more on handing the interpreter to each other than on copying.
         """
+        if pieces.piece_bytes >= _LONG:
+            self._read_long(pieces)
+            return
         for some in _blocks(pieces):
             straight = to = some.straight()
             if to is None:
@@ -57,6 +64,26 @@ class DramTier(Arena):
             if straight is None:
                 dest, of, places = some.places()
                 dest[places] = to.reshape(-1, dest.shape[1])[of]
+
+    def _read_long(self, pieces: Pieces) -> None:
+        """One by one. Of a piece whose parts have places of their own what lies here is compared,
+        behind the copy: else it is nowhere in one piece."""
+        size, found = pieces.piece_bytes, list[int]()
+        for at, to in zip(pieces.starts.tolist(), pieces.to, strict=True):
+            piece = self._arena[at : at + size]
+            if pieces.to.ndim == 1:
+                place = pieces.dest[to * size : (to + 1) * size]
+                np.copyto(place, piece)
+                found.append(digest(place))
+                continue
+            parts, part = piece.reshape(len(to), -1), size // len(to)
+            dest = pieces.dest[: len(pieces.dest) // part * part].reshape(-1, part)
+            if (some := to >= 0).all():
+                dest[to] = parts
+            else:
+                dest[to[some]] = parts[some]
+            found.append(digest(piece))
+        pieces.compare(found, self.name)
 
 
 def _blocks(pieces: Pieces) -> list[Pieces]:

@@ -98,7 +98,7 @@ class IoPool:
         """
         ticket = Ticket(len(tasks))
         jobs = iter([(ticket, task) for task in tasks])
-        queue = partial(self._queue, self._copies if copies else self._others, lane, ticket, jobs)
+        queue = partial(self._queue, lane, self._copies if copies else self._others, ticket, jobs)
         try:
             note(ticket)
             if after is None:
@@ -111,7 +111,7 @@ class IoPool:
         return ticket
 
     def _queue(
-        self, kind: list[deque[Job]], lane: Lane, ticket: Ticket, jobs: Iterator[Job]
+        self, lane: Lane, kind: list[deque[Job]], ticket: Ticket, jobs: Iterator[Job]
     ) -> None:
         """Queue a ticket's jobs. Where an exception (a signal's, say) comes in between, those not
         queued yet are cancelled, and the threads are woken for those that are."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from tiers.base import Bytes, Sums, sums_of
+from tiers.base import Bytes, Sums, digest
 
 Ids = npt.NDArray[np.int64]
 
@@ -29,7 +29,7 @@ class CopySums:
 
     def keep(self, entry: int, plane: int, data: Bytes, pieces: Sums) -> None:
         """These bytes are in the entry. `pieces`: the sums of theirs, [pieces]."""
-        self._kept[plane][entry] = sums_of(data, len(data))[0] ^ _key(pieces[None])[0]
+        self._kept[plane][entry] = np.uint64(digest(data)) ^ _key(pieces[None])[0]
 
     def of(self, plane: int, entries: Ids, pieces: Sums) -> Sums:
         """What the bytes of each must come to, where it is the chunk whose pieces have these sums,
