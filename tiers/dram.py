@@ -49,7 +49,7 @@ class DramTier(Arena):
         A call for many short ones instead of calls for each: threads that copy some KiB at a time
         spend more on handing the interpreter to each other than on copying.
         """
-        if pieces.piece_bytes >= _LONG:
+        if pieces.piece_bytes >= _LONG and pieces.to.ndim == 1:
             self._read_long(pieces)
             return
         for some in _blocks(pieces):
@@ -66,23 +66,11 @@ class DramTier(Arena):
                 dest[places] = to.reshape(-1, dest.shape[1])[of]
 
     def _read_long(self, pieces: Pieces) -> None:
-        """One by one. Of a piece whose parts have places of their own what lies here is compared,
-        behind the copy: else it is nowhere in one piece."""
         size, found = pieces.piece_bytes, list[int]()
-        for at, to in zip(pieces.starts.tolist(), pieces.to, strict=True):
-            piece = self._arena[at : at + size]
-            if pieces.to.ndim == 1:
-                place = pieces.dest[to * size : (to + 1) * size]
-                np.copyto(place, piece)
-                found.append(digest(place))
-                continue
-            parts, part = piece.reshape(len(to), -1), size // len(to)
-            dest = pieces.dest[: len(pieces.dest) // part * part].reshape(-1, part)
-            if (some := to >= 0).all():
-                dest[to] = parts
-            else:
-                dest[to[some]] = parts[some]
-            found.append(digest(piece))
+        for at, to in zip(pieces.starts.tolist(), pieces.to.tolist(), strict=True):
+            place = pieces.dest[to * size : (to + 1) * size]
+            np.copyto(place, self._arena[at : at + size])
+            found.append(digest(place))
         pieces.compare(found, self.name)
 
 
