@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from impress.engines.costs import DECAY, KNOWN, MODES, Costs, Fit, Stored
-from impress.engines.regime import IfWhole, Regime
+from impress.engines.regime import Expected, IfWhole, Regime
 
 #: A mode that seems slower is measured again after it was passed over so many times: 16 at first,
 #: then twice as many each time it still is slower, up to 128; or up to more, where measuring it
@@ -35,8 +35,6 @@ _LEAST_GAIN_SHARE: Final = 0.05
 #: The share instead while only n reads of the own mode are known, n below KNOWN: this ÷ n. Else a
 #: first read that happened to meet a stall would decide until the mode is measured again.
 _FIRST_GAIN_SHARE: Final = 1.0
-#: Of so many requests is the mean how many times as long they take as before the regime turned.
-_NEWEST: Final = 16
 #: Of so many reads of everything it is known what they take, whatever the caches hold.
 _WHOLE_READS: Final = 50
 
@@ -65,7 +63,8 @@ class Rates:
         # are too alike to tell what one takes that finds all in the caches.
         self._whole_reads = Fit(3, 1 - 1 / _WHOLE_READS)
         self._before = self._costs  # as they were when the regime turned
-        self._slower = 1.0  # sparse requests since then, times as long
+        self._took_s = 0.0  # the request under way, as far as it is known
+        self._expected: Expected | None = None  # of it, where it counts in the regime
 
     def note_forward(self, mode: str, n_tokens: int, seconds: float) -> None:
         """A request computed n_tokens, and took so long, reads not counted.
@@ -75,11 +74,14 @@ class Rates:
         """
         if self._on_device and mode not in self._begun:
             self._begun.add(mode)
+            self._expected = None
             return
+        self._took_s += seconds
         self._costs.forwards[mode].note((1, n_tokens), seconds)
 
     def note_read(self, mode: str, stored: Stored, seconds: float) -> None:
         """A prefix was read in a mode, and so long was waited for it."""
+        self._took_s += seconds
         self._costs.reads[mode].note(stored.amounts, seconds)
         if mode == "exact":
             self._whole_reads.note(stored.amounts, seconds)
@@ -97,6 +99,7 @@ class Rates:
         Effects: counts who was passed over, and what would lie in the caches. `own_is_wanted`: the
         policy's own mode is wanted for more than its time, so it waits for _WANTED at most.
         """
+        self._tally()
         allowed = {own, "exact", "recompute"}
         seconds = self.estimate(n_tokens, stored)
         reads = self._costs.reads.get(own)
@@ -121,6 +124,7 @@ class Rates:
                 self._passed_over[mode], self._patience[mode] = 0, min(2 * n, most)
                 if mode in self._costs.reads:
                     self._costs.reads[mode].age(n)
+                self._expected = None  # tells nothing of how requests are gone about
                 return Choice(mode, f"{mode}: measured again, not taken for {n} requests")
         return choice
 
@@ -130,7 +134,7 @@ class Rates:
         """The choice where it is made by what the caches hold; else the cheapest where hot prefixes
         are read whole.
 
-        Effects: what it costs so, and would the other way, counts in whether the regime turns.
+        Effects: noted is what is expected of it so, and would be the other way.
         """
         now, regime = _known(seconds), self._regime
         if len(now) < len(MODES):
@@ -144,16 +148,22 @@ class Rates:
             best = min(costs, key=lambda mode: costs[mode])
         else:
             best = decide("sparse", MODES, costs).mode
+        about = stored.spans[-1], stored.n_bytes
         if not regime.whole:
-            regime.note_chosen(stored.spans, stored.cold_bytes / stored.n_bytes)
-            if regime.tally(now[choice.mode], costs[best], now[choice.mode]):
-                self._before, self._slower = deepcopy(self._costs), 1.0
+            self._expected = Expected(*about, now[choice.mode], costs[best], now[choice.mode])
             return choice
-        regime.tally(now[best], self._otherwise(n_tokens, stored, now), costs[best])
-        if best == "sparse":
-            self._follow(n_tokens, stored, now["sparse"])
+        self._expected = Expected(*about, now[best], None, costs[best])
+        if best == "sparse" and (before := self._before.estimate(n_tokens, stored)["sparse"]):
+            regime.follow(now["sparse"] / before)
         told = ", ".join(f"{mode} {costs[mode] * 1e3:.1f} ms" for mode in MODES if mode in costs)
         return Choice(best, f"{best}: the caches hold whole what is asked for most ({told})")
+
+    def _tally(self) -> None:
+        """The last request is over, and counts in whether the regime turns."""
+        took_s, expected, regime = self._took_s, self._expected, self._regime
+        self._took_s, self._expected = 0.0, None
+        if took_s and expected is not None and regime.tally(took_s, expected) and regime.whole:
+            self._before = deepcopy(self._costs)
 
     def _hoped(self, n_tokens: int, stored: Stored) -> dict[str, float]:
         """What it would take in each mode, with so much of it in no cache."""
@@ -163,23 +173,6 @@ class Rates:
         if late is not None and long is not None:
             costs["exact"] += long - late
         return costs
-
-    def _otherwise(self, n_tokens: int, stored: Stored, now: Mapping[str, float]) -> float:
-        """What a request would take in the first regime: by what reads took before it turned, and
-        how much of this prefix no cache held then."""
-        cold = round(self._regime.chosen(stored.spans) * stored.n_bytes)
-        then = _known(self._before.estimate(n_tokens, replace(stored, cold_bytes=cold)))
-        then = {mode: s * self._slower for mode, s in then.items()}
-        then["recompute"] = now["recompute"]
-        return then[decide("sparse", MODES, then).mode]
-
-    def _follow(self, n_tokens: int, stored: Stored, seconds: float) -> None:
-        """The machine may have become slower since: what reads took before is corrected by rows
-        that are still chosen. By those alone it could not be known any more: they are of prefixes
-        of which nothing is in a cache."""
-        before = self._before.estimate(n_tokens, stored)["sparse"]
-        if before:
-            self._slower += (seconds / before - self._slower) / _NEWEST
 
     def _doubted(self, seconds: Mapping[str, float | None], chosen: str) -> bool:
         """Whether recomputing may be the cheapest after all, because few forwards have told what it

@@ -23,11 +23,11 @@ DECAY: Final = 0.9
 _MOST_AGE: Final = 16
 #: Below this share of the full determinant, samples are too alike to tell their costs apart.
 _LEAST_SPREAD: Final = 1e-3
-#: Once so many samples are known, a new one counts as at most _MOST_SURPRISE times what the fit
+#: Once so many samples are known, a new one counts as at most MOST_SURPRISE times what the fit
 #: expects: a disk stalls now and then. One that has really become slow is believed some 15 requests
 #: later (four times as slow) to 30 (sixteen times).
 KNOWN: Final = 5
-_MOST_SURPRISE: Final = 2.0
+MOST_SURPRISE: Final = 2.0
 
 
 class Span(NamedTuple):
@@ -80,7 +80,7 @@ class Fit:
         """One sample: what was asked for, and how long it took."""
         expected = self.seconds(amounts)
         if expected and self.n_samples >= KNOWN:
-            seconds = min(seconds, _MOST_SURPRISE * expected)
+            seconds = min(seconds, MOST_SURPRISE * expected)
         x = np.asarray(amounts, dtype=np.float64)
         self._products = self._decay * self._products + np.outer(x, x)
         self._by_seconds = self._decay * self._by_seconds + seconds * x

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from impress.engines.costs import Span
+from impress.engines.costs import MOST_SURPRISE, Span
 from impress.usage.remembered import HALF_LIFE
 
 #: Spans of which uses are known, and prefixes whose bytes are; others are forgotten, those of the
@@ -28,17 +28,25 @@ _MOST: Final = 4096
 _ENOUGH: Final = 32
 _DECAY: Final = 1 - 1 / 64
 #: Requests until the caches have followed; and until it may be seen that there is no hope.
-_SETTLE: Final = 48
+_SETTLE: Final = 64
 _GIVE_UP: Final = 16
+_HOPELESS: Final = 1.25
 #: Hot prefixes are read whole where that is expected to take less than so many times what requests
-#: take now (what is known of it beforehand is of caches that are not made for it), and go on so
-#: where it turns out to gain this share; until it loses as much.
+#: take now, the first time and later: what reading one takes that lies in the caches is not known
+#: before. They are so on where it turns out to gain this share, until it loses as much.
+_FIRST_TRY: Final = 1.5
 _TRY: Final = 1.1
 _GAIN: Final = 0.02
 #: Else it is tried again after so many times as many requests, up to _MOST of them. At once where
 #: it gained for so long; and after _MOST requests the other is looked at again.
 _AGAIN: Final = 8
 _LONG: Final = 256
+#: So many requests a try may take to show it, while it loses no more than that.
+_UNDECIDED: Final = 96
+#: Of so many requests for a prefix is the mean what it takes; of so many estimates (which follow
+#: the machine themselves) whether it has become slower.
+_OWN: Final = 4
+_NEWEST: Final = 4
 
 
 class IfWhole:
@@ -103,25 +111,49 @@ class IfWhole:
         return i
 
 
+class Expected(NamedTuple):
+    """Of a request for n_bytes up to a span, seconds: so; in the other regime, None: as was noted
+    of it there; in this one, once the caches have followed."""
+
+    last: Span
+    n_bytes: int
+    so_s: float
+    other_s: float | None
+    hoped_s: float
+
+
 class Regime:
-    """Whether hot prefixes are read whole: by what requests cost so, and would otherwise."""
+    """Whether hot prefixes are read whole: by what requests take so, and would otherwise."""
 
     def __init__(self) -> None:
         self.whole = False
         self._wait = _ENOUGH  # requests until it may turn
         self._n = -_SETTLE  # at first the caches are empty
         self._so_s = self._other_s = 0.0
+        # Of prefixes while rows of all were chosen: seconds a byte, and the mean of all of them.
         self._chosen: OrderedDict[Span, float] = OrderedDict()
-        self._cold_share, self._n_noted = 1.0, 0  # the mean of those
+        self._mean, self._n_noted = 0.0, 0
+        self._slower = [0.0, 0.0, 0.0]  # see `follow`
 
-    def tally(self, so_s: float, other_s: float, hoped_s: float) -> bool:
-        """A request takes `so_s` now, and would take `other_s` in the other regime; `hoped_s`: in
-        this one, once the caches have followed. True: it has turned, and the next is for the other.
-        """
+    @property
+    def slower(self) -> float:
+        """How many times as long requests take as when it turned."""
+        sum_then, n_then, now = self._slower
+        return now / (sum_then / n_then) if n_then and now else 1.0
+
+    def tally(self, took_s: float, expected: Expected) -> bool:
+        """A request took so long. True: it has turned, and the next is for the other."""
         self._n += 1
         if self._n == 1:
             self._so_s = self._other_s = 0.0
-        self._so_s = _DECAY * self._so_s + (so_s if self._n > 0 else hoped_s)
+        took_s = min(took_s, MOST_SURPRISE * expected.so_s)
+        other_s = expected.other_s
+        if other_s is None:
+            rate = self._chosen.get(expected.last, self._mean)
+            other_s = self.slower * rate * expected.n_bytes
+        elif self._n > 0:  # the caches have followed
+            self._note(expected.last, took_s / expected.n_bytes)
+        self._so_s = _DECAY * self._so_s + (took_s if self._n > 0 else expected.hoped_s)
         self._other_s = _DECAY * self._other_s + other_s
         if not self._is_over():
             return False
@@ -129,30 +161,35 @@ class Regime:
             again = _ENOUGH if self._n >= _LONG else self._wait * _AGAIN
             self._wait = min(again, _MOST)
         self.whole = not self.whole
-        self._n, self._so_s, self._other_s = -_SETTLE, 0.0, 0.0
+        self._n, self._so_s, self._other_s, self._slower = -_SETTLE, 0.0, 0.0, [0.0, 0.0, 0.0]
         return True
+
+    def follow(self, times: float) -> None:
+        """A request takes so many times as long as was expected of one like it before it turned.
+        What is out at first, while the caches follow, is out of what was expected."""
+        if self._n <= 0:
+            self._slower[0] += times
+            self._slower[1] += 1
+            self._slower[2] = self._slower[0] / self._slower[1]
+        else:
+            self._slower[2] += (times - self._slower[2]) / _NEWEST
 
     def _is_over(self) -> bool:
         if not self.whole:
-            return self._n >= self._wait and self._other_s < _TRY * self._so_s
-        n = self._n if self._n > 0 else self._n + _SETTLE
-        if n < _ENOUGH or self._n <= 0:  # what was hoped for is known better by now
-            return n >= _GIVE_UP and self._so_s > _TRY * self._other_s
-        most = 1 - _GAIN if n == _ENOUGH else 1 + _GAIN
-        return self._so_s > most * self._other_s or n >= _MOST
+            most = _FIRST_TRY if self._wait == _ENOUGH else _TRY
+            return self._n >= self._wait and self._other_s < most * self._so_s
+        lost, n = self._so_s / max(self._other_s, 1e-9), self._n
+        if n <= 0:  # what was hoped for is known better by now
+            return n + _SETTLE >= _GIVE_UP and lost > _HOPELESS
+        if n < _UNDECIDED:
+            return n >= _ENOUGH and lost > _TRY
+        return lost > (1 - _GAIN if n == _UNDECIDED else 1 + _GAIN) or n >= _MOST
 
-    def note_chosen(self, spans: Sequence[Span], cold_share: float) -> None:
-        """This share of a prefix no cache holds while rows of all are chosen; of no account before
-        the caches have followed."""
-        if self._n < 0:
-            return
-        self._chosen[spans[-1]] = cold_share
-        self._chosen.move_to_end(spans[-1])
+    def _note(self, last: Span, rate: float) -> None:
+        before = self._chosen.get(last, rate)
+        self._chosen[last] = before + (rate - before) / _OWN
+        self._chosen.move_to_end(last)
         if len(self._chosen) > _MOST:
             self._chosen.popitem(last=False)
         self._n_noted += 1
-        self._cold_share += (cold_share - self._cold_share) * max(1 / self._n_noted, 1 - _DECAY)
-
-    def chosen(self, spans: Sequence[Span]) -> float:
-        """What was noted of it last; of a prefix not asked for then, the mean."""
-        return self._chosen.get(spans[-1], self._cold_share)
+        self._mean += (rate - self._mean) * max(1 / self._n_noted, 1 - _DECAY)
