@@ -183,7 +183,7 @@ class PrefixStore:
         """
         root, labels, _ = self._names_of(token_ids, extra, tenant)
         self._leases.reap()
-        off = self._pool.n_stuck(self.config.read_timeout_s) == self._pool.n_threads
+        off = self._pool.is_stuck(self.config.read_timeout_s)
         held = [] if off else self._home.catalog.hold(root, labels, count=True)
         lease: Lease | None = None
         try:

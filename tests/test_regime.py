@@ -195,14 +195,17 @@ def test_each_prefix_is_held_against_what_it_took_itself(monkeypatch: pytest.Mon
     monkeypatch.setattr(regime, "_MOST", 2)
     r = Regime()
     for i in [0] * 64 + [0, 1, 0, 2]:  # at first the caches are not filled
-        r.tally(1.0 + i, Expected(span(i), 2, 1.0 + i, 9.0, 1.0))
-    assert dict(r._chosen) == {span(0): 0.5, span(2): 1.5}
-    assert r._mean == pytest.approx((0.5 + 1.0 + 0.5 + 1.5) / 4)
+        r.tally(1.5 + 2 * i, Expected(span(i), 2 + i, 1.5 + 2 * i, 9.0, 1.0, 0.5))
+    assert dict(r._chosen) == {span(0): 0.5, span(2): 5 / 4} and r.knows(span(2))
     r.whole = True
-    for i, want in ((0, 1.0), (2, 3.0), (7, 1.75)):
+    for i, n_bytes, rest_s, want in ((0, 2, 0.5, 1.5), (0, 2, 2.0, 3.0), (2, 4, 0.0, 5.0)):
         before = r._other_s
-        r.tally(1.0, Expected(span(i), 2, 1.0, None, 1.0))
+        r.tally(1.0, Expected(span(i), n_bytes, 1.0, None, 1.0, rest_s))
         assert r._other_s - regime._DECAY * before == pytest.approx(want)
+    before, weights = r._other_s, regime._DECAY ** np.arange(4)[::-1]
+    r.tally(1.0, Expected(span(7), 100, 1.0, None, 1.0))
+    mean = np.dot(weights, [1.0, 3.0, 1.0, 5.0]) / np.dot(weights, [2, 3, 2, 4])
+    assert r._other_s - regime._DECAY * before == pytest.approx(100 * mean)
 
 
 # --- an engine that goes by it ------------------------------------------------------------------
@@ -276,6 +279,7 @@ def taken(
         else:
             rates.note_forward(mode, 64, 0.01)
             rates.note_read(mode, stored, ms[-1] / 1e3 - 0.01)
+        rates.note_request(mode, ms[-1] / 1e3)
     return float(np.mean(ms[-300:]))
 
 
@@ -300,6 +304,24 @@ def test_rows_are_chosen_of_all_prefixes_where_that_is_cheaper() -> None:
     assert taken(CHEAP) < 1.03 * chosen
 
 
+def test_a_request_that_went_another_way_tells_nothing() -> None:
+    """A prefix that was lost and recomputed counted as a read that took so long."""
+    rates = Rates()
+    stored = Stored(5000, 32, 1 << 20, 1 << 20, (span(1, 1 << 20),), 1 << 22)
+    rates.note_forward("recompute", 5064, 0.5)
+    for mode in ("sparse", "exact"):
+        rates.note_forward(mode, 64, 0.01)
+        rates.note_read(mode, stored, 0.2)
+    rates.choose("sparse", 5064, stored)
+    begun = rates._regime._n
+    rates.note_request("recompute", 0.5)
+    rates.note_request("sparse", 0.21)  # of no request that was chosen for
+    assert rates._regime._n == begun
+    rates.choose("sparse", 5064, stored)
+    rates.note_request("sparse", 0.21)
+    assert rates._regime._n == begun + 1
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_an_engine_reads_whole_what_its_caches_would_hold(tmp_path: Path) -> None:
     model, ids = model_of("llama"), request_ids()
@@ -322,3 +344,8 @@ def test_an_engine_reads_whole_what_its_caches_would_hold(tmp_path: Path) -> Non
         engine.generate(ids, max_new_tokens=1)
         assert engine.last_request.mode == "exact" and engine.last_request.hit_tokens == HIT
         assert "the caches hold whole what is asked for most" in engine.last_request.why
+        counted = rates._regime._n
+        rates._regime.tally(1.0, Expected(spans[-1], n_bytes, 1.0, None, 1.0))  # it may count
+        assert rates._regime._n == counted + 1
+        engine.generate(ids.flip(1), max_new_tokens=1)  # a miss is not charged to the hit before it
+        assert engine.last_request.mode == "recompute" and rates._regime._n == counted + 1

@@ -20,6 +20,11 @@ def pieces_of(data: Bytes) -> Sums:
     return sums_of(data, PAGE)[None]
 
 
+def filled(cache: ChunkCache, plane: int, chunk: Bytes) -> None:
+    cache.fill(0, plane, chunk)
+    cache.sums.keep(0, plane, chunk, pieces_of(chunk)[0])
+
+
 def read(cache: ChunkCache, plane: int, entry: int, as_one_of: Sums) -> Bytes:
     entries, dest = np.array([entry]), aligned(N * PAGE)[: N * PAGE]
     sums = cache.sums.of(plane, entries, as_one_of)
@@ -36,7 +41,7 @@ def test_an_entry_s_bytes_pass_for_no_other_chunk_s(
     what the entry holds alone, any chunk's bytes would be right."""
     cache = ChunkCache(2 * sum(PLANES.values()), PLANES, 1)
     chunk = noise(N * PAGE, seed=7)
-    cache.fill(0, plane, chunk, pieces_of(chunk)[0])
+    filled(cache, plane, chunk)
     assert np.array_equal(read(cache, plane, 0, pieces_of(chunk)), chunk)
     swapped = chunk.reshape(N, PAGE)[mixed].reshape(-1)  # the same pieces in another order, too
     for not_it in (noise(N * PAGE, seed=8), *([swapped] if mixed != sorted(mixed) else [])):
@@ -50,7 +55,7 @@ def test_an_entry_s_bytes_pass_for_no_other_chunk_s(
 @given(st.integers(0, N * PAGE - 1), st.integers(0, 7))
 def test_a_bit_that_flips_in_a_copy_is_found(byte: int, bit: int) -> None:
     cache, chunk = ChunkCache(sum(PLANES.values()), PLANES, 1), noise(N * PAGE, seed=7)
-    cache.fill(0, 1, chunk, pieces_of(chunk)[0])
+    filled(cache, 1, chunk)
     cache.tier._arena[N * PAGE + byte] ^= 1 << bit  # type: ignore[attr-defined]
     with pytest.raises(ReadFailed, match="1 bad piece"):
         read(cache, 1, 0, pieces_of(chunk))

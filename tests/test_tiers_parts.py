@@ -380,6 +380,44 @@ def test_no_more_threads_copy_than_there_are_processors(monkeypatch: pytest.Monk
     assert all(ticket.wait(60) for ticket in tickets) and pool.close(60)
 
 
+def test_beside_copies_that_wait_nothing_runs_that_nobody_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads that may not copy took what climbs instead, which copies, too."""
+    monkeypatch.setattr(iopool, "_PROCESSORS", 1)
+    pool, gate, began, ran = IoPool(3), threading.Event(), threading.Event(), list[str]()
+
+    def held() -> None:
+        began.set()
+        assert gate.wait(60)
+
+    first = pool.submit(Lane.DEMAND, [held, lambda: ran.append("copy")], copies=True)
+    assert began.wait(60)
+    behind = pool.submit(Lane.PROMOTE, [lambda: ran.append("behind")])
+    stored = pool.submit(Lane.STORE, [lambda: ran.append("store")])
+    assert stored.wait(60) and ran == ["store"]
+    assert not pool.is_stuck(60)
+    gate.set()
+    assert first.wait(60) and behind.wait(60)
+    assert ran == ["store", "copy", "behind"] and pool.close(60)
+
+
+def test_where_all_that_may_copy_hang_no_read_could_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never all threads could hang in copies, so leases were hits, and each waited its limit."""
+    monkeypatch.setattr(iopool, "_PROCESSORS", 1)
+    pool, gate, began = IoPool(3), threading.Event(), threading.Event()
+    ticket = pool.submit(
+        Lane.DEMAND, [lambda: began.set() or (gate.wait(60) and None)], copies=True
+    )
+    assert began.wait(60)
+    now = iopool.monotonic()
+    monkeypatch.setattr(iopool, "monotonic", lambda: now + 10)
+    assert pool.is_stuck(5) and pool.n_stuck(5) == 1 and not pool.is_stuck(15)
+    gate.set()
+    assert ticket.wait(60) and pool.idle(60) and not pool.is_stuck(5)
+    assert pool.close(60)
+
+
 def test_what_nobody_waits_for_keeps_to_one_thread_and_all_of_it_comes_to_its_turn() -> None:
     """Eight threads at copies at once cost the next demand its processors. That one thread, called
     to something urgent, must not take the turn of what waits behind it with it."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
 from itertools import count
+from operator import and_
 from time import monotonic
 from typing import Final
 
@@ -23,9 +24,10 @@ _VAIN_S: Final = 10.0
 
 
 class Lane(IntEnum):
-    """Urgency; a lower lane runs only when every higher one is empty.
+    """Urgency; a lower lane runs only when every higher one is empty, but for copies that wait for
+    a processor: behind these nothing runs that nobody waits for.
 
-    From PROMOTE on, what nobody waits for.
+    That is what there is from PROMOTE on.
     """
 
     DEMAND = 0
@@ -71,6 +73,7 @@ class IoPool:
         self._at = [0, 0]  # threads at work that somebody waits for, and at other work
         self._n_copying = 0  # of both
         self._since = [0.0] * n_threads  # when each began the task it is at; 0: idle
+        self._is_copying = [False] * n_threads
         self._threads: list[threading.Thread] = []
         try:
             for i in range(n_threads):
@@ -179,8 +182,17 @@ class IoPool:
 
     def n_stuck(self, limit_s: float) -> int:
         """Threads that have been at one task for longer than limit_s: the medium holds them."""
+        return sum(self._stuck(limit_s))
+
+    def is_stuck(self, limit_s: float) -> bool:
+        """Whether all threads are, or all that may copy at once: no read could end."""
+        stuck = self._stuck(limit_s)
+        n_copies = sum(map(and_, stuck, self._is_copying))
+        return all(stuck) or n_copies >= _PROCESSORS
+
+    def _stuck(self, limit_s: float) -> list[bool]:
         begun_before = monotonic() - limit_s
-        return sum(0.0 < since < begun_before for since in self._since)
+        return [0.0 < since < begun_before for since in self._since]
 
     def close(self, timeout_s: float) -> bool:
         """Run what is queued, stop the threads; False when one is stuck past timeout_s."""
@@ -195,6 +207,11 @@ class IoPool:
     def _is_queued(self) -> bool:
         return any(self._others) or any(self._copies)
 
+    def _is_behind(self, lane: Lane) -> bool:
+        """Whether something waits that nobody waits for, behind copies of this lane."""
+        some = any(self._others[Lane.PROMOTE :]) or any(self._copies[Lane.PROMOTE :])
+        return lane < Lane.PROMOTE and some
+
     def _n_free(self) -> int:
         """How many more threads may copy."""
         return max(_PROCESSORS - self._n_copying, 0)
@@ -204,11 +221,15 @@ class IoPool:
             while True:
                 free, may_copy = self._n_behind - self._at[1], self._n_free() > 0
                 for lane in Lane if free else _WAITED_FOR:
+                    if lane >= Lane.PROMOTE and any(self._copies[: Lane.PROMOTE]):
+                        break  # processors are wanted for these
                     queued, copies = self._others[lane], self._copies[lane]
                     if may_copy and copies and not (queued and _in_turn(queued, copies)):
                         queued = copies
                     if queued:
                         job = lane, queued is copies, *queued[0]
+                        if queued is copies and len(queued) == 1 and self._is_behind(lane):
+                            self._wake.notify()  # its turn, once these are gone
                         queued.popleft()  # at last: behind it nothing asks for memory
                         self._at[lane >= Lane.PROMOTE] += 1
                         self._n_copying += queued is copies
@@ -233,7 +254,7 @@ class IoPool:
             return False
         lane, copies, ticket, task = job
         try:
-            self._since[number] = monotonic()
+            self._is_copying[number], self._since[number] = copies, monotonic()
             ticket.run(task)
         finally:
             self._since[number] = 0.0
@@ -242,6 +263,8 @@ class IoPool:
             with self._lock:
                 self._at[lane >= Lane.PROMOTE] -= 1
                 self._n_copying -= copies
+                if copies and lane >= Lane.PROMOTE:
+                    self._wake.notify()  # this thread may be wanted for another copy
                 if not any(self._at) and not self._is_queued():
                     self._quiet.notify_all()
         return True

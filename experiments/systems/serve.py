@@ -198,6 +198,7 @@ class Server:
         rates.note_forward(served.mode, n_tokens + N_NEW - hit, forward_s)
         if served.mode != "recompute":
             rates.note_read(served.mode, stored, served.io_s * times)
+        rates.note_request(served.mode, served.ttft_s * times)
 
     def _recompute(self, begin: float, n_tokens: int) -> Served:
         for _ in range(self._geometry.n_layers):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from impress.cache.heap import MinHeap
 from impress.cache.sums import CopySums
-from tiers.base import Bytes, Cache, Extent, Slot, Sums
+from tiers.base import Bytes, Cache, Extent, Slot
 from tiers.dram import DramTier
 
 Ids = npt.NDArray[np.int64]
@@ -227,10 +227,9 @@ class ChunkCache:
             self._forget(entries[self._owner[entries, 0] >= 0])
             self._free(entries)
 
-    def fill(self, entry: int, plane: int, data: Bytes, sums: Sums) -> None:
-        """Copy one plane of a chunk in, whose pieces have these sums. The entry is this caller's
-        until published."""
-        self.sums.keep(entry, plane, data, sums)
+    def fill(self, entry: int, plane: int, data: Bytes) -> None:
+        """Copy one plane of a chunk in. The entry is this caller's until published; before that
+        `sums` is told, of data that has been compared since."""
         self.tier.write(self.slot(entry), self._offs[plane], data)
 
     def drop_span(self, span: int) -> None:

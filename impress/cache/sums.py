@@ -28,7 +28,8 @@ class CopySums:
         self._kept = {plane: np.zeros(capacity, dtype=np.uint64) for plane in planes}
 
     def keep(self, entry: int, plane: int, data: Bytes, pieces: Sums) -> None:
-        """These bytes are in the entry. `pieces`: the sums of theirs, [pieces]."""
+        """These bytes are in the entry. `pieces`: the sums of theirs, [pieces], that they have been
+        compared with."""
         self._kept[plane][entry] = np.uint64(digest(data)) ^ _key(pieces[None])[0]
 
     def of(self, plane: int, entries: Ids, pieces: Sums) -> Sums:

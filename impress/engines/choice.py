@@ -63,8 +63,8 @@ class Rates:
         # are too alike to tell what one takes that finds all in the caches.
         self._whole_reads = Fit(3, 1 - 1 / _WHOLE_READS)
         self._before = self._costs  # as they were when the regime turned
-        self._took_s = 0.0  # the request under way, as far as it is known
-        self._expected: Expected | None = None  # of it, where it counts in the regime
+        # Of the request under way and its mode, where it counts in the regime.
+        self._expected: tuple[str, Expected] | None = None
 
     def note_forward(self, mode: str, n_tokens: int, seconds: float) -> None:
         """A request computed n_tokens, and took so long, reads not counted.
@@ -76,15 +76,22 @@ class Rates:
             self._begun.add(mode)
             self._expected = None
             return
-        self._took_s += seconds
         self._costs.forwards[mode].note((1, n_tokens), seconds)
 
     def note_read(self, mode: str, stored: Stored, seconds: float) -> None:
         """A prefix was read in a mode, and so long was waited for it."""
-        self._took_s += seconds
         self._costs.reads[mode].note(stored.amounts, seconds)
         if mode == "exact":
             self._whole_reads.note(stored.amounts, seconds)
+
+    def note_request(self, mode: str, seconds: float) -> None:
+        """The request that was chosen for last took so long to its first token; to be noted behind
+        its forward and its read. Where it went another way than it was to, it tells nothing."""
+        (expected_mode, expected), self._expected = self._expected or ("", None), None
+        if expected is None or mode != expected_mode:
+            return
+        if self._regime.tally(seconds, expected) and self._regime.whole:
+            self._before = deepcopy(self._costs)
 
     def estimate(self, n_tokens: int, stored: Stored) -> dict[str, float | None]:
         """Seconds to the first token of n_tokens in each mode; None where too little is known."""
@@ -99,7 +106,7 @@ class Rates:
         Effects: counts who was passed over, and what would lie in the caches. `own_is_wanted`: the
         policy's own mode is wanted for more than its time, so it waits for _WANTED at most.
         """
-        self._tally()
+        self._expected = None
         allowed = {own, "exact", "recompute"}
         seconds = self.estimate(n_tokens, stored)
         reads = self._costs.reads.get(own)
@@ -148,22 +155,19 @@ class Rates:
             best = min(costs, key=lambda mode: costs[mode])
         else:
             best = decide("sparse", MODES, costs).mode
-        about = stored.spans[-1], stored.n_bytes
+        last, n_bytes = stored.spans[-1], stored.n_bytes
+        rest_s = self._costs.forward("exact", n_tokens - stored.n_tokens) or 0.0
         if not regime.whole:
-            self._expected = Expected(*about, now[choice.mode], costs[best], now[choice.mode])
+            so_s = now[choice.mode]
+            expected = Expected(last, n_bytes, so_s, costs[best], so_s, rest_s)
+            self._expected = choice.mode, expected
             return choice
-        self._expected = Expected(*about, now[best], None, costs[best])
+        if now[best] >= _LEAST_GAIN_S or regime.knows(last):  # others were not noted, either
+            self._expected = best, Expected(last, n_bytes, now[best], None, costs[best], rest_s)
         if best == "sparse" and (before := self._before.estimate(n_tokens, stored)["sparse"]):
             regime.follow(now["sparse"] / before)
         told = ", ".join(f"{mode} {costs[mode] * 1e3:.1f} ms" for mode in MODES if mode in costs)
         return Choice(best, f"{best}: the caches hold whole what is asked for most ({told})")
-
-    def _tally(self) -> None:
-        """The last request is over, and counts in whether the regime turns."""
-        took_s, expected, regime = self._took_s, self._expected, self._regime
-        self._took_s, self._expected = 0.0, None
-        if took_s and expected is not None and regime.tally(took_s, expected) and regime.whole:
-            self._before = deepcopy(self._costs)
 
     def _hoped(self, n_tokens: int, stored: Stored) -> dict[str, float]:
         """What it would take in each mode, with so much of it in no cache."""

@@ -136,15 +136,16 @@ class Costs:
 
     def estimate(self, n_tokens: int, stored: Stored) -> dict[str, float | None]:
         """Seconds to the first token of n_tokens in each mode; None where too little is known."""
-        known = {"recompute": self._forward("recompute", n_tokens)}
+        known = {"recompute": self.forward("recompute", n_tokens)}
         for mode, fit in self.reads.items():
-            rest = self._forward(mode, n_tokens - stored.n_tokens)
+            rest = self.forward(mode, n_tokens - stored.n_tokens)
             read = fit.seconds(stored.amounts)
             known[mode] = None if rest is None or read is None else rest + read
         return known
 
-    def _forward(self, mode: str, n_tokens: int) -> float | None:
-        """By the mode's own requests; before the first, by those of the mode most like it."""
+    def forward(self, mode: str, n_tokens: int) -> float | None:
+        """Seconds to compute so many tokens: by the mode's own requests; before the first, by those
+        of the mode most like it."""
         for one in (mode, "exact", "sparse", "recompute"):
             if (seconds := self.forwards[one].seconds((1, n_tokens))) is not None:
                 return seconds

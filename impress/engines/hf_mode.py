@@ -142,3 +142,5 @@ class Modes:
         self.rates.note_forward(request.mode, n_computed, max(turn_ms / 1e3 - wait_s, 0.0))
         if request.hit_tokens and way.stored is not None:
             self.rates.note_read(request.mode, way.stored, wait_s)
+        if way.stored is not None:
+            self.rates.note_request(request.mode, turn_ms / 1e3)

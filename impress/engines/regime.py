@@ -113,13 +113,15 @@ class IfWhole:
 
 class Expected(NamedTuple):
     """Of a request for n_bytes up to a span, seconds: so; in the other regime, None: as was noted
-    of it there; in this one, once the caches have followed."""
+    of it there; in this one, once the caches have followed. `rest_s`: of each for its own tokens,
+    which are not always as many."""
 
     last: Span
     n_bytes: int
     so_s: float
     other_s: float | None
     hoped_s: float
+    rest_s: float = 0.0
 
 
 class Regime:
@@ -130,9 +132,11 @@ class Regime:
         self._wait = _ENOUGH  # requests until it may turn
         self._n = -_SETTLE  # at first the caches are empty
         self._so_s = self._other_s = 0.0
-        # Of prefixes while rows of all were chosen: seconds a byte, and the mean of all of them.
+        self._tried = False
+        # Of prefixes while rows of all were chosen: seconds a byte, without what a request takes
+        # for its own tokens; and of all of them together seconds and bytes.
         self._chosen: OrderedDict[Span, float] = OrderedDict()
-        self._mean, self._n_noted = 0.0, 0
+        self._sum_s = self._sum_bytes = 0.0
         self._slower = [0.0, 0.0, 0.0]  # see `follow`
 
     @property
@@ -140,6 +144,10 @@ class Regime:
         """How many times as long requests take as when it turned."""
         sum_then, n_then, now = self._slower
         return now / (sum_then / n_then) if n_then and now else 1.0
+
+    def knows(self, last: Span) -> bool:
+        """Whether the prefix up to this span was asked for while rows of all were chosen."""
+        return last in self._chosen
 
     def tally(self, took_s: float, expected: Expected) -> bool:
         """A request took so long. True: it has turned, and the next is for the other."""
@@ -149,10 +157,11 @@ class Regime:
         took_s = min(took_s, MOST_SURPRISE * expected.so_s)
         other_s = expected.other_s
         if other_s is None:
-            rate = self._chosen.get(expected.last, self._mean)
-            other_s = self.slower * rate * expected.n_bytes
+            mean = self._sum_s / max(self._sum_bytes, 1.0)
+            rate = self._chosen.get(expected.last, mean)
+            other_s = self.slower * rate * expected.n_bytes + expected.rest_s
         elif self._n > 0:  # the caches have followed
-            self._note(expected.last, took_s / expected.n_bytes)
+            self._note(expected.last, expected.n_bytes, max(took_s - expected.rest_s, 0.0))
         self._so_s = _DECAY * self._so_s + (took_s if self._n > 0 else expected.hoped_s)
         self._other_s = _DECAY * self._other_s + other_s
         if not self._is_over():
@@ -160,7 +169,7 @@ class Regime:
         if self.whole:
             again = _ENOUGH if self._n >= _LONG else self._wait * _AGAIN
             self._wait = min(again, _MOST)
-        self.whole = not self.whole
+        self.whole, self._tried = not self.whole, True
         self._n, self._so_s, self._other_s, self._slower = -_SETTLE, 0.0, 0.0, [0.0, 0.0, 0.0]
         return True
 
@@ -176,7 +185,7 @@ class Regime:
 
     def _is_over(self) -> bool:
         if not self.whole:
-            most = _FIRST_TRY if self._wait == _ENOUGH else _TRY
+            most = _TRY if self._tried else _FIRST_TRY
             return self._n >= self._wait and self._other_s < most * self._so_s
         lost, n = self._so_s / max(self._other_s, 1e-9), self._n
         if n <= 0:  # what was hoped for is known better by now
@@ -185,11 +194,12 @@ class Regime:
             return n >= _ENOUGH and lost > _TRY
         return lost > (1 - _GAIN if n == _UNDECIDED else 1 + _GAIN) or n >= _MOST
 
-    def _note(self, last: Span, rate: float) -> None:
+    def _note(self, last: Span, n_bytes: int, took_s: float) -> None:
+        rate = took_s / n_bytes
         before = self._chosen.get(last, rate)
         self._chosen[last] = before + (rate - before) / _OWN
         self._chosen.move_to_end(last)
         if len(self._chosen) > _MOST:
             self._chosen.popitem(last=False)
-        self._n_noted += 1
-        self._mean += (rate - self._mean) * max(1 / self._n_noted, 1 - _DECAY)
+        self._sum_s = _DECAY * self._sum_s + took_s
+        self._sum_bytes = _DECAY * self._sum_bytes + n_bytes

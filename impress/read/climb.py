@@ -173,10 +173,10 @@ def _copy_up(
     try:
         at = [where[granted - wanted[0]] for where in places]
         chunks = [_chunks(load.pieces(i), at[i], load.shapes[i]) for i in range(len(at))]
-        fill(cache, entries, part.source, load.layer, granted, load.planes, chunks)
-        if load.positions is None:
-            for i in range(len(chunks)):
-                _check(load, part, granted, i, chunks[i])
+        fill(cache, entries, load.planes, chunks)
+        for i in range(len(chunks)):
+            _check(load, part, granted, i, chunks[i])
+        keep(cache, entries, part.source, load.layer, granted, load.planes, chunks)
     except MediumError:  # as where the caller wrote to what it was given, and should not have
         cache.abandon(entries)
         load.reading.counters.add("promotions_failed")
@@ -197,7 +197,8 @@ def _chunks(dest: Bytes, places: Ids, shape: PlaneLayout) -> list[Bytes]:
 def _check(load: Load, part: Part, which: Ids, i: int, chunks: Sequence[Bytes]) -> None:
     """That these chunks of plane number i are still what was read, and so was what was copied.
 
-    All rows of a layer are shown to the caller where they were read into. Raises ReadFailed.
+    All rows of a layer are shown to the caller where they were read into, and chosen ones have
+    waited for their turn; from here on the copy's own sums speak for it. Raises ReadFailed.
     """
     source, shape = part.source, load.shapes[i]
     of_chunks = source.sums_of(load.layer, load.planes[i], which)
@@ -209,14 +210,23 @@ def _check(load: Load, part: Part, which: Ids, i: int, chunks: Sequence[Bytes]) 
 
 
 def fill(
+    cache: ChunkCache, entries: Ids, planes: Sequence[int], chunks: Sequence[Iterable[Bytes]]
+) -> None:
+    """Copy chunks, by plane, into their entries."""
+    for plane, by_entry in zip(planes, chunks, strict=True):
+        for entry, data in zip(entries.tolist(), by_entry, strict=True):
+            cache.fill(entry, plane, data)
+
+
+def keep(
     cache: ChunkCache, entries: Ids, source: Source, layer: int, which: Ids,
     planes: Sequence[int], chunks: Sequence[Iterable[Bytes]],
 ) -> None:  # fmt: skip
-    """Copy `which` chunks of a layer, by plane, into their entries."""
+    """These bytes, compared since they were copied, are `which` chunks of a layer, by plane."""
     for plane, by_entry in zip(planes, chunks, strict=True):
         sums = source.sums_of(layer, plane, which)
         for entry, data, of_pieces in zip(entries.tolist(), by_entry, sums, strict=True):
-            cache.fill(entry, plane, data, of_pieces)
+            cache.sums.keep(entry, plane, data, of_pieces)
 
 
 def publish(reading: Reading, cache: ChunkCache, entries: Ids) -> None:
