@@ -294,9 +294,9 @@ def test_the_scheduler_starts_no_io_and_waits_for_none(
         watched(name)
     submit = IoPool.submit
 
-    def guarded(self: Any, *args: Any) -> Any:
+    def guarded(self: Any, *args: Any, **named: Any) -> Any:
         assert not getattr(inside, "name", ""), f"{inside.name} reads or writes"
-        return submit(self, *args)
+        return submit(self, *args, **named)
 
     monkeypatch.setattr(IoPool, "submit", guarded)
     answers = served.ask(QUESTIONS)
