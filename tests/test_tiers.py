@@ -91,25 +91,6 @@ def test_pieces_are_cut_by_bytes_and_stay_in_order() -> None:
     assert all(some.straight() is not None for some in cut)
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(1, 5))
-def test_long_runs_go_to_neighbouring_places_and_all_others_together(
-    gaps: list[bool], least: int
-) -> None:
-    to = np.cumsum(1 + np.array(gaps))
-    n = len(to)
-    dest = aligned((int(to[-1]) + 1) * PAGE)
-    one = Pieces(np.arange(n) * PAGE, dest, to, np.arange(n, dtype=np.uint64), PAGE)
-    runs, others = one.runs(least * PAGE)
-    assert all(some.straight() is not None and len(some.to) >= least for some in runs)
-    lengths = np.diff(np.flatnonzero([True, *gaps[1:], True]))
-    assert len(runs) == (lengths >= least).sum()
-    found = [*runs, others] if others is not None else runs
-    for name in ("to", "sums", "starts"):
-        got = np.concatenate([getattr(some, name) for some in found])
-        assert np.array_equal(np.sort(got), getattr(one, name))
-    assert others is None or np.array_equal(others.to, to[others.starts // PAGE])
-
-
 def test_slices_cut_at_piece_borders_and_keep_every_byte() -> None:
     tier = DramTier(4 * MIB)
     slot, data = tier.reserve(MIB), noise(MIB)

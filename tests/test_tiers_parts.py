@@ -354,7 +354,7 @@ def test_urgent_lanes_go_first() -> None:
 def test_no_more_threads_copy_than_there_are_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight that copied on two held each other up. What waits for a disk finds a thread all the
     same, and a copy its turn when another's is over, also where that thread is wanted elsewhere."""
-    monkeypatch.setattr(iopool, "_PROCESSORS", 2)
+    monkeypatch.setattr(iopool, "PROCESSORS", 2)
     pool, gates = IoPool(4), [threading.Event() for _ in range(6)]
     began = [threading.Event() for _ in range(6)]
 
@@ -384,7 +384,7 @@ def test_beside_copies_that_wait_nothing_runs_that_nobody_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Threads that may not copy took what climbs instead, which copies, too."""
-    monkeypatch.setattr(iopool, "_PROCESSORS", 1)
+    monkeypatch.setattr(iopool, "PROCESSORS", 1)
     pool, gate, began, ran = IoPool(3), threading.Event(), threading.Event(), list[str]()
 
     def held() -> None:
@@ -404,7 +404,7 @@ def test_beside_copies_that_wait_nothing_runs_that_nobody_waits_for(
 
 def test_where_all_that_may_copy_hang_no_read_could_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never all threads could hang in copies, so leases were hits, and each waited its limit."""
-    monkeypatch.setattr(iopool, "_PROCESSORS", 1)
+    monkeypatch.setattr(iopool, "PROCESSORS", 1)
     pool, gate, began = IoPool(3), threading.Event(), threading.Event()
     ticket = pool.submit(
         Lane.DEMAND, [lambda: began.set() or (gate.wait(60) and None)], copies=True

@@ -82,18 +82,6 @@ class Pieces:
         n = max(1, most_bytes // self.piece_bytes)
         return [self._some(slice(at, at + n)) for at in range(0, len(self.starts), n)]
 
-    def runs(self, least_bytes: int) -> tuple[list[Pieces], Pieces | None]:
-        """Those that go to neighbouring places, as slices of at least so many bytes, and all others
-        (None: there are none). Pure; of pieces that have a place each."""
-        cuts = (np.diff(self.to) != 1).nonzero()[0] + 1
-        counts = np.diff(cuts, prepend=0, append=len(self.to))
-        much = counts * self.piece_bytes >= least_bytes
-        ends = counts.cumsum()
-        borders = zip((ends - counts)[much].tolist(), ends[much].tolist(), strict=True)
-        found = [self._some(slice(first, end)) for first, end in borders]
-        few = ~much.repeat(counts)
-        return found, self._some(few) if few.any() else None
-
     def straight(self) -> Bytes | None:
         """The part of dest they fill, in order and without gaps; None where they do not. Pure."""
         if self.to.ndim > 1:

@@ -19,10 +19,7 @@ _BLOCK: Final = 512 << 10
 #: Pieces of at least so many are brought one by one, straight to their places, and compared while a
 #: core has them in its cache (two cores, 128 KiB, every second place: 17.9 GB/s; in blocks 11).
 _LONG: Final = 64 << 10
-#: Runs of shorter ones of at least so many likewise: of 256 KiB and 1 MiB at 8.7 and 10.4 GB/s a
-#: core, block by block at 7.2 and 8.3; of 64 KiB at 6.5 and 7.1.
-_RUN: Final = 96 << 10
-#: The same where parts of pieces go to places of their own: with smaller ones threads hand the
+#: As _BLOCK, where parts of pieces go to places of their own: with smaller ones threads hand the
 #: interpreter to each other more often (126 MB in parts of 2 KiB on two cores: 45 ms with 512 KiB
 #: and 1,800 hand-offs, 32 with 2 MiB and 700).
 _BLOCK_OF_PARTS: Final = 2 << 20
@@ -75,14 +72,11 @@ class DramTier(Arena):
 
 
 def _blocks(pieces: Pieces) -> list[Pieces]:
-    """What is brought at once: what goes to neighbouring places as it is, where that is much; else
-    so much that a core's cache holds it on the way. Pure."""
+    """What is brought at once: what goes to neighbouring places as it is; else so much that a
+    core's cache holds it on the way. Pure."""
     if pieces.to.ndim > 1:
         return pieces.cut(_BLOCK_OF_PARTS)
-    if pieces.straight() is not None:
-        return [pieces]
-    runs, others = pieces.runs(_RUN)
-    return runs if others is None else runs + others.cut(_BLOCK)
+    return [pieces] if pieces.straight() is not None else pieces.cut(_BLOCK)
 
 
 def _units(starts: npt.NDArray[np.int64], piece_bytes: int) -> tuple[int, npt.NDArray[np.int64]]:

@@ -18,7 +18,7 @@ from tiers.ticket import Task, Ticket
 
 #: Threads that copy within memory at once: more hold each other up, at the interpreter and in the
 #: system's queues. (84 MB, two processors: 6.8 ms by two threads, 8.3 by eight.)
-_PROCESSORS: Final = len(os.sched_getaffinity(0))
+PROCESSORS: Final = len(os.sched_getaffinity(0))
 #: Longest that threads which were started in vain are waited for.
 _VAIN_S: Final = 10.0
 
@@ -188,7 +188,7 @@ class IoPool:
         """Whether all threads are, or all that may copy at once: no read could end."""
         stuck = self._stuck(limit_s)
         n_copies = sum(map(and_, stuck, self._is_copying))
-        return all(stuck) or n_copies >= _PROCESSORS
+        return all(stuck) or n_copies >= PROCESSORS
 
     def _stuck(self, limit_s: float) -> list[bool]:
         begun_before = monotonic() - limit_s
@@ -214,7 +214,7 @@ class IoPool:
 
     def _n_free(self) -> int:
         """How many more threads may copy."""
-        return max(_PROCESSORS - self._n_copying, 0)
+        return max(PROCESSORS - self._n_copying, 0)
 
     def _next(self) -> tuple[Lane, bool, Ticket, Task] | None:
         with self._lock:

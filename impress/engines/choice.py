@@ -87,10 +87,10 @@ class Rates:
     def note_request(self, mode: str, seconds: float) -> None:
         """The request that was chosen for last took so long to its first token; to be noted behind
         its forward and its read. Where it went another way than it was to, it tells nothing."""
-        (expected_mode, expected), self._expected = self._expected or ("", None), None
-        if expected is None or mode != expected_mode:
+        noted, self._expected = self._expected, None
+        if noted is None or noted[0] != mode:
             return
-        if self._regime.tally(seconds, expected) and self._regime.whole:
+        if self._regime.tally(seconds, noted[1]) and self._regime.whole:
             self._before = deepcopy(self._costs)
 
     def estimate(self, n_tokens: int, stored: Stored) -> dict[str, float | None]:

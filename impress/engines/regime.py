@@ -137,13 +137,12 @@ class Regime:
         # for its own tokens; and of all of them together seconds and bytes.
         self._chosen: OrderedDict[Span, float] = OrderedDict()
         self._sum_s = self._sum_bytes = 0.0
-        self._slower = [0.0, 0.0, 0.0]  # see `follow`
+        self._follow_anew()
 
     @property
     def slower(self) -> float:
         """How many times as long requests take as when it turned."""
-        sum_then, n_then, now = self._slower
-        return now / (sum_then / n_then) if n_then and now else 1.0
+        return self._times / self._times_then if self._times_then else 1.0
 
     def knows(self, last: Span) -> bool:
         """Whether the prefix up to this span was asked for while rows of all were chosen."""
@@ -170,18 +169,23 @@ class Regime:
             again = _ENOUGH if self._n >= _LONG else self._wait * _AGAIN
             self._wait = min(again, _MOST)
         self.whole, self._tried = not self.whole, True
-        self._n, self._so_s, self._other_s, self._slower = -_SETTLE, 0.0, 0.0, [0.0, 0.0, 0.0]
+        self._n, self._so_s, self._other_s = -_SETTLE, 0.0, 0.0
+        self._follow_anew()
         return True
 
     def follow(self, times: float) -> None:
         """A request takes so many times as long as was expected of one like it before it turned.
         What is out at first, while the caches follow, is out of what was expected."""
         if self._n <= 0:
-            self._slower[0] += times
-            self._slower[1] += 1
-            self._slower[2] = self._slower[0] / self._slower[1]
+            self._n_then += 1
+            self._times_then += (times - self._times_then) / self._n_then
+            self._times = self._times_then
         else:
-            self._slower[2] += (times - self._slower[2]) / _NEWEST
+            self._times += (times - self._times) / _NEWEST
+
+    def _follow_anew(self) -> None:
+        self._times = self._times_then = 0.0  # now, and on average while the caches followed
+        self._n_then: int = 0
 
     def _is_over(self) -> bool:
         if not self.whole:

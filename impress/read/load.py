@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Sequence
 from functools import partial
 from time import monotonic
@@ -28,7 +27,7 @@ from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
 from tiers.coalesce import LARGE_SLICE, STREAM, TURNS, slice_bytes, slices
 from tiers.errors import HARMLESS, MediumError
-from tiers.iopool import Lane
+from tiers.iopool import PROCESSORS, Lane
 from tiers.slots import Buffer
 from tiers.ticket import Task, Ticket
 
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 _AHEAD: Final = "ahead"
 _ORDER: Final = "order"
 #: Slices of a copy, two a processor: of one that is held up the rest take the second.
-_COPYING: Final = 2 * len(os.sched_getaffinity(0))
+_COPYING: Final = 2 * PROCESSORS
 
 
 class Load:

@@ -211,7 +211,7 @@ def _runs(chunks: Ids, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _fetch(
-    reading: Reading, some: _Wanted, wanted: Ids, ranks: Ranks, cache: ChunkCache,
+    reading: Reading, some: _Wanted, chunks: Ids, ranks: Ranks, cache: ChunkCache,
     below: ChunkCache | None,
 ) -> None:  # fmt: skip
     """Neighbouring chunks into `cache`, from the one below or from home.
@@ -221,7 +221,7 @@ def _fetch(
     """
     source, layer = some.source, some.layer
     n_windows = source.held.record.n_windows
-    granted, entries = cache.admit(source.span, n_windows, layer, wanted, ranks)
+    granted, entries = cache.admit(source.span, n_windows, layer, chunks, ranks)
     if not len(granted):
         return
     buffers: list[Buffer] = []
@@ -231,9 +231,9 @@ def _fetch(
             buffers.append(reading.rent(shape.chunk_bytes * len(granted)))
         dests = [buffer.array for buffer in buffers]
         _read(reading, source, layer, granted, below, dests)
-        chunks = [dest.reshape(len(granted), -1) for dest in dests]
-        fill(cache, entries, (K, V), chunks)
-        keep(cache, entries, source, layer, granted, (K, V), chunks)  # compared as they were read
+        data = [dest.reshape(len(granted), -1) for dest in dests]
+        fill(cache, entries, (K, V), data)
+        keep(cache, entries, source, layer, granted, (K, V), data)  # compared as they were read
     except BaseException as err:
         cache.abandon(entries)
         if not isinstance(err, MediumError):
