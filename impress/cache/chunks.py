@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from impress.cache.heap import MinHeap
 from impress.cache.sums import CopySums
-from tiers.base import Bytes, Cache, Extent, Slot
+from tiers.base import Bytes, Cache, Extent, Slot, Sums
 from tiers.dram import DramTier
 
 Ids = npt.NDArray[np.int64]
@@ -227,10 +227,11 @@ class ChunkCache:
             self._forget(entries[self._owner[entries, 0] >= 0])
             self._free(entries)
 
-    def fill(self, entry: int, plane: int, data: Bytes) -> None:
-        """Copy one plane of a chunk in. The entry is this caller's until published; before that
-        `sums` is told, of data that has been compared since."""
+    def fill(self, entry: int, plane: int, data: Bytes, pieces: Sums) -> None:
+        """Copy one plane of a chunk in. The entry is this caller's until published. `pieces`: the
+        sums of data's, [pieces], that it has been compared with; nobody else may write to it."""
         self.tier.write(self.slot(entry), self._offs[plane], data)
+        self.sums.keep(entry, plane, data, pieces)
 
     def drop_span(self, span: int) -> None:
         """Its copies are found no more. Pinned and filling ones are freed by their last user."""

@@ -2,14 +2,15 @@
 
     buffers a layer was read into ─chunks that were used→ entries of the cache above
 
-What the caller saw there is compared with its sums: what it wrote to it stays out.
+What the caller saw there is taken out of its reach and compared with its sums: what it wrote to it
+stays out.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -23,7 +24,6 @@ from impress.read.plan import runs_of
 from impress.read.reading import Reading
 from impress.read.tickets import nothing
 from impress.read.worth import ranks_if_used
-from impress.spans.layout import PlaneLayout
 from tiers.base import Bytes, Read, verify
 from tiers.errors import MediumError
 from tiers.iopool import Lane
@@ -170,13 +170,12 @@ def _copy_up(
     wanted = part.first + first + np.arange(len(places[0]))
     n_windows = part.source.held.record.n_windows
     granted, entries = cache.admit(part.span, n_windows, load.layer, wanted, ranks)
+    own: Buffer | None = None
     try:
+        own = load.reading.rent(max(shape.chunk_bytes for shape in load.shapes))
         at = [where[granted - wanted[0]] for where in places]
-        chunks = [_chunks(load.pieces(i), at[i], load.shapes[i]) for i in range(len(at))]
-        fill(cache, entries, load.planes, chunks)
-        for i in range(len(chunks)):
-            _check(load, part, granted, i, chunks[i])
-        keep(cache, entries, part.source, load.layer, granted, load.planes, chunks)
+        chunks = [_taken(load, part, granted, i, at[i], own.array) for i in range(len(load.planes))]
+        fill(cache, entries, part.source, load.layer, granted, load.planes, chunks)
     except MediumError:  # as where the caller wrote to what it was given, and should not have
         cache.abandon(entries)
         load.reading.counters.add("promotions_failed")
@@ -184,49 +183,42 @@ def _copy_up(
     except BaseException:
         cache.abandon(entries)
         raise
+    finally:
+        if own is not None:
+            own.release()
     if below is not None:
         below.drop_windows(part.span, load.layer, granted)
     publish(load.reading, cache, entries)
 
 
-def _chunks(dest: Bytes, places: Ids, shape: PlaneLayout) -> list[Bytes]:
-    """Whole chunks of a dest, by the byte that each begins at."""
-    return [dest[at : at + shape.chunk_bytes] for at in places.tolist()]
-
-
-def _check(load: Load, part: Part, which: Ids, i: int, chunks: Sequence[Bytes]) -> None:
-    """That these chunks of plane number i are still what was read, and so was what was copied.
+def _taken(load: Load, part: Part, which: Ids, i: int, places: Ids, own: Bytes) -> Iterator[Bytes]:
+    """Plane number i of these chunks, one by one, out of reach of whoever sees where they lie, and
+    compared there. `places`: the byte each begins at; `own`: valid until the next. Raises
+    ReadFailed.
 
     All rows of a layer are shown to the caller where they were read into, and chosen ones have
-    waited for their turn; from here on the copy's own sums speak for it. Raises ReadFailed.
+    waited for their turn. What is compared has to be what is copied and has its sum kept: between
+    one look at the caller's memory and the next it may write there.
     """
-    source, shape = part.source, load.shapes[i]
+    source, shape, dest = part.source, load.shapes[i], load.pieces(i)
     of_chunks = source.sums_of(load.layer, load.planes[i], which)
-    for sums, data in zip(of_chunks, chunks, strict=True):
-        verify(
-            Read(source.slot, 0, data, sums, shape.piece_bytes),
-            lambda *_: "memory a caller saw",
-        )
+    own = own[: shape.chunk_bytes]
+    for at, sums in zip(places.tolist(), of_chunks, strict=True):
+        np.copyto(own, dest[at : at + shape.chunk_bytes])
+        verify(Read(source.slot, 0, own, sums, shape.piece_bytes), lambda *_: "memory a caller saw")
+        yield own
 
 
 def fill(
-    cache: ChunkCache, entries: Ids, planes: Sequence[int], chunks: Sequence[Iterable[Bytes]]
-) -> None:
-    """Copy chunks, by plane, into their entries."""
-    for plane, by_entry in zip(planes, chunks, strict=True):
-        for entry, data in zip(entries.tolist(), by_entry, strict=True):
-            cache.fill(entry, plane, data)
-
-
-def keep(
     cache: ChunkCache, entries: Ids, source: Source, layer: int, which: Ids,
     planes: Sequence[int], chunks: Sequence[Iterable[Bytes]],
 ) -> None:  # fmt: skip
-    """These bytes, compared since they were copied, are `which` chunks of a layer, by plane."""
+    """Copy `which` chunks of a layer, by plane, into their entries; they have been compared, and
+    nobody else writes to them."""
     for plane, by_entry in zip(planes, chunks, strict=True):
         sums = source.sums_of(layer, plane, which)
         for entry, data, of_pieces in zip(entries.tolist(), by_entry, sums, strict=True):
-            cache.sums.keep(entry, plane, data, of_pieces)
+            cache.fill(entry, plane, data, of_pieces)
 
 
 def publish(reading: Reading, cache: ChunkCache, entries: Ids) -> None:

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, Ranks
-from impress.read.climb import fill, keep, levels_above, places_of, publish, ready_of
+from impress.read.climb import fill, levels_above, places_of, publish, ready_of
 from impress.read.parts import Part, Source, used_chunks
 from impress.read.placement import Brought, chunks_by_tier
 from impress.read.plan import plan_reads, whole
@@ -232,8 +232,7 @@ def _fetch(
         dests = [buffer.array for buffer in buffers]
         _read(reading, source, layer, granted, below, dests)
         data = [dest.reshape(len(granted), -1) for dest in dests]
-        fill(cache, entries, (K, V), data)
-        keep(cache, entries, source, layer, granted, (K, V), data)  # compared as they were read
+        fill(cache, entries, source, layer, granted, (K, V), data)  # compared as they were read
     except BaseException as err:
         cache.abandon(entries)
         if not isinstance(err, MediumError):
