@@ -33,10 +33,10 @@ def history(budget: int = 1 << 20, saved: dict[int, bytes] | None = None, tick: 
 
 def note(
     chosen: list[int] | None, layer: int = 0, first: int = 0, count: int = ROWS, *,
-    whole: bool = False,
+    whole: bool = False, every_layer: bool = False,
 ) -> Note:  # fmt: skip
     rows = None if chosen is None else np.array(chosen, dtype=np.int64)
-    return Note(7, ROWS, layer, first, count, rows, whole=whole)
+    return Note(7, ROWS, layer, first, count, rows, whole=whole, every_layer=every_layer)
 
 
 def scores(h: History, span: int, layer: int, ordinals: np.ndarray | None = None) -> np.ndarray:
@@ -109,6 +109,23 @@ def test_chunks_of_a_layer_that_requests_need_every_row_of_are_worth_their_uses(
         h.request([note([0, 1])])
     now = scores(h, 7, 0)
     assert now[0] > 4 * now[1]  # what is rarely needed whole again goes
+
+
+def test_a_prefix_that_is_read_whole_from_now_on_is_worth_it_within_a_few_uses() -> None:
+    """It took some forty: at the edge of the caches it was read whole and half cold meanwhile. A
+    layer that fell back, beside others that chose, says nothing of the next request."""
+    h, fell_back = history(), history()
+    for one in (h, fell_back):
+        for _ in range(2 * MOST):
+            one.request([note([0, 1]), note([0, 1], 1)])
+    for _ in range(3):
+        h.request([note(None, layer, whole=True, every_layer=True) for layer in (0, 1)])
+        fell_back.request([note(None, whole=True), note([0, 1], 1)])
+    for one, least, most in ((h, 0.87, 0.88), (fell_back, 0, 0.2)):
+        by_uses = one.worth(7, 0, by_uses=True)
+        assert by_uses is not None
+        needed = scores(one, 7, 0) / np.exp2(by_uses.ranks - one.tick / HALF_LIFE)
+        assert least < needed[3] < most
 
 
 def test_ranks_beforehand_count_the_use_they_are_asked_for() -> None:

@@ -17,12 +17,14 @@ from impress.cli.main import app
 from impress.write.directory import locked_shard
 from tiers.base import PAGE, Read, sums_of
 from tiers.errors import MediumError
-from tiers.iopool import IoPool
+from tiers.iopool import PROCESSORS, IoPool
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
 
 #: With every thread that an open may start.
 CONFIG = impress.Config(**SMALL, shard=0, io_threads=3, metrics_port=0, repack_every_s=60)
+#: Threads for I/O, and for copies.
+N_POOL = CONFIG.io_threads + min(PROCESSORS, CONFIG.io_threads)
 
 #: prometheus_client leaves the socket of a server that lacks its thread to Python's references.
 NO_SERVER = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
@@ -77,8 +79,8 @@ def test_an_open_without_threads_is_refused_and_leaves_none_and_no_lock(
             assert open_files() == n_files, n_started
             locked_shard(path, 0).unlock()  # raises StoreLocked where somebody holds it
             n_started += 1
-    with opened:  # a committer, three for I/O, one each for metrics, followers, repacking
-        assert n_started == 1 + CONFIG.io_threads + 3
+    with opened:  # a committer, the pool's, one each for metrics, followers, repacking
+        assert n_started == 1 + N_POOL + 3
         assert_serves(opened, tokens, 128)
 
 
@@ -89,11 +91,11 @@ def test_an_open_to_read_without_threads_leaves_none(
     path = tmp_path / "s"
     impress.PrefixStore.open(path, geometry, "test", CONFIG).close()
     before, n_files = running(), open_files()
-    for threads.left in range(CONFIG.io_threads + 2):  # and metrics, followers
+    for threads.left in range(N_POOL + 2):  # and metrics, followers
         with pytest.raises(impress.StoreFailed, match="no more threads"):
             impress.PrefixStore.open(path, geometry, "test", CONFIG, "r")
         assert (running(), open_files()) == (before, n_files)
-    threads.left = CONFIG.io_threads + 2
+    threads.left = N_POOL + 2
     impress.PrefixStore.open(path, geometry, "test", CONFIG, "r").close()
 
 

@@ -351,30 +351,35 @@ def test_urgent_lanes_go_first() -> None:
     assert pool.close(60)
 
 
-def test_no_more_threads_copy_than_there_are_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight that copied on two held each other up. What waits for a disk finds a thread all the
-    same, and a copy its turn when another's is over, also where that thread is wanted elsewhere."""
+def test_copies_wait_for_no_medium_and_no_more_run_than_there_are_processors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight that copied on two processors held each other up. And where all eight threads were at
+    reads, copies waited for these: a prefix of which a quarter was cold took as long as if one
+    came after the other."""
     monkeypatch.setattr(iopool, "PROCESSORS", 2)
-    pool, gates = IoPool(4), [threading.Event() for _ in range(6)]
-    began = [threading.Event() for _ in range(6)]
+    pool, gates = IoPool(3), [threading.Event() for _ in range(8)]
+    began = [threading.Event() for _ in range(8)]
 
     def held(i: int) -> None:
         began[i].set()
         assert gates[i].wait(60)
 
-    jobs = [partial(held, i) for i in range(6)]
-    tickets = [pool.submit(Lane.DEMAND, jobs[:2], copies=True)]
-    assert began[0].wait(60) and began[1].wait(60)
-    tickets.append(pool.submit(Lane.AHEAD, jobs[2:3], copies=True))
-    tickets.append(pool.submit(Lane.AHEAD, jobs[3:4]))
-    assert began[3].wait(60) and not began[2].is_set()
-    tickets.append(pool.submit(Lane.DEMAND, jobs[4:]))  # one finds the last thread
-    assert began[4].wait(60) and not began[2].is_set()
-    assert pool.depth()[:2] == [1, 1]
+    jobs = [partial(held, i) for i in range(8)]
+    tickets = [pool.submit(Lane.DEMAND, jobs[:3])]
+    assert all(one.wait(60) for one in began[:3])  # all that may wait for a medium
+    tickets.append(pool.submit(Lane.DEMAND, jobs[3:4]))
+    tickets.append(pool.submit(Lane.AHEAD, jobs[4:7], copies=True))
+    assert all(one.wait(60) for one in began[4:6])  # behind the reads, and all that may copy
+    tickets.append(pool.submit(Lane.DEMAND, jobs[7:], copies=True))
+    assert pool.depth()[:2] == [2, 1]
     gates[0].set()
-    assert began[5].wait(60)  # by the thread that copied: more urgent than the copy
-    gates[3].set()
-    assert began[2].wait(60)
+    assert began[3].wait(60)  # by the thread that read: a copy would be one too many
+    assert pool.depth()[:2] == [1, 1]
+    gates[4].set()
+    assert began[7].wait(60)  # the more urgent one
+    gates[5].set()
+    assert began[6].wait(60)
     for gate in gates:
         gate.set()
     assert all(ticket.wait(60) for ticket in tickets) and pool.close(60)
@@ -471,7 +476,8 @@ def test_what_a_caller_cannot_wait_for_it_runs_itself() -> None:
     pool.run_here(Lane.PROMOTE, mine)
     assert ran == [threading.current_thread()] * 2 and mine[1].done and not mine[0].done
     gate.set()
-    assert mine[0].wait(60) and others.wait(60) and ran[2:] == [pool._threads[0], "another's"]
+    assert mine[0].wait(60) and others.wait(60)
+    assert ran[2] in pool._threads and ran[3:] == ["another's"]
     assert pool.close(60)
 
 

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
-from itertools import count
 from operator import and_
 from time import monotonic
 from typing import Final
@@ -16,16 +15,16 @@ from typing import Final
 from tiers.threads import start
 from tiers.ticket import Task, Ticket
 
-#: Threads that copy within memory at once: more hold each other up, at the interpreter and in the
-#: system's queues. (84 MB, two processors: 6.8 ms by two threads, 8.3 by eight.)
+#: Threads that copy within memory: more hold each other up, at the interpreter and in the system's
+#: queues. (84 MB, two processors: 6.8 ms by two threads, 8.3 by eight.)
 PROCESSORS: Final = len(os.sched_getaffinity(0))
 #: Longest that threads which were started in vain are waited for.
 _VAIN_S: Final = 10.0
 
 
 class Lane(IntEnum):
-    """Urgency; a lower lane runs only when every higher one is empty, but for copies that wait for
-    a processor: behind these nothing runs that nobody waits for.
+    """Urgency, among copies and among all else; beside copies that wait for a processor nothing
+    runs that nobody waits for.
 
     That is what there is from PROMOTE on.
     """
@@ -40,10 +39,6 @@ class Lane(IntEnum):
 Job = tuple[Ticket, Task]
 
 
-def _in_turn(one: deque[Job], other: deque[Job]) -> bool:
-    return one[0][0].turn < other[0][0].turn
-
-
 def _cancel(jobs: Iterable[Job]) -> None:
     for ticket, task in jobs:
         ticket.cancel()
@@ -54,14 +49,18 @@ class IoPool:
     """Threads that run tickets. A task is a slice of work for one thread (≤ a few MiB), so a
     demand never waits long behind a store.
 
-    `n_behind`: how many threads at once may work for nobody who waits (lanes PROMOTE and REPACK).
-    More would share processors and interpreter with the next demand, which comes at any time.
+    What copies within memory has as many threads as there are processors, beside those that wait
+    for a medium: copies are made while reads are under way.
+
+    `n_threads`: of those that wait for a medium, and of those that copy at most. `n_behind`: how
+    many threads at once may work for nobody who waits (lanes PROMOTE and REPACK). More would share
+    processors and interpreter with the next demand, which comes at any time.
     """
 
     def __init__(self, n_threads: int, name: str = "impress-io", n_behind: int = 1) -> None:
         """Raises MediumError where it cannot have so many."""
         self.n_threads = n_threads
-        self._turns = count()
+        self.n_copiers = min(PROCESSORS, n_threads)
         # By lane: what copies within memory, and all else.
         self._copies, self._others = ([deque[Job]() for _ in Lane] for _ in range(2))
         # Entered bare: Condition.__enter__ is Python, and what a signal raises in it, the lock
@@ -72,11 +71,12 @@ class IoPool:
         self._n_behind = n_behind
         self._at = [0, 0]  # threads at work that somebody waits for, and at other work
         self._n_copying = 0  # of both
-        self._since = [0.0] * n_threads  # when each began the task it is at; 0: idle
-        self._is_copying = [False] * n_threads
+        n_all = n_threads + self.n_copiers  # any of them does either
+        self._since = [0.0] * n_all  # when each began the task it is at; 0: idle
+        self._is_copying = [False] * n_all
         self._threads: list[threading.Thread] = []
         try:
-            for i in range(n_threads):
+            for i in range(n_all):
                 thread = threading.Thread(
                     target=self._work, args=(i,), name=f"{name}-{i}", daemon=True
                 )
@@ -92,8 +92,7 @@ class IoPool:
     ) -> Ticket:  # fmt: skip
         """Queue tasks, first in first out within their lane. After close they are cancelled.
 
-        `copies`: they copy within memory. So many of these run at once as there are processors;
-        what comes after them need not wait for that. `after`: not before that ticket is done,
+        `copies`: they copy within memory. `after`: not before that ticket is done,
         however it ends; until then they hold no thread.
         `note`: called with their ticket before they are queued. A caller that noted what this
         returns could be interrupted by a signal before it has, and then nobody would wait for
@@ -121,7 +120,7 @@ class IoPool:
         try:
             with self._lock:
                 if self._open:
-                    ticket.turn, queued = next(self._turns), kind[lane]
+                    queued = kind[lane]
                     queued.extend(jobs)  # all or none: no signal comes between
                     self._wake.notify(len(queued) if kind is self._others else self._n_free())
         except BaseException:
@@ -185,10 +184,10 @@ class IoPool:
         return sum(self._stuck(limit_s))
 
     def is_stuck(self, limit_s: float) -> bool:
-        """Whether all threads are, or all that may copy at once: no read could end."""
+        """Whether all are that may read at once, or all that may copy: no read could end."""
         stuck = self._stuck(limit_s)
-        n_copies = sum(map(and_, stuck, self._is_copying))
-        return all(stuck) or n_copies >= PROCESSORS
+        n_copies: int = sum(map(and_, stuck, self._is_copying))
+        return n_copies >= self.n_copiers or sum(stuck) - n_copies >= self.n_threads
 
     def _stuck(self, limit_s: float) -> list[bool]:
         begun_before = monotonic() - limit_s
@@ -214,17 +213,18 @@ class IoPool:
 
     def _n_free(self) -> int:
         """How many more threads may copy."""
-        return max(PROCESSORS - self._n_copying, 0)
+        return self.n_copiers - self._n_copying
 
     def _next(self) -> tuple[Lane, bool, Ticket, Task] | None:
         with self._lock:
             while True:
-                free, may_copy = self._n_behind - self._at[1], self._n_free() > 0
-                for lane in Lane if free else _WAITED_FOR:
+                behind, may_copy = self._at[1] < self._n_behind, self._n_free() > 0
+                may_read = sum(self._at) - self._n_copying < self.n_threads
+                for lane in Lane if behind else _WAITED_FOR:
                     if lane >= Lane.PROMOTE and any(self._copies[: Lane.PROMOTE]):
                         break  # processors are wanted for these
-                    queued, copies = self._others[lane], self._copies[lane]
-                    if may_copy and copies and not (queued and _in_turn(queued, copies)):
+                    queued, copies = self._others[lane] if may_read else None, self._copies[lane]
+                    if may_copy and copies:
                         queued = copies
                     if queued:
                         job = lane, queued is copies, *queued[0]

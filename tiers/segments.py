@@ -32,7 +32,7 @@ class SegmentFiles:
         self.direct = True  # past the page cache, as far as is known
         self._read_only = read_only
         self._folders = {number: folder}
-        self._fds: dict[int, int] = {}
+        self._files: dict[int, SegmentFile] = {}
         self._deleted: list[tuple[float, int]] = []  # files their owner deleted: when seen, fd
         self._lock = threading.Lock()
 
@@ -49,21 +49,24 @@ class SegmentFiles:
 
     def fd(self, segment: int) -> int:
         """Raises OSError."""
-        if (fd := self._fds.get(segment)) is not None:
-            return fd
-        with self._lock:
-            if segment not in self._fds:
-                self._fds[segment] = self._open(self.path(segment))
-                let_open(self._fds[segment] + 1)  # they stay so: threads read them at any time
-            return self._fds[segment]
+        return self._opened(segment).fd
 
     def file(self, segment: int) -> SegmentFile:
         """Raises ReadFailed."""
-        path = self.path(segment)
         try:
-            return SegmentFile(self.fd(segment), path)
+            return self._opened(segment)
         except OSError as err:
-            raise read_failed(path, err) from err
+            raise read_failed(self.path(segment), err) from err
+
+    def _opened(self, segment: int) -> SegmentFile:
+        if (file := self._files.get(segment)) is not None:
+            return file
+        with self._lock:
+            if segment not in self._files:
+                path = self.path(segment)
+                self._files[segment] = SegmentFile(self._open(path), path)
+                let_open(self._files[segment].fd + 1)  # they stay so: threads read at any time
+            return self._files[segment]
 
     def _open(self, path: Path) -> int:
         theirs = self._read_only or path.parent != self.folder
@@ -90,9 +93,9 @@ class SegmentFiles:
 
     def _forget(self, segment: int) -> None:
         with self._lock:  # who opened it just before has noted it by now
-            fd = self._fds.pop(segment, None)
-        if fd is not None:
-            os.close(fd)
+            file = self._files.pop(segment, None)
+        if file is not None:
+            os.close(file.fd)
 
     def drop_deleted(self, grace_s: float) -> None:
         """Let go of files that their writers have deleted; closed when no read can be on its way.
@@ -101,17 +104,18 @@ class SegmentFiles:
         """
         now = monotonic()
         with self._lock:
-            for segment, fd in list(self._fds.items()):
+            for segment, file in list(self._files.items()):
                 theirs = self._read_only or segment not in self.numbers
-                if theirs and os.fstat(fd).st_nlink == 0:
-                    self._deleted.append((now, self._fds.pop(segment)))
+                if theirs and os.fstat(file.fd).st_nlink == 0:
+                    self._deleted.append((now, self._files.pop(segment).fd))
             while self._deleted and now - self._deleted[0][0] > grace_s:
                 os.close(self._deleted.pop(0)[1])
 
     def close(self) -> None:
         """No read or write may be under way."""
         with self._lock:
-            for fd in (*self._fds.values(), *(fd for _, fd in self._deleted)):
+            fds = [file.fd for file in self._files.values()]
+            for fd in (*fds, *(fd for _, fd in self._deleted)):
                 os.close(fd)
-            self._fds.clear()
+            self._files.clear()
             self._deleted.clear()

@@ -30,7 +30,6 @@ class Ticket:
         "_left",
         "_lock",
         "ended_s",
-        "turn",
     )
 
     def __init__(self, n_tasks: int) -> None:
@@ -44,7 +43,6 @@ class Ticket:
         self._cancelled = False
         self._callbacks: list[Callback] = []
         self.ended_s = inf  # when it was done, by monotonic
-        self.turn = 0  # which of a pool's it is
 
     @property
     def done(self) -> bool:

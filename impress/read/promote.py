@@ -90,7 +90,8 @@ def count(reading: Reading, looked: Sequence[Looked]) -> None:
 def learn(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked]) -> None:
     """Give history one request's notes."""
     once = by_layer(looked)
-    reading.history.request(note for one in once for note in notes_of(sources, one))
+    every = all(one.positions is None for one in once)
+    reading.history.request(note for one in once for note in notes_of(sources, one, every))
 
 
 def by_layer(looked: Sequence[Looked]) -> list[Looked]:
@@ -103,15 +104,15 @@ def by_layer(looked: Sequence[Looked]) -> list[Looked]:
     return list(found.values())
 
 
-def notes_of(sources: Sequence[Source], looked: Looked) -> Iterator[Note]:
-    """A layer's notes, one a span. Pure."""
+def notes_of(sources: Sequence[Source], looked: Looked, every_layer: bool) -> Iterator[Note]:
+    """A layer's notes, one a span; `every_layer`: all were read whole. Pure."""
     for source in sources:
         held, window = source.held, source.held.record.window
         rows = _rows_of(source, looked.positions)
         yield Note(
             source.span, held.record.n_windows * window, looked.layer, held.first * window,
             held.count * window, rows if looked.decided else None,
-            source.ordinals(looked.layer, rows), looked.positions is None,
+            source.ordinals(looked.layer, rows), looked.positions is None, every_layer,
         )  # fmt: skip
 
 

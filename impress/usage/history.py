@@ -30,6 +30,8 @@ Floats = npt.NDArray[np.float32]
 #: Weight of the newest request in a row's average, once there have been as many; until then the
 #: average is the plain mean.
 NEWEST: Final = 1 / 16
+#: Of a request that had every row of every layer, in what share did: who decided so will again.
+WHOLE: Final = 1 / 2
 #: Requests between two saves in the background.
 SAVE_EVERY: Final = 256
 #: A sixty-fourth of the DRAM budget, at least 4 MiB: two bytes a row and layer are .05 % of the KV
@@ -55,6 +57,7 @@ class Note:
     chosen: Ids | None
     ordinals: Ids | None = None
     whole: bool = False  # every row looked at was needed, and used
+    every_layer: bool = False  # and so was every row of every layer
 
 
 class Worth(NamedTuple):
@@ -145,7 +148,7 @@ class History:
             known.ticks[layer] = self.tick
             known.summed = None
             if chosen is not None or note.whole:
-                _look(known, layer, note.first, note.count, every_row=chosen is None)
+                _look(known, note)
             if chosen is not None:
                 _average(known, layer, note.first, note.count, chosen)
             self._shrink()
@@ -370,12 +373,13 @@ def _faded(requests: int) -> float:
     return math.exp2(-max(requests, 0) / HALF_LIFE)
 
 
-def _look(known: Remembered, layer: int, first: int, count: int, *, every_row: bool) -> None:
+def _look(known: Remembered, note: Note) -> None:
     """Move what share of requests needed every row of the windows looked at."""
-    windows = slice(first // known.window, (first + count) // known.window)
-    looks, whole = known.looks[layer, windows], known.whole[layer, windows]
+    windows = slice(note.first // known.window, (note.first + note.count) // known.window)
+    looks, whole = known.looks[note.layer, windows], known.whole[note.layer, windows]
     np.add(looks, 1, out=looks, where=looks < 1 / NEWEST)
-    whole += (every_row - whole) / looks
+    newest = np.maximum(1 / looks, WHOLE) if note.every_layer else 1 / looks
+    whole += ((note.chosen is None) - whole) * newest
 
 
 def _average(known: Remembered, layer: int, first: int, count: int, chosen: Ids) -> None:
