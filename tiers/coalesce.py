@@ -13,8 +13,8 @@ from tiers.base import Bytes, Extent, Read, Slot
 RUN_BYTES = 1 << 20
 #: Linux allows 1,024; fewer keep the call's set-up small.
 RUN_VIEWS = 256
-#: A slice of reads for one thread: at least this, so that small reads do not drown in hand-offs. (Of
-#: 84 MB a quarter of which is not in memory, two cores: 16 to 18 ms; 18.5 with half of it.)
+#: A slice of reads for one thread: at least this, so that small reads do not drown in hand-offs.
+#: (84 MB of which a quarter is not in memory, two cores: 16 to 18 ms; 18.5 with half of this.)
 LEAST_SLICE: Final = 512 << 10
 #: The same where every thread has work already: more slices bring nothing any sooner.
 LARGE_SLICE: Final = RUN_BYTES
