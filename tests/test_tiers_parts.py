@@ -448,6 +448,26 @@ def test_what_nobody_waits_for_keeps_to_one_thread_and_all_of_it_comes_to_its_tu
     assert sorted(map(str, ran)) == ["0", "1", "2", "d", "d"]
 
 
+def test_what_waits_for_that_thread_need_not_be_of_its_kind() -> None:
+    """A read that nobody waited for ended, and its thread was called to something urgent: a copy
+    that nobody waited for stayed where it was, beside threads that had nothing to do."""
+    pool, gates = IoPool(1), [threading.Event() for _ in range(2)]
+    began = [threading.Event() for _ in range(2)]
+
+    def held(i: int) -> None:
+        began[i].set()
+        assert gates[i].wait(60)
+
+    tickets = [pool.submit(Lane.PROMOTE, [partial(held, 0)])]
+    assert began[0].wait(60)
+    tickets.append(pool.submit(Lane.DEMAND, [partial(held, 1)]))
+    behind = pool.submit(Lane.PROMOTE, [lambda: None], copies=True)
+    gates[0].set()
+    assert began[1].wait(60) and behind.wait(60)
+    gates[1].set()
+    assert all(ticket.wait(60) for ticket in tickets) and pool.close(60)
+
+
 def test_closing_runs_what_is_queued_behind_one_thread_and_ends_them_all() -> None:
     pool, gate, ran = IoPool(3), threading.Event(), []
     pool.submit(Lane.PROMOTE, [lambda: gate.wait(60) and None])
@@ -597,11 +617,11 @@ def test_a_thread_that_finds_no_memory_between_tasks_goes_on(
     """It ended, and with the last of them every read was late and every close waited."""
     turns, next_one = [], IoPool._next
 
-    def short_of_memory(pool: IoPool) -> object:
+    def short_of_memory(pool: IoPool, copies: bool) -> object:
         turns.append(1)
         if len(turns) % 2:
             raise MemoryError
-        return next_one(pool)
+        return next_one(pool, copies)
 
     monkeypatch.setattr(IoPool, "_next", short_of_memory)
     pool, ran = IoPool(1), []

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
-from operator import and_
 from time import monotonic
 from typing import Final
 
@@ -23,10 +22,8 @@ _VAIN_S: Final = 10.0
 
 
 class Lane(IntEnum):
-    """Urgency, among copies and among all else; beside copies that wait for a processor nothing
-    runs that nobody waits for.
-
-    That is what there is from PROMOTE on.
+    """Urgency, among copies and among all else. From PROMOTE on it is what nobody waits for: none
+    of that is begun beside copies that wait for a processor.
     """
 
     DEMAND = 0
@@ -49,8 +46,8 @@ class IoPool:
     """Threads that run tickets. A task is a slice of work for one thread (≤ a few MiB), so a
     demand never waits long behind a store.
 
-    What copies within memory has as many threads as there are processors, beside those that wait
-    for a medium: copies are made while reads are under way.
+    What copies within memory has threads of its own, as many as there are processors: copies are
+    made while reads are under way.
 
     `n_threads`: of those that wait for a medium, and of those that copy at most. `n_behind`: how
     many threads at once may work for nobody who waits (lanes PROMOTE and REPACK). More would share
@@ -61,19 +58,17 @@ class IoPool:
         """Raises MediumError where it cannot have so many."""
         self.n_threads = n_threads
         self.n_copiers = min(PROCESSORS, n_threads)
-        # By lane: what copies within memory, and all else.
-        self._copies, self._others = ([deque[Job]() for _ in Lane] for _ in range(2))
+        # By lane: all else, and what copies within memory. Each has threads that wake for it.
+        self._queues = [[deque[Job]() for _ in Lane] for _ in range(2)]
         # Entered bare: Condition.__enter__ is Python, and what a signal raises in it, the lock
         # just taken, would leave it taken for good.
         self._lock = threading.Lock()
-        self._wake, self._quiet = (threading.Condition(self._lock) for _ in range(2))
+        self._quiet, *self._wake = (threading.Condition(self._lock) for _ in range(3))
         self._open = True
         self._n_behind = n_behind
         self._at = [0, 0]  # threads at work that somebody waits for, and at other work
-        self._n_copying = 0  # of both
-        n_all = n_threads + self.n_copiers  # any of them does either
+        n_all = n_threads + self.n_copiers  # the copiers last
         self._since = [0.0] * n_all  # when each began the task it is at; 0: idle
-        self._is_copying = [False] * n_all
         self._threads: list[threading.Thread] = []
         try:
             for i in range(n_all):
@@ -100,7 +95,7 @@ class IoPool:
         """
         ticket = Ticket(len(tasks))
         jobs = iter([(ticket, task) for task in tasks])
-        queue = partial(self._queue, lane, self._copies if copies else self._others, ticket, jobs)
+        queue = partial(self._queue, lane, copies, jobs)
         try:
             note(ticket)
             if after is None:
@@ -112,20 +107,18 @@ class IoPool:
             raise
         return ticket
 
-    def _queue(
-        self, lane: Lane, kind: list[deque[Job]], ticket: Ticket, jobs: Iterator[Job]
-    ) -> None:
+    def _queue(self, lane: Lane, copies: bool, jobs: Iterator[Job]) -> None:
         """Queue a ticket's jobs. Where an exception (a signal's, say) comes in between, those not
         queued yet are cancelled, and the threads are woken for those that are."""
         try:
             with self._lock:
                 if self._open:
-                    queued = kind[lane]
+                    queued = self._queues[copies][lane]
                     queued.extend(jobs)  # all or none: no signal comes between
-                    self._wake.notify(len(queued) if kind is self._others else self._n_free())
+                    self._wake[copies].notify(len(queued))
         except BaseException:
             with self._lock:
-                self._wake.notify_all()
+                self._wake[copies].notify_all()
             raise
         finally:
             _cancel(jobs)
@@ -149,7 +142,7 @@ class IoPool:
     def _draw(self, lane: Lane, wanted: set[Ticket], due: list[Ticket]) -> Task | None:
         """A task of these tickets, off its queue, its ticket noted as due; None: all have begun."""
         with self._lock:
-            for kind in (self._copies, self._others):
+            for kind in self._queues:
                 queued = kind[lane]
                 if queued and queued[0][0] in wanted:
                     break
@@ -162,7 +155,7 @@ class IoPool:
                 return None
             ticket, task = queued[0]
             if len(queued) == 1:  # who waits for them to be gone
-                self._wake.notify_all()
+                self._wake_behind()
                 self._quiet.notify_all()
             due += [ticket]
             del queued[0]  # no signal comes between
@@ -170,7 +163,7 @@ class IoPool:
 
     def depth(self) -> list[int]:
         """Queued tasks by lane."""
-        return [sum(map(len, kinds)) for kinds in zip(self._copies, self._others, strict=True)]
+        return [sum(map(len, kinds)) for kinds in zip(*self._queues, strict=True)]
 
     def idle(self, timeout_s: float) -> bool:
         """True once nothing is queued or under way; False when timeout_s passed first."""
@@ -184,10 +177,9 @@ class IoPool:
         return sum(self._stuck(limit_s))
 
     def is_stuck(self, limit_s: float) -> bool:
-        """Whether all are that may read at once, or all that may copy: no read could end."""
+        """Whether all threads of a kind are: no read of a medium, or no copy, could end."""
         stuck = self._stuck(limit_s)
-        n_copies: int = sum(map(and_, stuck, self._is_copying))
-        return n_copies >= self.n_copiers or sum(stuck) - n_copies >= self.n_threads
+        return all(stuck[: self.n_threads]) or all(stuck[self.n_threads :])
 
     def _stuck(self, limit_s: float) -> list[bool]:
         begun_before = monotonic() - limit_s
@@ -197,47 +189,45 @@ class IoPool:
         """Run what is queued, stop the threads; False when one is stuck past timeout_s."""
         with self._lock:
             self._open = False
-            self._wake.notify_all()
+            for wake in self._wake:
+                wake.notify_all()
         deadline = monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _is_queued(self) -> bool:
-        return any(self._others) or any(self._copies)
+        return any(map(any, self._queues))
 
-    def _is_behind(self, lane: Lane) -> bool:
-        """Whether something waits that nobody waits for, behind copies of this lane."""
-        some = any(self._others[Lane.PROMOTE :]) or any(self._copies[Lane.PROMOTE :])
-        return lane < Lane.PROMOTE and some
+    def _copies_wait(self) -> bool:
+        """Whether copies wait that somebody waits for: the processors are wanted for these."""
+        return any(self._queues[True][: Lane.PROMOTE])
 
-    def _n_free(self) -> int:
-        """How many more threads may copy."""
-        return self.n_copiers - self._n_copying
+    def _wake_behind(self) -> None:
+        """What nobody waits for may be begun now, maybe; a thread of either kind looks."""
+        for wake in self._wake:
+            wake.notify(self._n_behind)
 
-    def _next(self) -> tuple[Lane, bool, Ticket, Task] | None:
+    def _next(self, copies: bool) -> tuple[float, Lane, Ticket, Task] | None:
+        """What a thread of this kind is to do, and from when on it does; None: nothing any more."""
         with self._lock:
             while True:
-                behind, may_copy = self._at[1] < self._n_behind, self._n_free() > 0
-                may_read = sum(self._at) - self._n_copying < self.n_threads
-                for lane in Lane if behind else _WAITED_FOR:
-                    if lane >= Lane.PROMOTE and any(self._copies[: Lane.PROMOTE]):
-                        break  # processors are wanted for these
-                    queued, copies = self._others[lane] if may_read else None, self._copies[lane]
-                    if may_copy and copies:
-                        queued = copies
-                    if queued:
-                        job = lane, queued is copies, *queued[0]
-                        if queued is copies and len(queued) == 1 and self._is_behind(lane):
-                            self._wake.notify()  # its turn, once these are gone
+                queues = self._queues[copies]
+                for lane in Lane:
+                    behind = lane >= Lane.PROMOTE
+                    if behind and (self._at[1] >= self._n_behind or self._copies_wait()):
+                        break
+                    if queued := queues[lane]:
+                        job = monotonic(), lane, *queued[0]
+                        if copies and not behind and len(queued) == 1:
+                            self._wake_behind()  # once these are gone
                         queued.popleft()  # at last: behind it nothing asks for memory
-                        self._at[lane >= Lane.PROMOTE] += 1
-                        self._n_copying += queued is copies
+                        self._at[behind] += 1
                         return job
-                if not self._open and not self._is_queued():
-                    self._wake.notify_all()  # those who waited for their turn at what was left
+                if not self._open and not any(queues):
+                    self._wake[copies].notify_all()  # who waited for a turn at what was left
                     return None
-                self._wake.wait()
+                self._wake[copies].wait()
 
     def _work(self, number: int) -> None:
         working = True
@@ -249,12 +239,11 @@ class IoPool:
 
     def _turn(self, number: int) -> bool:
         """Run a task; False when that was the last."""
-        job = self._next()
+        job = self._next(number >= self.n_threads)
         if job is None:
             return False
-        lane, copies, ticket, task = job
+        self._since[number], lane, ticket, task = job
         try:
-            self._is_copying[number], self._since[number] = copies, monotonic()
             ticket.run(task)
         finally:
             self._since[number] = 0.0
@@ -262,12 +251,8 @@ class IoPool:
             del job, ticket, task
             with self._lock:
                 self._at[lane >= Lane.PROMOTE] -= 1
-                self._n_copying -= copies
-                if copies and lane >= Lane.PROMOTE:
-                    self._wake.notify()  # this thread may be wanted for another copy
+                if lane >= Lane.PROMOTE:
+                    self._wake_behind()  # this thread may be wanted for something urgent
                 if not any(self._at) and not self._is_queued():
                     self._quiet.notify_all()
         return True
-
-
-_WAITED_FOR: Final = (Lane.DEMAND, Lane.AHEAD, Lane.STORE)

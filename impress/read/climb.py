@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -18,13 +18,13 @@ import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, Ranks, levels_of
 from impress.read.load import Load
-from impress.read.parts import Mask, Part, Source, used_chunks
+from impress.read.parts import Mask, Part, used_chunks
 from impress.read.placement import Brought, whole_at
 from impress.read.plan import runs_of
 from impress.read.reading import Reading
 from impress.read.tickets import nothing
 from impress.read.worth import ranks_if_used
-from tiers.base import Bytes, Read, verify
+from tiers.base import Read, verify
 from tiers.errors import MediumError
 from tiers.iopool import Lane
 from tiers.slots import Buffer
@@ -170,12 +170,12 @@ def _copy_up(
     wanted = part.first + first + np.arange(len(places[0]))
     n_windows = part.source.held.record.n_windows
     granted, entries = cache.admit(part.span, n_windows, load.layer, wanted, ranks)
-    own: Buffer | None = None
+    if not len(granted):
+        return
     try:
-        own = load.reading.rent(max(shape.chunk_bytes for shape in load.shapes))
-        at = [where[granted - wanted[0]] for where in places]
-        chunks = [_taken(load, part, granted, i, at[i], own.array) for i in range(len(load.planes))]
-        fill(cache, entries, part.source, load.layer, granted, load.planes, chunks)
+        _copy(load, part, granted, [where[granted - wanted[0]] for where in places], cache, entries)
+        if below is not None:
+            below.drop_windows(part.span, load.layer, granted)
     except MediumError:  # as where the caller wrote to what it was given, and should not have
         cache.abandon(entries)
         load.reading.counters.add("promotions_failed")
@@ -183,42 +183,33 @@ def _copy_up(
     except BaseException:
         cache.abandon(entries)
         raise
-    finally:
-        if own is not None:
-            own.release()
-    if below is not None:
-        below.drop_windows(part.span, load.layer, granted)
     publish(load.reading, cache, entries)
 
 
-def _taken(load: Load, part: Part, which: Ids, i: int, places: Ids, own: Bytes) -> Iterator[Bytes]:
-    """Plane number i of these chunks, one by one, out of reach of whoever sees where they lie, and
-    compared there. `places`: the byte each begins at; `own`: valid until the next. Raises
-    ReadFailed.
+def _copy(
+    load: Load, part: Part, which: Ids, places: list[Ids], cache: ChunkCache, entries: Ids
+) -> None:
+    """These chunks into their entries; `places`: by plane, where in its dest each begins. Each is
+    compared out of reach of whoever sees where it lies. Raises ReadFailed.
 
     All rows of a layer are shown to the caller where they were read into, and chosen ones have
     waited for their turn. What is compared has to be what is copied and has its sum kept: between
     one look at the caller's memory and the next it may write there.
     """
-    source, shape, dest = part.source, load.shapes[i], load.pieces(i)
-    of_chunks = source.sums_of(load.layer, load.planes[i], which)
-    own = own[: shape.chunk_bytes]
-    for at, sums in zip(places.tolist(), of_chunks, strict=True):
-        np.copyto(own, dest[at : at + shape.chunk_bytes])
-        verify(Read(source.slot, 0, own, sums, shape.piece_bytes), lambda *_: "memory a caller saw")
-        yield own
-
-
-def fill(
-    cache: ChunkCache, entries: Ids, source: Source, layer: int, which: Ids,
-    planes: Sequence[int], chunks: Sequence[Iterable[Bytes]],
-) -> None:  # fmt: skip
-    """Copy `which` chunks of a layer, by plane, into their entries; they have been compared, and
-    nobody else writes to them."""
-    for plane, by_entry in zip(planes, chunks, strict=True):
-        sums = source.sums_of(layer, plane, which)
-        for entry, data, of_pieces in zip(entries.tolist(), by_entry, sums, strict=True):
-            cache.fill(entry, plane, data, of_pieces)
+    own = load.reading.rent(max(shape.chunk_bytes for shape in load.shapes))
+    try:
+        for i, (plane, shape) in enumerate(zip(load.planes, load.shapes, strict=True)):
+            mine, dest = own.array[: shape.chunk_bytes], load.pieces(i)
+            sums = part.source.sums_of(load.layer, plane, which)
+            for entry, at, of_pieces in zip(
+                entries.tolist(), places[i].tolist(), sums, strict=True
+            ):
+                np.copyto(mine, dest[at : at + shape.chunk_bytes])
+                read = Read(part.source.slot, 0, mine, of_pieces, shape.piece_bytes)
+                verify(read, lambda *_: "memory a caller saw")
+                cache.fill(entry, plane, mine, of_pieces)
+    finally:
+        own.release()
 
 
 def publish(reading: Reading, cache: ChunkCache, entries: Ids) -> None:

@@ -240,5 +240,5 @@ def behind(sources: Sequence[Source], n_windows: int) -> tuple[Source, ...]:
 
 
 def miss(*, off: bool, lost: bool, short: bool) -> str:
-    """Why a lease has nothing. `off`: every I/O thread is stuck in a read, computing is faster."""
+    """Why a lease has nothing. `off`: all threads that read, or that copy, are stuck."""
     return "tier off" if off else "lost" if lost else "too short" if short else "not stored"

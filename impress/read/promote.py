@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids, Ranks
-from impress.read.climb import fill, levels_above, places_of, publish, ready_of
+from impress.read.climb import levels_above, places_of, publish, ready_of
 from impress.read.parts import Part, Source, used_chunks
 from impress.read.placement import Brought, chunks_by_tier
 from impress.read.plan import plan_reads, whole
@@ -59,10 +59,15 @@ class Looked:
         return self.brought.layer
 
 
-def after(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked]) -> None:
-    """Learn from a request, judge the copies by it, fetch what it used and had read in part."""
+def after(
+    reading: Reading, sources: Sequence[Source], looked: Sequence[Looked], all_rows: bool
+) -> None:
+    """Learn from a request, judge the copies by it, fetch what it used and had read in part.
+
+    `all_rows`: it was to have all of them.
+    """
     try:
-        learn(reading, sources, looked)
+        learn(reading, sources, looked, all_rows)
         worths = [_judged(reading, sources, one) for one in looked]
         if reading.history.due:  # not before they are judged: a span is saved with its score
             reading.save_history()
@@ -87,10 +92,12 @@ def count(reading: Reading, looked: Sequence[Looked]) -> None:
         reading.counters.add(name, n)
 
 
-def learn(reading: Reading, sources: Sequence[Source], looked: Sequence[Looked]) -> None:
+def learn(
+    reading: Reading, sources: Sequence[Source], looked: Sequence[Looked], all_rows: bool
+) -> None:
     """Give history one request's notes."""
     once = by_layer(looked)
-    every = all(one.positions is None for one in once)
+    every = all_rows and len(once) == reading.geometry.n_layers  # else it was cut off
     reading.history.request(note for one in once for note in notes_of(sources, one, every))
 
 
@@ -105,7 +112,7 @@ def by_layer(looked: Sequence[Looked]) -> list[Looked]:
 
 
 def notes_of(sources: Sequence[Source], looked: Looked, every_layer: bool) -> Iterator[Note]:
-    """A layer's notes, one a span; `every_layer`: all were read whole. Pure."""
+    """A layer's notes, one a span; `every_layer`: as in Note. Pure."""
     for source in sources:
         held, window = source.held, source.held.record.window
         rows = _rows_of(source, looked.positions)
@@ -232,16 +239,18 @@ def _fetch(
             buffers.append(reading.rent(shape.chunk_bytes * len(granted)))
         dests = [buffer.array for buffer in buffers]
         _read(reading, source, layer, granted, below, dests)
-        data = [dest.reshape(len(granted), -1) for dest in dests]
-        fill(cache, entries, source, layer, granted, (K, V), data)  # compared as they were read
+        for plane, dest in zip((K, V), dests, strict=True):  # compared as it was read
+            sums, data = source.sums_of(layer, plane, granted), dest.reshape(len(granted), -1)
+            for entry, pieces, of_pieces in zip(entries.tolist(), data, sums, strict=True):
+                cache.fill(entry, plane, pieces, of_pieces)
+        if below is not None:
+            below.drop_windows(source.span, layer, granted)
     except BaseException as err:
         cache.abandon(entries)
         if not isinstance(err, MediumError):
             raise
         reading.counters.add("promotions_failed")  # the next request to want it will find out
     else:
-        if below is not None:
-            below.drop_windows(source.span, layer, granted)
         publish(reading, cache, entries)
         reading.forget_gone([source.span])
     finally:

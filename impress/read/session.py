@@ -382,7 +382,7 @@ class Session:
         if looked:
             count(self._r, looked)  # here: what is learnt may be let go of
             # Behind its copies: they are judged as if this use were noted, and it must not be yet.
-            task = partial(after, self._r, self._sources, looked)
+            task = partial(after, self._r, self._sources, looked, isinstance(self.policy, Exact))
             when_all(self._climbs.tickets, partial(self._learn, task))
 
     def _learn(self, task: Task) -> None:

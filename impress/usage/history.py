@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float32]
 #: Weight of the newest request in a row's average, once there have been as many; until then the
 #: average is the plain mean.
 NEWEST: Final = 1 / 16
-#: Of a request that had every row of every layer, in what share did: who decided so will again.
+#: Of a request that was to have every row, in what share needed it: who decided so will again.
 WHOLE: Final = 1 / 2
 #: Requests between two saves in the background.
 SAVE_EVERY: Final = 256
@@ -57,7 +57,7 @@ class Note:
     chosen: Ids | None
     ordinals: Ids | None = None
     whole: bool = False  # every row looked at was needed, and used
-    every_layer: bool = False  # and so was every row of every layer
+    every_layer: bool = False  # it had been decided to read so every layer
 
 
 class Worth(NamedTuple):

@@ -56,7 +56,7 @@ class Remembered:
     scores: npt.NDArray[np.float64]  # [n_layers] mean of its chunks', as of the last of `ticks`
     """NaN: to be counted by window. Where rows lie in another order, `History.worth` tells."""
     looks: npt.NDArray[np.uint8]  # [n_layers, n_windows] decisions, and uses of every row; as seen
-    whole: npt.NDArray[np.float32]  # [n_layers, n_windows] how many of these were of every row
+    whole: npt.NDArray[np.float32]  # [n_layers, n_windows] share that was of every row
     window: int
     summed: Summary | None = None  # what `summary` found; whoever changes it says None
 
