@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -508,6 +508,30 @@ def test_rows_that_no_query_chose_teach_no_averages(open_store: Open, policy: Po
     ask(store, tokens, AllHeads(0.25))
     assert store._pool.idle(60)
     assert store.history.average(span) is not None
+
+
+def test_it_was_decided_to_read_everything_only_where_that_was_asked_for_and_came_about(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all four layers fell back, or a request had no more than one layer, it looked alike:
+    three of ten requests to a model whose layers mostly fall back said what nobody had decided."""
+    noted = list[Note]()
+
+    def request(_: History, notes: Iterable[Note]) -> None:
+        noted.extend(notes)
+
+    monkeypatch.setattr(History, "request", request)
+    tokens = prompt(256)
+    store = open_store(impress.Geometry(2, 4, 4, 32, "float32"), dram_bytes=0)
+    put_prompt(store, tokens).wait(60)
+    for policy in (Exact(), Paper(alpha=0.0)):
+        ask(store, tokens, policy)
+        assert store._pool.idle(60)
+    with store.lease(tokens) as lease, lease.session(Exact()) as session:
+        session.retrieve(0, None)
+    assert store._pool.idle(60)
+    assert all(note.whole for note in noted)
+    assert [note.every_layer for note in noted] == [True, True, False, False, False]
 
 
 def test_history_goes_with_its_span(open_store: Open, geometry: impress.Geometry) -> None:
