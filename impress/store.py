@@ -179,7 +179,7 @@ class PrefixStore:
         """Pin the longest stored prefix of whole windows; reads its sums tables.
 
         A prefix whose tables cannot be read is cut before them. Never raises for a miss; while
-        every I/O thread, or each that may copy, is stuck ("tier off") all leases are misses.
+        all threads that read, or all that copy, are stuck ("tier off"), all leases are misses.
         """
         root, labels, _ = self._names_of(token_ids, extra, tenant)
         self._leases.reap()
