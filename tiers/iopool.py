@@ -204,9 +204,10 @@ class IoPool:
         return any(self._queues[True][: Lane.PROMOTE])
 
     def _wake_behind(self) -> None:
-        """What nobody waits for may be begun now, maybe; a thread of either kind looks."""
-        for wake in self._wake:
-            wake.notify(self._n_behind)
+        """What nobody waits for may be begun now, maybe: threads of its kind look."""
+        for queues, wake in zip(self._queues, self._wake, strict=True):
+            if any(queues[Lane.PROMOTE :]):
+                wake.notify(self._n_behind)
 
     def _next(self, copies: bool) -> tuple[float, Lane, Ticket, Task] | None:
         """What a thread of this kind is to do, and from when on it does; None: nothing any more."""
