@@ -27,7 +27,7 @@ from impress.stats import Spent
 from tiers.base import PAGE, Bytes, Pieces, Read
 from tiers.coalesce import LARGE_SLICE, STREAM, TURNS, slice_bytes, slices
 from tiers.errors import HARMLESS, MediumError
-from tiers.iopool import PROCESSORS, Lane
+from tiers.iopool import Lane
 from tiers.slots import Buffer
 from tiers.ticket import Task, Ticket
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 #: Among a load's tickets: copies of what was read ahead, and what puts V's rows in order.
 _AHEAD: Final = "ahead"
 _ORDER: Final = "order"
-#: Slices of a copy, two a processor: of one that is held up the rest take the second.
-_COPYING: Final = 2 * PROCESSORS
+#: Slices of a copy for each thread that copies: of one that is held up the rest take the second.
+_COPIES: Final = 2
 
 
 class Load:
@@ -197,7 +197,7 @@ class Load:
 
     def _submit(self, cache: ChunkCache, by_part: list[tuple[Part, Pieces | Unfound]]) -> None:
         n_bytes = sum(pieces.n_bytes for _, pieces in by_part)
-        size = self._slice_bytes(n_bytes, min(self.reading.pool.n_threads, _COPYING))
+        size = self._slice_bytes(n_bytes, self.reading.pool.n_copiers, _COPIES)
         tasks = [
             partial(self._read_copies, cache, some, part.span)
             for part, pieces in by_part
