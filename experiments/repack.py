@@ -31,6 +31,7 @@ from experiments.systems.catalogue import System
 from experiments.systems.cell import Load, order_of
 from experiments.systems.clock import A100, Clock, Compute
 from experiments.systems.data import NAMESPACE, Data
+from experiments.systems.device import Emulated
 from experiments.systems.generate import Knobs
 from experiments.systems.serve import Asking, Served, Server
 from experiments.systems.shapes import SHAPES, WINDOW
@@ -78,10 +79,8 @@ def measure(options: Options) -> list[Row]:
     )  # fmt: skip
     stretch = dilation(options)
     with PrefixStore.open(data.folder / "plain", data.geometry, NAMESPACE, config) as store:
-        server = Server(
-            System("impress", "", "plain", POLICY), Compute(data.shape, A100), data.geometry,
-            Clock(stretch), store, choices,
-        )  # fmt: skip
+        waits = Emulated(Compute(data.shape, A100), data.geometry, Clock(stretch), choices)
+        server = Server(System("impress", "", "plain", POLICY), waits, data.geometry, store)
         queue = iter(asked)
         said = _phases(server, data, store, queue, n, stretch)
     return [said]
@@ -223,7 +222,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
 EXPERIMENT: Final = Experiment(
     "repack", "Repacking under load; compute emulated.", cells, figures, uses_disk=True,
     meta=lambda options: meta(options, "measured by fio, once before the run"),
-    arguments=lambda parser: parser.set_defaults(unchecked=True),
+    arguments=lambda parser: parser.set_defaults(unchecked=True, compute="emulated"),
 )  # fmt: skip
 
 

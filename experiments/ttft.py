@@ -1,21 +1,24 @@
 """Time to the first token of every system on the same requests, request by request.
 
-A base cell, then one factor varied at a time. Compute is emulated (experiments/systems/clock.py):
-the emulator is checked first where compute is real, and withdrawn where it is off.
+A base cell, then one factor varied at a time. Where a CUDA device can be used compute is real
+(experiments/systems/cuda.py). Elsewhere it is emulated (experiments/systems/clock.py): the emulator
+is checked first where compute is real, and withdrawn where it is off.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from experiments.common import Row, print_rows
+from experiments.common import Row, Unable, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
+from experiments.systems.catalogue import chosen
 from experiments.systems.paired import Times, times, worst_of
-from experiments.systems.sizes import Verdict, arguments, checked, meta
+from experiments.systems.sizes import Verdict, arguments, checked, how, meta
 from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio
 
 #: One factor at a time. in_a_row: requests with no pause between them, in which what goes on behind
@@ -37,20 +40,49 @@ N_OTHER: Final = {False: 100, True: 40}
 
 def cells(options: Options) -> list[Cell]:
     verdict = Verdict(options)
-    plan = Plan(options, verdict)
+    names = _names(options)
+    plan = Plan(options, verdict, names)
     if options.quick:
-        plan = Plan(options, verdict, n_warm=24, most_windows=3)
+        plan = Plan(options, verdict, names, n_warm=24, most_windows=3)
     varied = {"in_a_row": VARIED["in_a_row"]} if options.quick else VARIED
     n_of = {"in_a_row": N_IN_A_ROW[options.quick]}
+    asked = getattr(options.more, "requests", None)
     return [
         check_cell(verdict),
-        cell(plan, "base", N_BASE[options.quick]),
+        cell(plan, "base", asked or N_BASE[options.quick]),
         *(
-            cell(plan, f"{name} {value}", n_of.get(name, N_OTHER[options.quick]), **{name: value})
+            cell(
+                plan,
+                f"{name} {value}",
+                asked or n_of.get(name, N_OTHER[options.quick]),
+                **{name: value},
+            )
             for name, values in varied.items()
             for value in values
         ),
     ]
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    arguments(parser)
+    parser.add_argument("--systems", metavar="A,B", help="only these, by name (default: all)")
+    parser.add_argument(
+        "--requests", type=int, metavar="N", help="measured in every cell, 40 at least"
+    )
+
+
+def _names(options: Options) -> tuple[str, ...] | None:
+    """The systems asked for, None for all. Raises Unable for one there is not."""
+    asked = getattr(options.more, "systems", None)
+    if not asked:
+        return None
+    names = tuple(name.strip() for name in asked.split(","))
+    try:
+        chosen(names)
+    except KeyError as err:
+        known = ", ".join(system.name for system in chosen(None))
+        raise Unable(f"--systems: {err} is none of {known}") from None
+    return names
 
 
 def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
@@ -60,7 +92,7 @@ def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
     cells_of = by_cell(rows)
     for label, systems in cells_of.items():
         print_rows(
-            f"{label}: ms to the first token, compute emulated",
+            f"{label}: ms to the first token, {how(options)}",
             [line(r) for r in systems.values()],
         )
     base = cells_of.get("base", {})
@@ -160,8 +192,8 @@ def draw_fallback(figure: Any, _figures: Figures, rows: list[Row]) -> None:
 
 
 EXPERIMENT: Final = Experiment(
-    "ttft", "Time to the first token, all systems interleaved; compute emulated.", cells, figures,
-    {"systems": draw_systems, "fallback": draw_fallback}, arguments, meta, uses_disk=True,
+    "ttft", "Time to the first token, all systems interleaved.", cells, figures,
+    {"systems": draw_systems, "fallback": draw_fallback}, _arguments, meta, uses_disk=True,
 )  # fmt: skip
 
 

@@ -26,10 +26,11 @@ from experiments.systems.cell import (
 )
 from experiments.systems.clock import A100, Clock, Compute, Roofline, dilation_of
 from experiments.systems.data import Data
+from experiments.systems.device import score_seconds
 from experiments.systems.generate import Knobs, Prefix, density, overlap_with_average
 from experiments.systems.planned import choose
 from experiments.systems.quantised import quantised_rows, row_geometry
-from experiments.systems.serve import Served, score_seconds
+from experiments.systems.serve import Served
 from experiments.systems.shapes import SHAPES, WINDOW, Shape
 from experiments.systems.sweep import estimate
 from experiments.systems.yardstick import Yardstick
@@ -405,7 +406,7 @@ def test_the_mode_is_learnt_while_caches_are_warmed(data: Data) -> None:
         learnt = auto._rates
         # And the one before.
         assert sum(fit.n_samples for fit in learnt._costs.forwards.values()) == 4
-        assert bench.clock.dilation == 1.0
+        assert bench.device.dilation == 1.0
         bench.measure()
         assert auto._rates is learnt
 

@@ -27,8 +27,9 @@ import impress
 from experiments.common import Row
 from experiments.systems.catalogue import System
 from experiments.systems.clock import MOST_ERROR, Clock, Compute, Roofline
+from experiments.systems.device import Emulated, score_seconds
 from experiments.systems.generate import N_NEW
-from experiments.systems.serve import Asking, Server, score_seconds
+from experiments.systems.serve import Asking, Server
 from experiments.systems.shapes import Shape
 from impress.demo.lookup.tasks import document
 from impress.engines import hf
@@ -279,10 +280,9 @@ def _apart(mode: str, took: Sequence[tuple[float, float]]) -> Row:
 def _server(real: Real, device: Roofline, mode: str, chosen: list[Selection]) -> Server:
     policy = _POLICIES[mode]
     system = System(mode, mode, "" if mode == "recompute" else "plain", policy)
-    return Server(
-        system, Compute(real.shape, device), real.shape.geometry(real.shape.n_layers), Clock(1.0),
-        None if mode == "recompute" else real.engine.store, {(policy, 0, 0): chosen},
-    )  # fmt: skip
+    geometry = real.shape.geometry(real.shape.n_layers)
+    waits = Emulated(Compute(real.shape, device), geometry, Clock(1.0), {(policy, 0, 0): chosen})
+    return Server(system, waits, geometry, None if mode == "recompute" else real.engine.store)
 
 
 def _asking(n: int) -> Asking:

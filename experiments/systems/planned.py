@@ -77,7 +77,9 @@ def choose(
     }
     for layer in range(geometry.n_layers):
         keys = prefix.keys(layer)[:, :n_tokens]
-        given = cache(partial(_given, prefix, layer, keys, knobs))  # no request changes it
+        given = cache(
+            partial(given_importance, prefix, layer, keys, knobs)
+        )  # no request changes it
         records: dict[str | None, Any] = {
             name: codec.encode(keys, geometry) for name, codec in codecs.items()
         }
@@ -100,7 +102,7 @@ def _this(keys: Any) -> Any:
     return keys
 
 
-def _given(prefix: Prefix, layer: int, keys: Any, knobs: Knobs) -> Any:
+def given_importance(prefix: Prefix, layer: int, keys: Any, knobs: Knobs) -> Any:
     """What the prompt's last rows attended to when it was stored: a request of its own."""
     query = prefix.query(LAST_ROWS, layer, knobs)
     lse = prefix.suffix_lse(LAST_ROWS, layer, query)

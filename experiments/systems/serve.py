@@ -1,9 +1,10 @@
 """One request on one system: from its tokens to its first token, on one clock.
 
-    lease ─> session ─prefetch─> for each layer: project (wait) · retrieve (real) · attend (wait)
-                                                      └ score (wait), inside a choosing session
+    lease ─> session ─prefetch─> for each layer: project (device) · retrieve · attend (device)
+                                                      └ score (device), inside a choosing session
 
-Reads, lookups, planning, checksums and copies are real; waits are emulated compute (`clock.py`).
+Reads, lookups, planning, checksums and copies are real. What a device does is emulated by waits
+(`clock.py`), or done by one (`cuda.py`).
 """
 
 from __future__ import annotations
@@ -11,27 +12,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
 from experiments.systems.catalogue import System
-from experiments.systems.clock import Clock, Compute
+from experiments.systems.clock import PAPER_DISK_GB_S
 from experiments.systems.data import PACKED
+from experiments.systems.device import Device, Question, Rows, stood_still
 from experiments.systems.generate import N_NEW
-from experiments.systems.planned import Choices, Planned
 from experiments.systems.quantised import QuantisedStore
 from experiments.systems.shapes import WINDOW
 from impress.engines.choice import Rates
 from impress.engines.costs import Span, Stored
-from impress.policy import Exact, Policy
+from impress.policy import Exact
 from impress.read.access import AccessReport
 from impress.read.session import Lease
-from impress.selection.identify import shares_rows
-from impress.selection.probes import codec_of
 from impress.spans.rows import as_tensor
 from impress.store import PrefixStore
 from impress.types import Geometry
+from tiers.base import Bytes
 from tiers.slots import BufferPool, aligned, size_class
 
 Outs = list[tuple[Any, Any]]
@@ -43,8 +42,8 @@ Watch = Callable[[int, Any, Any, Any], None]
 class Served:
     """What one request took. Seconds of this machine's clock, emulated compute dilated.
 
-    `io_s`: it stood still for planning, reads and copies, emulated compute taken out; `compute_s`:
-    emulated compute was waited for, and `stated_s` was to be. Bytes as moved, rows
+    `io_s`: it stood still for planning, reads and copies, compute taken out; `compute_s`: compute
+    was waited for, and where it is emulated `stated_s` was to be. Bytes as moved, rows
     as used, by tier; `fell_back`: share of layers whose identifier did not decide.
     """
 
@@ -62,6 +61,7 @@ class Served:
     mode: str = "exact"
     stated_s: float = 0.0
     dilation: float = 1.0  # of emulated compute, when it was served
+    disk_gb_s: float = PAPER_DISK_GB_S  # at the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,11 @@ class Memory:
     used was taken for the next, and its reads waited for fresh pages, small ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, made: Callable[[Bytes], None] | None = None) -> None:
+        """`made`: is told of memory for layers, which is then never freed."""
         self._pool = BufferPool(None)
+        self._made = made
+        self._kept: list[Bytes] = []
         self._n_bytes = 0  # of each of `_layers`
         self._layers: list[tuple[Any, Any]] = []
 
@@ -100,6 +103,9 @@ class Memory:
             self._layers = [(aligned(size), aligned(size)) for _ in range(g.n_layers)]
             for buffer in chain(*self._layers):
                 buffer.fill(0)  # the first to touch a page waits for it
+                if self._made is not None:
+                    self._made(buffer)
+                    self._kept.append(buffer)
         return [
             (as_tensor(k[: n_tokens * g.k_row_bytes], g, n_tokens, g.head_dim),
              as_tensor(v[: n_tokens * g.v_row_bytes], g, n_tokens, g.v_dim))
@@ -111,8 +117,8 @@ class Server:
     """A system with its open store, ready to serve. One request at a time."""
 
     def __init__(
-        self, system: System, compute: Compute, geometry: Geometry, clock: Clock,
-        store: PrefixStore | QuantisedStore | None, choices: Choices, memory: Memory | None = None,
+        self, system: System, device: Device, geometry: Geometry,
+        store: PrefixStore | QuantisedStore | None, memory: Memory | None = None,
     ) -> None:  # fmt: skip
         """`memory`: of those it takes turns with; None: its own, and its store's."""
         self.system = system
@@ -120,10 +126,8 @@ class Server:
         if store is not None and memory is not None:
             memory.lend(store)
         self._memory = Memory() if memory is None else memory
-        self._compute = compute
+        self._device = device
         self._geometry = geometry
-        self._clock = clock
-        self._choices = choices
         self._rates: Rates | None = None  # None: it does not choose a mode yet
         self.watch: Watch | None = None  # sees what each layer brought; for tests
 
@@ -133,8 +137,8 @@ class Server:
         outs = None
         if self.store is not None and may_read_all:
             outs = self._memory.outs(self.store.geometry, len(asking.tokens) // WINDOW * WINDOW)
-        begin = self._clock.start()
-        self._clock.spend(self._compute.device.request_s)
+        question = self._question(asking)
+        begin = self._device.start()
         if self.store is None:
             return self._recompute(begin, len(asking.tokens))
         with self._lease(asking) as lease:
@@ -143,7 +147,8 @@ class Server:
             if mode == "recompute":
                 served = self._recompute(begin, len(asking.tokens))
             else:
-                served = self._read(begin, lease, asking, mode, outs)
+                question = Question(Exact(), _nothing) if mode == "exact" else question
+                served = self._read(begin, lease, mode, question, outs)
         if self._rates is not None and stored is not None:
             self._learn(self._rates, len(asking.tokens), stored, served)
         return served
@@ -153,8 +158,7 @@ class Server:
         Idempotent."""
         if self.system.auto and self._rates is None:
             self._rates = Rates(by_last_use=self.system.eviction == "lru")
-            seconds = self._compute.layer(n_tokens, 0) * self._compute.shape.n_layers
-            self._rates.note_forward("recompute", n_tokens, seconds)
+            self._rates.note_forward("recompute", n_tokens, self._device.forward_s(n_tokens))
 
     def settle(self) -> None:
         """Return when what the request left to do in the background is done: each finds the
@@ -171,7 +175,7 @@ class Server:
 
     def _stored(self, lease: Lease) -> Stored:
         """What the store says of the prefix; of a slice of the layers, told as of all of them."""
-        n, shape = lease.n_tokens, self._compute.shape
+        n, shape = lease.n_tokens, self._device.shape
         cold, cache = (
             n_bytes * shape.n_layers // self._geometry.n_layers
             for n_bytes in (lease.cold_bytes(), lease.cache_bytes())
@@ -192,7 +196,7 @@ class Server:
     def _learn(self, rates: Rates, n_tokens: int, stored: Stored, served: Served) -> None:
         """As an engine on the stated machine does, in its seconds; what a slice of the layers took
         is told as of all of them."""
-        times = self._compute.shape.n_layers / self._geometry.n_layers / self._clock.dilation
+        times = self._device.shape.n_layers / self._geometry.n_layers / self._device.dilation
         hit = 0 if served.mode == "recompute" else stored.n_tokens
         forward_s = (served.ttft_s - served.io_s) * times
         rates.note_forward(served.mode, n_tokens + N_NEW - hit, forward_s)
@@ -201,38 +205,37 @@ class Server:
         rates.note_request(served.mode, served.ttft_s * times)
 
     def _recompute(self, begin: float, n_tokens: int) -> Served:
-        for _ in range(self._geometry.n_layers):
-            self._clock.spend(self._compute.layer(n_tokens + N_NEW, 0))
+        for layer in range(self._geometry.n_layers):
+            self._device.forward(layer, n_tokens + N_NEW)
+        self._device.finish()
         ttft_s = time.perf_counter() - begin
-        spent_s, stated_s = self._clock.spent_s, self._clock.stated_s
+        spent_s, stated_s = self._device.spent_s, self._device.stated_s
         return Served(ttft_s, 0.0, spent_s, stated_s=stated_s, mode="recompute")
 
     def _read(
-        self, begin: float, lease: Lease, asking: Asking, mode: str, outs: Outs | None
+        self, begin: float, lease: Lease, mode: str, question: Question, outs: Outs | None
     ) -> Served:
-        clock, compute = self._clock, self._compute
-        policy = self._policy(asking, mode)
-        bits, io_s = self.system.bits, 0.0
+        device, policy = self._device, question.policy
+        is_whole = isinstance(policy, Exact)
+        to_place = is_whole and self.system.data in PACKED
         with lease.session(policy, in_order=False) as session:
             waits = time.perf_counter()  # what reads everything is planned and handed over here
-            session.prefetch(outs if isinstance(policy, Exact) else None)
-            io_s += time.perf_counter() - waits
-            clock.spend(compute.device.beside_s)
+            session.prefetch(outs if is_whole else None)
+            io_s = time.perf_counter() - waits
+            device.beside()
             for layer in range(self._geometry.n_layers):
-                clock.spend(compute.project(N_NEW))
-                waits, spent = time.perf_counter(), clock.spent_s
-                k, v, positions = session.retrieve(layer, None)
-                io_s += time.perf_counter() - waits - (clock.spent_s - spent)
+                device.project(layer)
+                waits, spent = time.perf_counter(), device.spent_s
+                k, v, positions = session.retrieve(layer, *question.asked(layer))
+                io_s += stood_still(device, waits, spent)
                 if self.watch is not None:
                     self.watch(layer, k, v, positions)
-                if isinstance(policy, Exact) and self.system.data in PACKED:
-                    clock.spend(compute.place(k.shape[1]))
-                if bits < 16:
-                    clock.spend(compute.dequantise(k.shape[1], bits))
-                clock.spend(compute.attend(N_NEW, k.shape[1]))
+                rows = Rows(k, v, positions if to_place else None, self.system.bits)
+                io_s += device.attend(layer, rows)
+            device.finish()
             ttft_s = time.perf_counter() - begin
-            served = _served(ttft_s, io_s, clock.spent_s, session.report(), lease.n_tokens)
-            served.mode, served.stated_s = mode, clock.stated_s
+            served = _served(ttft_s, io_s, device.spent_s, session.report(), lease.n_tokens)
+            served.mode, served.stated_s = mode, device.stated_s
             return served
 
     def _lease(self, asking: Asking) -> Lease:
@@ -243,30 +246,16 @@ class Server:
         assert lease.n_tokens >= len(asking.tokens) - self.store.window, "a prefix is not stored"
         return lease
 
-    def _policy(self, asking: Asking, mode: str) -> Policy:
+    def _question(self, asking: Asking) -> Question:
         inner = self.system.policy
-        if mode == "exact" or inner is None:
-            return Exact()
-        selections = self._choices[inner, asking.prefix, asking.request]
-        return Planned(inner, selections, partial(self._score, inner, len(asking.tokens)))
-
-    def _score(self, inner: Policy, n_tokens: int, layer: int) -> None:
-        if not shares_rows(inner, layer):
-            self._clock.spend(score_seconds(self._compute, self._geometry, inner, n_tokens))
+        if inner is None or isinstance(inner, Exact):
+            return Question(Exact(), _nothing)
+        return self._device.question(inner, asking.prefix, asking.request, len(asking.tokens))
 
 
-def score_seconds(compute: Compute, geometry: Geometry, policy: Policy, n_tokens: int) -> float:
-    """What choosing a layer's rows takes on the device: scores of what the policy looks at."""
-    if not policy.needs_suffix_lse:
-        return 0.0
-    heads = geometry.n_heads
-    if policy.probe is None:
-        return compute.score(N_NEW, n_tokens, heads, n_tokens * geometry.k_row_bytes)
-    codec = codec_of(policy.probe)
-    if codec.name.startswith("heads3"):
-        heads = min(3, heads)
-    groups = n_tokens // codec.group
-    return compute.score(N_NEW, groups, heads, groups * codec.probe_bytes(geometry))
+def _nothing(_layer: int) -> tuple[None, None, None]:
+    """What is asked where all rows come."""
+    return None, None, None
 
 
 def _served(

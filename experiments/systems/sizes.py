@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from experiments.common import Row, console
+from experiments.common import Row, Unable, console
 from experiments.harness import Options
 from experiments.systems import emulator
 from experiments.systems.clock import A100, MOST_ERROR, dilation_of
 from experiments.systems.data import Data
 from experiments.systems.generate import Knobs
 from experiments.systems.shapes import SHAPES
+from tiers.hbm import why_not
 
 #: Bytes of all systems' caches together, and of full keys and values on disk, by `quick`.
 CACHES: Final = {False: 10 << 30, True: 5 << 30}
@@ -75,6 +76,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--unchecked", action="store_true",
         help="do not check the emulator first: the figures are then marked unchecked",
     )  # fmt: skip
+    parser.add_argument(
+        "--compute", choices=("auto", "real", "emulated"), default="auto",
+        help="by a CUDA device, or by waits (default: by a device where one can be used)",
+    )  # fmt: skip
+
+
+def is_real(options: Options) -> bool:
+    """Whether a CUDA device computes. Raises Unable where one was asked for and cannot be used."""
+    asked = getattr(options.more, "compute", "emulated")
+    lacking = "" if asked == "emulated" else why_not()
+    if asked == "real" and lacking:
+        raise Unable(f"--compute real: {lacking}")
+    return asked != "emulated" and not lacking
+
+
+def how(options: Options) -> str:
+    """How compute came about, for titles."""
+    return "compute real" if is_real(options) else "compute emulated"
 
 
 class Verdict:
@@ -86,6 +105,8 @@ class Verdict:
 
     def check(self) -> list[Row]:
         """The rows of the check."""
+        if is_real(self._options):
+            return []  # nothing is emulated
         if self._options.more.unchecked:
             console.print("the emulator is not checked")
             return []
@@ -126,7 +147,9 @@ def checks(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 def meta(
     options: Options, measured: str = "measured before each round of requests"
 ) -> dict[str, Any]:
-    """What a reader of an emulated experiment must know. `measured`: when the disk's rate was."""
+    """What a reader of such an experiment must know. `measured`: when the disk's rate was."""
+    if is_real(options):
+        return _real_meta(options)
     return {
         "emulated": f"all compute (forward, scoring, top-k, dequantising) is a timed wait: "
         f"{A100.name}, {A100.flop_s / 1e12:g} TFLOP/s at {A100.efficiency:g}, "
@@ -137,4 +160,17 @@ def meta(
         "layers": f"{LAYERS[options.quick]} layers of each model: a slice, not the model",
         "hbm": "emulated in host memory",
         "choices": "computed for real before the clock starts; the clock gets the emulated time",
+    }
+
+
+def _real_meta(options: Options) -> dict[str, Any]:
+    import torch
+
+    return {
+        "compute": f"real: {torch.cuda.get_device_name()}, torch {torch.__version__}, drawn "
+        "weights, unfused kernels",
+        "milliseconds": "of this machine's clock",
+        "layers": f"{LAYERS[options.quick]} layers of each model: a slice, not the model",
+        "hbm": "in the device's memory, copied through the host",
+        "choices": "made on the clock, by the product's own code",
     }

@@ -24,6 +24,7 @@ from experiments.systems.sizes import (
     Verdict,
     data_of,
     dilation,
+    is_real,
     n_prefixes,
     stretch,
 )
@@ -62,8 +63,10 @@ def check_cell(verdict: Verdict) -> Cell:
 def cell(plan: Plan, label: str, n: int, **factors: Any) -> Cell:
     """Systems under BASE with these factors changed."""
     factor = {**BASE, **factors}
+    computed = {"compute": "real"} if is_real(plan.options) else {}
     return Cell(
-        {"part": "cell", "cell": label, "n": n, **factor}, partial(_measure, plan, factor, n),
+        {"part": "cell", "cell": label, "n": n, **factor, **computed},
+        partial(_measure, plan, factor, n),
         _seconds(plan, factor, n),
     )  # fmt: skip
 
@@ -117,8 +120,11 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
         "emulator_error": plan.verdict.error,
     }  # fmt: skip
     torch.set_num_threads(os.cpu_count() or 1)  # choices are made before the clock starts
-    with Bench(systems, data, load, stretch(plan.options)) as bench:
-        torch.set_num_threads(1)
+    real = is_real(plan.options)
+    dilated = 1.0 if real else stretch(plan.options)
+    with Bench(systems, data, load, dilated, on="cuda" if real else "") as bench:
+        if not real:  # then nothing but reads and copies takes a processor
+            torch.set_num_threads(1)
         bench.warm()
         found = bench.measure()
     return [

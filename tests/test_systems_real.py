@@ -1,0 +1,109 @@
+"""The systems where compute is not waited for but done: by a CUDA device, or its kernels on a
+processor, which shows all but the copies and what goes on beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.systems.catalogue import System, systems
+from experiments.systems.cell import Bench, Load, order_of
+from experiments.systems.cuda import Cuda
+from experiments.systems.data import Data
+from experiments.systems.device import Rows
+from experiments.systems.generate import N_NEW, Knobs, Prefix
+from experiments.systems.planned import choose
+from experiments.systems.quantised import quantised_rows
+from experiments.systems.shapes import Shape
+
+TINY = Shape("tiny", 2, 8, 4, 32, 128)
+GATED = Shape("gated", 2, 8, 2, 32, 96, gated=True, dtype="bfloat16")
+KNOBS = Knobs()
+ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Iterator[Data]:
+    made = Data.of(TINY, 2, 2, tmp_path / "data", KNOBS, 1, tokens=(256, 384))
+    yield made
+    made.remove()
+
+
+@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("system", systems(), ids=lambda s: s.name)
+def test_every_system_brings_rows_that_were_stored(system: System, on: str, data: Data) -> None:
+    load = Load(n_measured=3, n_warm=1, most_windows=1)
+    with Bench([system], data, load, dilation=1.0, on=on) as bench:
+        (server,) = bench.servers
+        server.choose_modes(data.prefixes[0].n_tokens)
+        for prefix, request in order_of(load, 2)[:3]:
+            seen = []
+            server.watch = lambda layer, *rows, seen=seen: seen.append(
+                (layer, *(tensor.cpu().clone() for tensor in rows))
+            )
+            served = server.serve(bench.asking(prefix, request))
+            assert served.ttft_s >= served.io_s >= 0 <= served.compute_s
+            assert len(seen) == (0 if served.mode == "recompute" else data.n_layers)
+            for layer, k, v, positions in seen:
+                source = data.prefixes[prefix]
+                for got, rows in ((k, source.keys(layer)), (v, source.values(layer))):
+                    if system.bits < 16:
+                        words = quantised_rows(rows, data.geometry, system.bits)
+                        assert np.array_equal(got.view(torch.int16).numpy().view(np.uint16), words)
+                    else:
+                        assert torch.equal(got, rows[:, positions])
+                if on == "cpu" and served.mode == "sparse":
+                    assert np.array_equal(positions, _chosen(data, system, prefix, request, layer))
+
+
+def _chosen(data: Data, system: System, prefix: int, request: int, layer: int) -> np.ndarray:
+    source = data.prefixes[prefix]
+    made = choose(prefix, source, [system.policy], [request], data.geometry, KNOBS)
+    positions = made[system.policy, prefix, request][layer].positions
+    return np.arange(source.n_tokens) if positions is None else positions
+
+
+@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("shape", [TINY, GATED], ids=lambda shape: shape.name)
+def test_new_tokens_on_rows_come_to_what_the_whole_prompt_comes_to(shape: Shape, on: str) -> None:
+    n = 64
+    device = Cuda(shape, 2, [Prefix(shape, n, 7, 8)], KNOBS, on)
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    project = device._projected
+
+    def keeping(layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = project(layer)
+        kept[layer] = k[:n].transpose(0, 1), v[:n].transpose(0, 1)
+        return q, k, v
+
+    device._projected = keeping  # type: ignore[method-assign]
+    device.start()
+    for layer in range(2):
+        device.forward(layer, n + N_NEW)
+    whole = device._h[-N_NEW:].float()
+    device._projected = project  # type: ignore[method-assign]
+    device.start()
+    shuffled = torch.randperm(n)
+    for layer in range(2):
+        k, v = (rows[:, shuffled.to(rows.device)].cpu() for rows in kept[layer])
+        device.project(layer)
+        device.attend(layer, Rows(k, v, shuffled))
+    device.finish()
+    assert torch.allclose(device._h.float(), whole, atol=0.05 * float(whole.abs().max()))
+    assert device.spent_s > 0
+
+
+@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_of_few_bits_are_what_they_were_nearly(bits: int, on: str) -> None:
+    prefix = Prefix(TINY, 64, 1, 8)
+    device = Cuda(TINY, 1, [prefix], KNOBS, on)
+    keys = prefix.keys(0)
+    words = torch.from_numpy(quantised_rows(keys, TINY.geometry(1), bits).view(np.int16))
+    got = device._dequantised(words[0].to(on).view(torch.float16), bits).cpu().float()
+    step = keys.float().abs().amax() * 2 / (1 << bits)
+    assert (got - keys.float()).abs().max() <= step
