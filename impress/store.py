@@ -133,7 +133,7 @@ class PrefixStore:
         self.catalog = home.catalog  # the tree and its spans, for commands that show them
         self.history = home.history  # what requests have shown of each span
         params = Params(home.place.params, write=self.writable, others=home.others.params)
-        self.buffers = BufferPool(None)  # page-aligned, for whoever reads: sessions and engines
+        self.buffers = self._copies.buffers()  # engines', too
         self._reading = Reading(
             geometry, config, home.ssd, self._copies, self._pool, self.buffers, self.counters,
             home.leaving.quarantine, home.history, home.save_history, params,

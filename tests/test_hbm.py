@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from conftest import MIB, assert_serves, prompt, put_prompt, wait_for_promotions
 from tier_contract import CacheContract, fetch, noise
@@ -26,7 +27,7 @@ import impress
 from tiers.base import PAGE, Bytes, Cache, Pieces, Tier, sums_of
 from tiers.cuda import no_device
 from tiers.errors import MediumError, ReadFailed
-from tiers.hbm import STAGE_BYTES, HbmTier, why_not
+from tiers.hbm import STAGE_BYTES, HbmTier, page_lock, why_not
 from tiers.slots import aligned
 
 Open = Callable[..., impress.PrefixStore]
@@ -35,7 +36,7 @@ Open = Callable[..., impress.PrefixStore]
 class Queued:
     """A copy that has not happened yet."""
 
-    def __init__(self, memory: QueuedMemory, to: Bytes, of: Bytes) -> None:
+    def __init__(self, memory: QueuedMemory, to: Bytes, of: Bytes | Callable[[], Bytes]) -> None:
         self.memory, self.to, self.of = memory, to, of
 
     def synchronize(self) -> None:
@@ -44,17 +45,22 @@ class Queued:
                 copy = self.memory.queue.pop(0)
                 if self.memory.broken:
                     raise RuntimeError("an error of the device's")
-                copy.to[:] = copy.of
+                copy.to[:] = copy.of() if callable(copy.of) else copy.of
 
 
 class QueuedMemory:
-    """Host memory that stands for a device's, behind one stream."""
+    """Host memory that stands for a device's, behind one stream. `direct`: it reaches all of the
+    host's."""
 
-    def __init__(self, n_bytes: int) -> None:
+    def __init__(self, n_bytes: int, *, direct: bool = False) -> None:
         self.bytes = np.zeros(n_bytes, dtype=np.uint8)
+        self.direct = direct
         self.queue: list[Queued] = []
         self.lock = threading.Lock()
         self.broken = False
+
+    def reaches(self, host: Bytes) -> bool:
+        return self.direct
 
     def pinned(self, n_bytes: int) -> Bytes:
         return aligned(n_bytes)[:n_bytes]
@@ -62,27 +68,45 @@ class QueuedMemory:
     def up(self, at: int, data: Bytes) -> Queued:
         return self._add(self.bytes[at : at + len(data)], data)
 
-    def down(self, at: int, dest: Bytes) -> Queued:
-        return self._add(dest, self.bytes[at : at + len(dest)])
+    def gather(self, at: npt.NDArray[np.int64], size: int, dest: Bytes) -> Queued:
+        return self._add(dest, lambda: np.concatenate([self.bytes[i : i + size] for i in at]))
 
-    def _add(self, to: Bytes, of: Bytes) -> Queued:
+    def _add(self, to: Bytes, of: Bytes | Callable[[], Bytes]) -> Queued:
         copy = Queued(self, to, of)
         with self.lock:
             self.queue.append(copy)
         return copy
 
 
-def queued_tier(n_bytes: int, name: str = "hbm") -> HbmTier:
-    return HbmTier(n_bytes, name, QueuedMemory(n_bytes))
+def queued_tier(n_bytes: int, name: str = "hbm", *, direct: bool = False) -> HbmTier:
+    return HbmTier(n_bytes, name, QueuedMemory(n_bytes, direct=direct))
+
+
+def of_stages(n: int, like: Any) -> HbmTier:
+    """A tier of n stages and a few pages."""
+    return queued_tier(n * STAGE_BYTES + 8 * PAGE, direct=like._memory.direct)
 
 
 class TestHbm(CacheContract):
-    @pytest.fixture
-    def tier(self, tmp_path: Path) -> Tier:
-        return queued_tier(4 * MIB)
+    @pytest.fixture(params=["staged", "direct"])
+    def tier(self, tmp_path: Path, request: pytest.FixtureRequest) -> Tier:
+        return queued_tier(4 * MIB, direct=request.param == "direct")
+
+    def test_pieces_that_lie_together_and_go_apart_are_copies_of_their_own(
+        self, tier: Tier
+    ) -> None:
+        slot, data = tier.reserve(4 * PAGE), noise(4 * PAGE)
+        tier.write(slot, 0, data)
+        starts = slot.parts[0].off + np.arange(4) * PAGE
+        out, to = aligned(8 * PAGE), np.array([1, 2, 4, 7])
+        tier.read_pieces(Pieces(starts, out, to, sums_of(data, PAGE), PAGE))
+        assert np.array_equal(out[: 8 * PAGE].reshape(8, -1)[to], data.reshape(4, -1))
+        tier._memory.bytes[starts[2]] ^= 1  # type: ignore[attr-defined]
+        with pytest.raises(ReadFailed, match=rf"first at byte {starts[2]}\b"):
+            tier.read_pieces(Pieces(starts, out, to, sums_of(data, PAGE), PAGE))
 
     def test_copies_longer_than_the_stages_are_whole(self, tier: Tier) -> None:
-        n = 3 * STAGE_BYTES + 5 * PAGE
+        n, tier = 3 * STAGE_BYTES + 5 * PAGE, of_stages(3, tier)
         slot, data = tier.reserve(n), noise(n)
         tier.write(slot, 0, data)
         out = aligned(n)[:n]
@@ -98,7 +122,7 @@ class TestHbm(CacheContract):
 
     def test_a_failed_read_leaves_no_copy_under_way(self, tier: Tier) -> None:
         """The second stage's went on into memory that this thread's next write is staged in."""
-        n = 2 * STAGE_BYTES
+        n, tier = 2 * STAGE_BYTES, of_stages(2, tier)
         slot, data = tier.reserve(n), noise(n)
         tier.write(slot, 0, data)
         tier._memory.bytes[slot.parts[0].off] ^= 1  # type: ignore[attr-defined]
@@ -106,20 +130,38 @@ class TestHbm(CacheContract):
             fetch(tier, slot, 0, aligned(n)[:n], sums_of(data, PAGE), PAGE)
         assert not tier._memory.queue  # type: ignore[attr-defined]
 
-    def test_neighbours_come_in_one_copy(self, tier: Tier) -> None:
-        """A whole prefix is thousands of pieces side by side."""
+    def test_pieces_from_all_over_come_in_one_copy(self, tier: Tier) -> None:
+        """Each run of neighbours was a copy of its own: a layer's chosen rows were hundreds, and
+        took longer to be asked of the device than of the disk."""
         slot, data = tier.reserve(MIB), noise(MIB)
         tier.write(slot, 0, data)
-        asked, down = [], tier._memory.down
-        tier._memory.down = lambda at, dest: asked.append(len(dest) // PAGE) or down(at, dest)
+        asked, gather = [], tier._memory.gather
+
+        def counting(at: npt.NDArray[np.int64], size: int, dest: Bytes) -> Queued:
+            asked.append(len(at))
+            return gather(at, size, dest)
+
+        tier._memory.gather = counting
         fetch(tier, slot, 0, aligned(MIB), sums_of(data, PAGE), PAGE)
         assert asked == [MIB // PAGE]
-        chosen = np.array([0, 1, 2, 7, 9, 10, 200])
+        chosen = np.array([0, 2, 1, 7, 9, 10, 200])
         starts, sums = slot.parts[0].off + chosen * PAGE, sums_of(data, PAGE)[chosen]
         out = aligned(7 * PAGE)
         tier.read_pieces(Pieces(starts, out, np.arange(7), sums, PAGE))
-        assert asked[1:] == [3, 1, 2, 1]
+        assert asked[1:] == [7]
         assert np.array_equal(out.reshape(7, -1), data.reshape(-1, PAGE)[chosen])
+
+    def test_a_few_places_are_copied_to_and_many_are_put_there(self, tier: Tier) -> None:
+        slot, data = tier.reserve(MIB), noise(MIB)
+        tier.write(slot, 0, data)
+        for n, apart in ((4, 60), (60, 4)):
+            at = np.arange(n)
+            starts, to = slot.parts[0].off + at * PAGE, at * apart
+            out = aligned(n * apart * PAGE)
+            sums = sums_of(data, PAGE)[:n]
+            tier.read_pieces(Pieces(starts, out, to, sums, PAGE))
+            assert np.array_equal(out[: n * apart * PAGE].reshape(-1, PAGE)[to],
+                                  data.reshape(-1, PAGE)[:n])  # fmt: skip
 
     def test_an_error_of_the_device_is_a_failed_copy(self, tier: Tier) -> None:
         slot = tier.reserve(PAGE)
@@ -153,6 +195,38 @@ class TestHbmOnCuda(CacheContract):
     def test_more_than_the_device_has_is_refused_with_the_setting(self) -> None:
         with pytest.raises(MediumError, match="lower hbm_bytes"):
             HbmTier(1 << 46)
+
+    @pytest.mark.parametrize("apart", [1, 3], ids=["a few places", "many places"])
+    def test_pieces_from_all_over_into_memory_that_the_device_reaches(self, apart: int) -> None:
+        import torch
+
+        n = 3 * STAGE_BYTES
+        tier, data, out = HbmTier(2 * n), noise(n), aligned(apart * n)
+        for memory in (data, out):
+            page_lock(memory)
+            assert torch.from_numpy(memory[:1]).is_pinned()
+        tier.reserve(5 * PAGE)
+        slot = tier.reserve(n)
+        tier.write(slot, 0, data)
+        pages = np.random.default_rng(1).permutation(n // PAGE)
+        to = np.arange(len(pages)) * apart
+        starts, sums = slot.parts[0].off + pages * PAGE, sums_of(data, PAGE)[pages]
+        tier.read_pieces(Pieces(starts, out, to, sums, PAGE))
+        assert np.array_equal(out[: apart * n].reshape(-1, PAGE)[to], data.reshape(-1, PAGE)[pages])
+
+    def test_memory_that_is_gone_is_no_longer_locked(self) -> None:
+        """Fresh memory at the same place could not be locked, and the error was raised by what
+        torch did next."""
+        import torch
+
+        for _ in range(20):
+            memory = aligned(8 * MIB)
+            page_lock(memory)
+            view = torch.from_numpy(memory[PAGE:])
+            del memory
+            assert view.is_pinned()
+            del view
+        torch.zeros(1, device="cuda").item()
 
     def test_closed_it_gives_the_device_its_memory_back(self, tier: Cache) -> None:
         import torch

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
+import numpy.typing as npt
+
 from tiers.base import PAGE, Slot, Usage, round_up
 from tiers.space import Space
 
@@ -45,3 +48,15 @@ class Arena:
     def check(self) -> None:
         with self._lock:
             self._space.check()
+
+
+def units_of(starts: npt.NDArray[np.int64], piece_bytes: int) -> tuple[int, npt.NDArray[np.int64]]:
+    """Bytes of the largest unit (a power of two) in which pieces that begin here can be counted,
+    and which of the arena's they are. Of 128 KiB, two cores copy a sixth more than of pages. Pure.
+    """
+    bits = int(np.bitwise_or.reduce(starts)) | piece_bytes
+    size = bits & -bits
+    at = starts // size
+    if piece_bytes > size:
+        at = (at[:, None] + np.arange(piece_bytes // size)).ravel()
+    return size, at

@@ -9,6 +9,7 @@ import platform
 import re
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 
@@ -175,6 +176,8 @@ class BufferPool:
     """
 
     def __init__(self, budget_bytes: int | None, keep_bytes: int = 256 << 20) -> None:
+        self.prepare: Callable[[Bytes], None] | None = None
+        """What is done to fresh memory before it is rented: `page_lock`, for a device."""
         self.lock = threading.RLock()  # entered bare, as in IoPool
         self._freed = threading.Condition(self.lock)
         self._dropped: deque[Bytes] = deque()  # lent, and looked at no more
@@ -231,13 +234,19 @@ class BufferPool:
         ):
             self._pop(len(self._kept) - 1)  # kept memory counts: drop the largest
         try:
-            return aligned(need)
+            return self._fresh(need)
         except ReadFailed:
             if not self._kept:
                 raise
             # What is kept is the pool's own, and the process may have no more beside it.
             self._kept, self.kept_bytes = [], 0
-            return aligned(need)
+            return self._fresh(need)
+
+    def _fresh(self, need: int) -> Bytes:
+        memory = aligned(need)
+        if self.prepare is not None:
+            self.prepare(memory)
+        return memory
 
     def _pop(self, at: int) -> Bytes:
         size, _, memory = self._kept[at]

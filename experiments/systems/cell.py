@@ -29,6 +29,7 @@ from experiments.systems.serve import Asking, Memory, Served, Server
 from experiments.systems.shapes import WINDOW
 from experiments.systems.yardstick import Yardstick
 from impress.config import Config
+from tiers.hbm import page_lock
 
 Where = Literal["cuda", "cpu"]
 #: Hit rates are flat when two windows of warming differ by less than this from the two before.
@@ -156,10 +157,10 @@ class Bench:
         """What computes, and memory for rows on their way there."""
         data = self.data
         if self._on:
-            from experiments.systems.cuda import Cuda, page_locked
+            from experiments.systems.cuda import Cuda
 
             made = Cuda(data.shape, data.n_layers, data.prefixes, self.load.knobs, self._on)
-            return made, Memory(page_locked if self._on == "cuda" else None)
+            return made, Memory(page_lock if self._on == "cuda" else None)
         clock = Clock(1.0 if dilation is None else dilation)
         return Emulated(Compute(data.shape, roofline), data.geometry, clock, self.choices), Memory()
 

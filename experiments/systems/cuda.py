@@ -26,7 +26,6 @@ from impress.policy import Policy, SnapWindow
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, reads_keys, select, shares_rows
 from impress.selection.quant import n_scales, packed_bytes, unpack_codes
-from tiers.base import Bytes
 
 #: Layers whose weights are there; more go by turns. None fits a cache of the device's.
 _N_WEIGHTS: Final = 4
@@ -269,10 +268,3 @@ def _placed(rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """Rows [heads, m, dim], each at its position."""
     lying = rows.transpose(0, 1)
     return torch.empty_like(lying).index_copy_(0, at, lying).transpose(0, 1)
-
-
-def page_locked(memory: Bytes) -> None:
-    """Let the device copy from and to this memory by itself. It must never be freed."""
-    runtime: Any = torch.cuda
-    error = runtime.cudart().cudaHostRegister(memory.ctypes.data, len(memory), 0)
-    assert int(error) == 0, f"cudaHostRegister: error {error}"

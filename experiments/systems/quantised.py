@@ -37,7 +37,7 @@ from impress.types import Geometry
 from impress.usage.history import History, budget_of
 from tiers.base import Extent, sums_of
 from tiers.iopool import IoPool
-from tiers.slots import BufferPool, aligned
+from tiers.slots import aligned
 from tiers.ssd import SsdTier
 
 #: Dimensions that share a float16 scale: int4 is then .281 of 16 bits.
@@ -95,8 +95,8 @@ class QuantisedStore:
         self.pool = IoPool(config.io_threads)
         self.copies = Copies(config, self.geometry, config.window, [])
         self._reading = Reading(
-            self.geometry, config, self.ssd, self.copies, self.pool, BufferPool(None), Counters(),
-            lambda _span: None,
+            self.geometry, config, self.ssd, self.copies, self.pool, self.copies.buffers(),
+            Counters(), lambda _span: None,
             History(geometry.n_layers, config.window, budget_of(config.dram_bytes)), lambda: None,
             Params(folder / "params", write=False),
         )  # fmt: skip

@@ -80,11 +80,11 @@ class Memory:
     used was taken for the next, and its reads waited for fresh pages, small ones.
     """
 
-    def __init__(self, made: Callable[[Bytes], None] | None = None) -> None:
-        """`made`: is told of memory for layers, which is then never freed."""
+    def __init__(self, prepare: Callable[[Bytes], None] | None = None) -> None:
+        """`prepare`: see BufferPool."""
         self._pool = BufferPool(None)
-        self._made = made
-        self._kept: list[Bytes] = []
+        self._pool.prepare = prepare
+        self._prepare = prepare
         self._n_bytes = 0  # of each of `_layers`
         self._layers: list[tuple[Any, Any]] = []
 
@@ -103,9 +103,8 @@ class Memory:
             self._layers = [(aligned(size), aligned(size)) for _ in range(g.n_layers)]
             for buffer in chain(*self._layers):
                 buffer.fill(0)  # the first to touch a page waits for it
-                if self._made is not None:
-                    self._made(buffer)
-                    self._kept.append(buffer)
+                if self._prepare is not None:
+                    self._prepare(buffer)
         return [
             (as_tensor(k[: n_tokens * g.k_row_bytes], g, n_tokens, g.head_dim),
              as_tensor(v[: n_tokens * g.v_row_bytes], g, n_tokens, g.v_dim))

@@ -13,7 +13,8 @@ from impress.types import Geometry
 from impress.usage.history import SHARE as HISTORY_SHARE
 from tiers.base import Usage, round_up
 from tiers.dram import DramTier
-from tiers.hbm import HbmTier, why_not
+from tiers.hbm import HbmTier, page_lock, why_not
+from tiers.slots import BufferPool
 
 #: A sixteenth of the DRAM budget is kept for tables (8 bytes a piece: about .1 % of the KV) and
 #: history.
@@ -36,6 +37,7 @@ class Copies:
         if config.hbm_bytes:
             budgets = {"hbm": config.hbm_bytes, **budgets}
         on_device = config.hbm_device == "cuda"
+        self._reached = on_device and config.hbm_bytes > 0  # by a device: what is read into
         self.emulated = ("hbm",) if config.hbm_bytes and not on_device else ()
         media = {"dram": DramTier, "hbm": HbmTier if on_device else DramTier}
         self.chunks = tuple(
@@ -51,6 +53,13 @@ class Copies:
         for plane, size in sorted(sizes):
             share = probe_bytes // len(sizes)
             self.probes[plane, size] = ChunkCache(share, {plane: size}, geometry.n_layers)
+
+    def buffers(self) -> BufferPool:
+        """Page-aligned memory for whoever reads, sessions and engines."""
+        pool = BufferPool(None)
+        if self._reached:
+            pool.prepare = page_lock
+        return pool
 
     def _all(self) -> list[ChunkCache]:
         return [*self.chunks, *self.probes.values()]

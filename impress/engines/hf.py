@@ -40,7 +40,7 @@ from impress.engines.hf_models import Prompt
 from impress.engines.hf_models import geometry_of as geometry_of  # README names it here
 from impress.engines.hf_observed import OBSERVED_ROWS, Observed, observing
 from impress.engines.hf_output import FirstLogits, PromptOnce, RawLogits, hearing
-from impress.engines.hf_prefix import StoredPrefix, end_reads, find_prefix
+from impress.engines.hf_prefix import StoredPrefix, end_reads, find_prefix, lock_pages
 from impress.engines.hf_request import Request, totals
 from impress.engines.hf_storing import Outcome, StoreQueue
 from impress.engines.hf_weights import Weights
@@ -123,6 +123,7 @@ class Engine:
         self._store_new = store_new and store.writable
         self._weights = Weights(model)
         self._storing = StoreQueue(store)
+        lock_pages(store, model)
         self._turn = turn_of(model)
         with self._turn.request():
             self._modes = Modes(model, store, policy)

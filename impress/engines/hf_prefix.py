@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from impress.read.shadow import SHADOW_ROWS, Seen
 from impress.read.sparse import SparseSession
 from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
+from tiers.hbm import page_lock
 
 
 class StoredPrefix:
@@ -164,3 +166,9 @@ def find_prefix(store: PrefixStore, rows: Sequence[npt.NDArray[np.int32]]) -> St
                 return StoredPrefix(leases)
         longest = shortest  # something went between the two
     return None
+
+
+def lock_pages(store: PrefixStore, model: Any) -> None:
+    """What a model on a device gets from the store is read into memory that the device reaches."""
+    if model.device.type == "cuda":
+        store.buffers.prepare = page_lock
