@@ -16,7 +16,7 @@ import numpy as np
 from impress.errors import ImpressError
 from impress.selection.probes_pages import MinMax
 from impress.selection.probes_pca import Pca
-from impress.selection.products import code_product
+from impress.selection.products import code_product, device_products
 from impress.selection.quant import (
     ERROR_OF_BITS,
     floats_of,
@@ -25,7 +25,7 @@ from impress.selection.quant import (
     quantise,
     records_tensor,
 )
-from impress.selection.scores import Scored, key_scores
+from impress.selection.scores import Scored, heads_at_once, key_scores
 from impress.selection.scratch import scratch
 from impress.spans.rows import host_words, torch_module
 from impress.types import DTYPES, Geometry
@@ -180,6 +180,16 @@ class LowBit:
         shape = (n_kv, geometry.n_heads // n_kv, query.shape[1])
         noise = (rows.square().sum(dim=-1) * mean * ERROR_OF_BITS[self.bits]).view(shape)
         uneven = squares.div_(mean).sub_(1).clamp_(min=0)  # no scale is 0
+        at_once = heads_at_once(raw.device, rows.shape[1] * n)
+        if at_once > 1:
+            for first in range(0, n_kv, at_once):
+                some = slice(first, first + at_once)
+                scores = device_products(rows[some], codes[:, some], scales[some], self.bits,
+                                         geometry.dtype)  # fmt: skip
+                of_heads = noise[some].flatten(0, 1)
+                by_head = uneven[some].repeat_interleave(shape[1], dim=0)
+                yield Scored(scores.view(-1, shape[2], n), of_heads, by_head)
+            return
         with scratch(raw.device) as take:
             multiply = code_product(rows, n, self.bits, geometry.dtype, take)
             each = (codes.unbind(dim=1), scales.unbind(), noise.unbind(), uneven.unbind())

@@ -49,6 +49,21 @@ def code_product(rows: torch.Tensor, n: int, bits: int, dtype: str, take: Take) 
     return IntegerProduct(rows, n, bits, take)
 
 
+def device_products(
+    rows: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bits: int, dtype: str
+) -> torch.Tensor:
+    """As FloatProduct, of some KV heads at once: rows float32 [heads, r, dim] on packed codes uint8
+    [n, heads, bytes] with scales float32 [heads, n]; float32 [heads, r, n]."""
+    n, heads, dim = len(packed), len(rows), rows.shape[-1]
+    rows = rows.to(sketch_dtype(rows.device.type, dtype))
+    codes = torch_module().empty(n * heads, dim, dtype=packed.dtype, device=packed.device)
+    unpack_codes(packed.reshape(n * heads, -1), dim, bits, codes)
+    wide = codes.to(rows.dtype).view(n, heads, dim).permute(1, 2, 0)
+    scores = (rows @ wide).float().sub_(_centres(rows, bits)).mul_(scales[:, None])
+    made: torch.Tensor = scores
+    return made
+
+
 class FloatProduct:
     """Codes made floats of the rows' dtype, on their device: runs everywhere."""
 
