@@ -18,7 +18,7 @@ from experiments.common import Row, Unable, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.catalogue import chosen
 from experiments.systems.paired import Times, times, worst_of
-from experiments.systems.sizes import Verdict, arguments, checked, how, meta
+from experiments.systems.sizes import Verdict, arguments, checked, how, is_real, meta
 from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio
 
 #: One factor at a time. in_a_row: requests with no pause between them, in which what goes on behind
@@ -44,7 +44,8 @@ def cells(options: Options) -> list[Cell]:
     plan = Plan(options, verdict, names)
     if options.quick:
         plan = Plan(options, verdict, names, n_warm=24, most_windows=3)
-    varied = {"in_a_row": VARIED["in_a_row"]} if options.quick else VARIED
+    few = options.quick and not is_real(options)  # a device has time for all of them
+    varied = {"in_a_row": VARIED["in_a_row"]} if few else VARIED
     n_of = {"in_a_row": N_IN_A_ROW[options.quick]}
     asked = getattr(options.more, "requests", None)
     return [

@@ -17,14 +17,14 @@ from impress.cli.main import app
 from impress.write.directory import locked_shard
 from tiers.base import PAGE, Read, sums_of
 from tiers.errors import MediumError
-from tiers.iopool import PROCESSORS, IoPool
+from tiers.iopool import COPIERS, IoPool
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
 
 #: With every thread that an open may start.
 CONFIG = impress.Config(**SMALL, shard=0, io_threads=3, metrics_port=0, repack_every_s=60)
 #: Threads for I/O, and for copies.
-N_POOL = CONFIG.io_threads + min(PROCESSORS, CONFIG.io_threads)
+N_POOL = CONFIG.io_threads + min(COPIERS, CONFIG.io_threads)
 
 #: prometheus_client leaves the socket of a server that lacks its thread to Python's references.
 NO_SERVER = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")

@@ -357,7 +357,7 @@ def test_copies_wait_for_no_medium_and_no_more_run_than_there_are_processors(
     """Eight that copied on two processors held each other up. And where all eight threads were at
     reads, copies waited for these: a prefix of which a quarter was cold took as long as if one
     came after the other."""
-    monkeypatch.setattr(iopool, "PROCESSORS", 2)
+    monkeypatch.setattr(iopool, "COPIERS", 2)
     pool, gates = IoPool(3), [threading.Event() for _ in range(8)]
     began = [threading.Event() for _ in range(8)]
 
@@ -389,7 +389,7 @@ def test_beside_copies_that_wait_nothing_runs_that_nobody_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Threads that may not copy took what climbs instead, which copies, too."""
-    monkeypatch.setattr(iopool, "PROCESSORS", 1)
+    monkeypatch.setattr(iopool, "COPIERS", 1)
     pool, gate, began, ran = IoPool(3), threading.Event(), threading.Event(), list[str]()
 
     def held() -> None:
@@ -409,7 +409,7 @@ def test_beside_copies_that_wait_nothing_runs_that_nobody_waits_for(
 
 def test_where_all_that_may_copy_hang_no_read_could_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never all threads could hang in copies, so leases were hits, and each waited its limit."""
-    monkeypatch.setattr(iopool, "PROCESSORS", 1)
+    monkeypatch.setattr(iopool, "COPIERS", 1)
     pool, gate, began = IoPool(3), threading.Event(), threading.Event()
     ticket = pool.submit(
         Lane.DEMAND, [lambda: began.set() or (gate.wait(60) and None)], copies=True

@@ -14,9 +14,11 @@ from typing import Final
 from tiers.threads import start
 from tiers.ticket import Task, Ticket
 
-#: Threads that copy within memory: more hold each other up, at the interpreter and in the system's
-#: queues. (84 MB, two processors: 6.8 ms by two threads, 8.3 by eight.)
-PROCESSORS: Final = len(os.sched_getaffinity(0))
+#: Threads that copy within memory: more hold each other up at the interpreter, and whoever launches
+#: kernels on a device meanwhile. (84 MB, two processors: 6.8 ms by two threads, 8.3 by eight. On 16
+#: beside an H200, requests that choose rows: 34 ms by two, 40 by four, 51 by eight; pieces of 128
+#: KiB are verified at 27 GB/s by two, at 22 by four, at 13 by eight.)
+COPIERS: Final = min(2, len(os.sched_getaffinity(0)))
 #: Longest that threads which were started in vain are waited for.
 _VAIN_S: Final = 10.0
 
@@ -46,8 +48,7 @@ class IoPool:
     """Threads that run tickets. A task is a slice of work for one thread (≤ a few MiB), so a
     demand never waits long behind a store.
 
-    What copies within memory has threads of its own, as many as there are processors: copies are
-    made while reads are under way.
+    What copies within memory has threads of its own: copies are made while reads are under way.
 
     `n_threads`: of those that wait for a medium, and of those that copy at most. `n_behind`: how
     many threads at once may work for nobody who waits (lanes PROMOTE and REPACK). More would share
@@ -57,7 +58,7 @@ class IoPool:
     def __init__(self, n_threads: int, name: str = "impress-io", n_behind: int = 1) -> None:
         """Raises MediumError where it cannot have so many."""
         self.n_threads = n_threads
-        self.n_copiers = min(PROCESSORS, n_threads)
+        self.n_copiers = min(COPIERS, n_threads)
         # By lane: all else, and what copies within memory. Each has threads that wake for it.
         self._queues = [[deque[Job]() for _ in Lane] for _ in range(2)]
         # Entered bare: Condition.__enter__ is Python, and what a signal raises in it, the lock
