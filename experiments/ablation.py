@@ -11,7 +11,7 @@ from typing import Final
 
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
-from experiments.systems.sizes import Verdict, arguments, checked, meta
+from experiments.systems.sizes import Verdict, arguments, checked, how, meta
 from experiments.systems.sweep import Plan, by_cell, cell, check_cell, draw_p50, line, ratio
 
 #: Technique -> IMPRESS without it.
@@ -36,7 +36,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     if withdrawn:
         return said, rows
     for label, systems in by_cell(rows).items():
-        print_rows(f"{label}: compute emulated", [line(row) for row in systems.values()])
+        print_rows(f"{label}: {how(rows)}", [line(row) for row in systems.values()])
         whole = systems.get("impress")
         if whole is None:
             continue
@@ -52,7 +52,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
 
 
 EXPERIMENT: Final = Experiment(
-    "ablation", "IMPRESS without each of its techniques; compute emulated.", cells, figures,
+    "ablation", "IMPRESS without each of its techniques.", cells, figures,
     {"p50": draw_p50}, arguments, meta, uses_disk=True,
 )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """One cell at the size of a whole OPT-30B, for a machine with a fast disk (gpu_recipe.md).
 
 Six prefixes, all 48 layers, caches of 6 + 20 GiB. A cell is one system: more do not fit 10 minutes,
-or 64 GiB of disk. Compute is emulated (experiments/systems/clock.py). Not yet run at full size.
+or 64 GiB of disk. Compute is a CUDA device's where one can be used, else emulated. Not yet run at
+full size.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from experiments.systems.cell import Bench, Load, summary
 from experiments.systems.data import Data
 from experiments.systems.generate import Knobs
 from experiments.systems.shapes import SHAPES
-from experiments.systems.sizes import dilation, meta, stretch
+from experiments.systems.sizes import compute_argument, dilation, how, is_real, meta, stretch
 from experiments.systems.sweep import estimate, line
 
 SHAPE: Final = SHAPES["opt-30b"]
@@ -31,8 +32,9 @@ NAMES: Final = (*PAPERS, "as_int4")
 
 def cells(options: Options) -> list[Cell]:
     load = load_of(options)
+    computed = {"compute": "real"} if is_real(options) else {}
     return [
-        Cell({"system": system.name, "n_warm": load.n_warm},
+        Cell({"system": system.name, "n_warm": load.n_warm, **computed},
              partial(measure, options, system.name),
              estimate([system], SHAPE, LAYERS[options.quick], N_PREFIXES, load,
                       dilation(options)))
@@ -51,7 +53,9 @@ def measure(options: Options, name: str) -> list[Row]:
         SHAPE, LAYERS[options.quick], N_PREFIXES, options.folder / "data", load.knobs, options.seed
     )
     data.remove()  # the last cell's
-    with Bench(chosen([name]), data, load, stretch(options)) as bench:
+    real = is_real(options)
+    dilated, on = (1.0, "cuda") if real else (stretch(options), "")
+    with Bench(chosen([name]), data, load, dilated, on=on) as bench:
         bench.warm()
         found = bench.measure()
     return [
@@ -61,17 +65,17 @@ def measure(options: Options, name: str) -> list[Row]:
 
 
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
-    print_rows("OPT-30B: ms to the first token, compute emulated", [line(row) for row in rows])
+    print_rows(f"OPT-30B: ms to the first token, {how(rows)}", [line(row) for row in rows])
     return {f"p50_ms.{row['system']}": row["p50_ms"] for row in rows}, rows
 
 
 def _meta(options: Options) -> dict[str, Any]:
-    return {**meta(options), "layers": LAYERS[options.quick], "interleaved": "no",
-            "emulator": "not checked"}  # fmt: skip
+    said = {**meta(options), "layers": LAYERS[options.quick], "interleaved": "no"}
+    return said if is_real(options) else {**said, "emulator": "not checked"}
 
 
 EXPERIMENT: Final = Experiment(
-    "gpu_cell", "A cell at the size of a whole model; compute emulated.", cells, figures, {},
+    "gpu_cell", "A cell at the size of a whole model.", cells, figures, {}, compute_argument,
     meta=_meta, uses_disk=True,
 )  # fmt: skip
 

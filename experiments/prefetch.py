@@ -19,7 +19,7 @@ import numpy as np
 import impress
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
-from experiments.systems.sizes import Verdict, arguments, checked, meta
+from experiments.systems.sizes import Verdict, arguments, checked, how, meta
 from experiments.systems.sweep import Plan, by_cell, cell, check_cell, draw_p50, line, ratio
 from impress.demo.lookup.tasks import document
 from impress.engines import hf
@@ -119,7 +119,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
             {**line(row), "ahead MB": row["ahead_mb"], "used MB": row["ahead_used_mb"]}
             for row in systems.values()
         ]
-        print_rows(f"{label}: compute emulated", shown)
+        print_rows(f"{label}: {how(rows)}", shown)
         for name in NAMES[::2]:
             without, ahead = systems[name], systems[f"{name}_prefetch"]
             for what in ("p50_ms", "io_ms", "mb"):
@@ -128,7 +128,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
 
 
 EXPERIMENT: Final = Experiment(
-    "prefetch", "The next layer's rows read ahead, or not; compute emulated.", cells, figures,
+    "prefetch", "The next layer's rows read ahead, or not.", cells, figures,
     {"p50": draw_p50}, arguments, meta, uses_disk=True,
 )  # fmt: skip
 

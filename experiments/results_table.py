@@ -169,7 +169,10 @@ def across_table(report: Mapping[str, Any]) -> str:
         ratios += [worst_of(systems, of) for of in _BY]
         fell = systems["impress"]["fell_back"] if "impress" in systems else ""
         commits = dict.fromkeys(row.get("commit", "") for row in systems.values())
-        rates = [PAPER_DISK_GB_S / row["dilation"] for row in systems.values() if "dilation" in row]
+        rates = [
+            row.get("disk_gb_s", PAPER_DISK_GB_S / row["dilation"])
+            for row in systems.values() if "dilation" in row
+        ]  # fmt: skip
         values = [
             fell,
             rates[0] if rates else "",
@@ -202,6 +205,12 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
         "stated ms": "stated_ms", "SSD floor ms": "ssd_floor_ms", "MB moved": "mb",
         "MB from SSD": "ssd_mb", "HBM": "hbm", "DRAM": "dram", "rows": "rows",
         "fell back": "fell_back",
+    },
+    "ttft_cuda": {
+        "cell": "cell", "system": "system", "p50 ms": "p50_ms", "p90 ms": "p90_ms",
+        "mean ms": "mean_ms", "I/O ms": "io_ms", "device ms": "emulated_ms",
+        "SSD floor ms": "ssd_floor_ms", "MB moved": "mb", "MB from SSD": "ssd_mb", "HBM": "hbm",
+        "DRAM": "dram", "map": "map_share",
     },
     "accuracy": {
         "model": "group", "way": "arm", "questions": "n", "right": "accuracy",

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
-from experiments.systems.sizes import Verdict, arguments, checked, meta
+from experiments.systems.sizes import Verdict, arguments, checked, how, meta
 from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio
 
 NAMES: Final = ("recompute", "as_h2o_lfu", "impress", "as_int4", "quality")
@@ -39,7 +39,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     if withdrawn:
         return said, rows
     for label, systems in by_cell(rows).items():
-        print_rows(f"{label}: compute emulated", [line(row) for row in systems.values()])
+        print_rows(f"{label}: {how(rows)}", [line(row) for row in systems.values()])
         one = systems.get("impress")
         for other in ("recompute", "as_h2o_lfu", "as_int4"):
             if one and other in systems:
@@ -54,13 +54,13 @@ def draw(figure: Any, _said: Figures, rows: list[Row]) -> None:
     for name in NAMES:
         cells_of = {label: systems[name] for label, systems in found.items() if name in systems}
         axes.plot(list(cells_of), [row["p50_ms"] for row in cells_of.values()], "o-", label=name)
-    axes.set_ylabel("p50, ms (slice of the layers, compute emulated)")
+    axes.set_ylabel(f"p50, ms (slice of the layers, {how(rows)})")
     axes.set_yscale("log")
     axes.legend()
 
 
 EXPERIMENT: Final = Experiment(
-    "scale", "By model and by how much data there is to the caches; compute emulated.", cells,
+    "scale", "By model and by how much data there is to the caches.", cells,
     figures, {"p50": draw}, arguments, meta, uses_disk=True,
 )  # fmt: skip
 

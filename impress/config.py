@@ -35,8 +35,8 @@ class Config(BaseModel):
     hbm_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Budget of the HBM tier, above DRAM. 0: none."""
     hbm_device: Literal["cuda", "cpu"] = "cuda"
-    """Where it is: on the current CUDA device (written, not yet run on one), or "cpu", which
-    emulates it in host memory, and every report says so."""
+    """Where it is: on the current CUDA device, or "cpu", which emulates it in host memory,
+    and every report says so."""
     eviction: Literal["importance", "lru", "lfu", "prefix-lru"] = "importance"
     """What goes first when a tier is full. importance: what has the least uses × share of rows
     that requests needed. lru: what was used longest ago. lfu: what has the fewest uses. prefix-lru:

