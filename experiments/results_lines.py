@@ -139,7 +139,7 @@ LINES: Final = (
          f"not of all of them (H2O); {_SMALL}"),
     Line("Fig 16", "p50 against AS+H2O+LFU", "1.2–2.8×",
          (Ours("ttft", "p50_vs_as_h2o_lfu", within=True),), "emulated", _SLICE),
-    Line("Fig 16", "p50 against AS+H2O+LFU, on a GPU", "1.2–2.8×",
+    Line("Fig 16", "the same, on a GPU", "1.2–2.8×",
          (Ours("ttft_cuda", "p50_vs_as_h2o_lfu", within=True),
           Ours("ttft_cuda", "shape llama-3-8b.p50_vs_as_h2o_lfu", label="Llama-3-8B ")), "measured",
          "two layers on an H200 whose disk reads 1.9 GB/s: recomputing takes a fifth of either's "
