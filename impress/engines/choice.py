@@ -19,9 +19,11 @@ from impress.engines.regime import Expected, IfWhole, Regime
 
 #: A mode that seems slower is measured again after it was passed over so many times: 16 at first,
 #: then twice as many each time it still is slower, up to 128; or up to more, where measuring it
-#: every 128 requests would add more than _LOOK_SHARE to what these take.
+#: every 128 requests would add more than _LOOK_SHARE to what these take. From the second time on
+#: it may add _EARLY times that share.
 _LOOK_AGAIN: Final = (16, 128)
 _LOOK_SHARE: Final = 0.02
+_EARLY: Final = 4
 #: After so many where the policy's own mode is wanted for more than its time (decision 0011).
 _WANTED: Final = 3
 #: A process's first forward may take so many times as long as a later one. On a device, where it
@@ -128,7 +130,8 @@ class Rates:
             else:
                 n = self._passed_over[mode]
                 most = _most_patience(seconds[mode], seconds[choice.mode])
-                self._passed_over[mode], self._patience[mode] = 0, min(2 * n, most)
+                self._passed_over[mode] = 0
+                self._patience[mode] = min(max(2 * n, most // _EARLY), most)
                 if mode in self._costs.reads:
                     self._costs.reads[mode].age(n)
                 self._expected = None  # tells nothing of how requests are gone about
