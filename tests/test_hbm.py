@@ -163,6 +163,28 @@ class TestHbm(CacheContract):
             assert np.array_equal(out[: n * apart * PAGE].reshape(-1, PAGE)[to],
                                   data.reshape(-1, PAGE)[:n])  # fmt: skip
 
+    def test_a_copy_that_cannot_be_queued_leaves_none_under_way(self, tier: Tier) -> None:
+        """Those before it went on into memory that was given back."""
+        slot, data = tier.reserve(MIB), noise(MIB)
+        tier.write(slot, 0, data)
+        memory, gather = tier._memory, tier._memory.gather
+        asked: list[int] = []
+
+        def refusing(at: npt.NDArray[np.int64], size: int, dest: Bytes) -> Queued:
+            asked.append(len(at))
+            if len(asked) > 1:
+                raise RuntimeError("out of memory")
+            return gather(at, size, dest)
+
+        memory.gather = refusing
+        starts, to = slot.parts[0].off + np.arange(3) * PAGE, np.array([0, 2, 4])
+        pieces = Pieces(starts, aligned(8 * PAGE), to, sums_of(data, PAGE)[:3], PAGE)
+        if not memory.direct:  # one copy: the next stage's
+            tier.read_pieces(pieces)
+        with pytest.raises(ReadFailed, match="out of memory"):
+            tier.read_pieces(pieces)
+        assert len(asked) == 2 and not memory.queue
+
     def test_an_error_of_the_device_is_a_failed_copy(self, tier: Tier) -> None:
         slot = tier.reserve(PAGE)
         tier._memory.broken = True  # type: ignore[attr-defined]

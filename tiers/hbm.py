@@ -113,6 +113,7 @@ class HbmTier(Arena):
         """A stage at a time: its pieces are gathered on the device and come in one copy, or in one
         for each of a few places that the device reaches."""
         under_way: deque[_Stage] = deque()
+        queued: list[Event] = []  # all of them: of a stage's copies one may be refused
         try:
             reached = pieces.to.ndim == 1 and self._there().reaches(pieces.dest)
             for i, some in enumerate(pieces.cut(STAGE_BYTES)):
@@ -120,17 +121,18 @@ class HbmTier(Arena):
                     self._put(under_way.popleft())
                 ends = _together(some.to) if reached else []
                 if reached and len(ends) <= _MOST_PLACES:
-                    under_way.append(_Stage(self._into_place(some, ends), None, some))
+                    pinned = None
+                    self._into_place(some, ends, queued)
                 else:
                     pinned = self._pinned(i, some.n_bytes)[: some.n_bytes]
-                    event = self._there().gather(some.starts, some.piece_bytes, pinned)
-                    under_way.append(_Stage(event, pinned, some))
+                    queued.append(self._there().gather(some.starts, some.piece_bytes, pinned))
+                under_way.append(_Stage(queued[-1], pinned, some))
             while under_way:
                 self._put(under_way.popleft())
         except RuntimeError as err:
             raise ReadFailed("io", f"{self.name}: a copy from the device failed: {err}") from None
         finally:
-            _settle(stage.event for stage in under_way)
+            _settle(queued)
 
     def close(self) -> None:
         """See Cache. Copies still wanted fail."""
@@ -141,16 +143,14 @@ class HbmTier(Arena):
             raise RuntimeError("the tier is closed")
         return self._memory
 
-    def _into_place(self, pieces: Pieces, ends: list[int]) -> Event:
-        """Queue a copy for each run of neighbouring places; the last one's event is all of
-        theirs."""
+    def _into_place(self, pieces: Pieces, ends: list[int], queued: list[Event]) -> None:
+        """Queue a copy for each run of neighbouring places; what the last one waits for, all do."""
         size, first = pieces.piece_bytes, 0
         for end in ends:
             to = int(pieces.to[first]) * size
             place = pieces.dest[to : to + (end - first) * size]
-            event = self._there().gather(pieces.starts[first:end], size, place)
+            queued.append(self._there().gather(pieces.starts[first:end], size, place))
             first = end
-        return event
 
     def _put(self, stage: _Stage) -> None:
         """Pieces that have come are verified, and those that are not in their places go there."""
