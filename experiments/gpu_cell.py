@@ -55,7 +55,8 @@ def measure(options: Options, name: str) -> list[Row]:
     data.remove()  # the last cell's
     real = is_real(options)
     dilated, on = (1.0, "cuda") if real else (stretch(options), "")
-    with Bench(chosen([name]), data, load, dilated, on=on) as bench:
+    rate = options.disk.gb_s if real else None
+    with Bench(chosen([name]), data, load, dilated, on=on, disk_gb_s=rate) as bench:
         bench.warm()
         found = bench.measure()
     return [

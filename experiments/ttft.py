@@ -52,6 +52,8 @@ def cells(options: Options) -> list[Cell]:
     found = [check_cell(verdict), cell(plan, "base", asked or N_BASE[options.quick], **only)]
     for name, values in varied.items():
         n = asked or n_of.get(name, N_OTHER[options.quick])
+        if name == "in_a_row":  # whole rows
+            n += -n % max(values)
         found += [cell(plan, f"{name} {value}", n, **{name: value}, **only) for value in values]
     return found
 

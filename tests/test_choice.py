@@ -248,6 +248,20 @@ def test_looking_again_at_a_way_that_is_many_times_slower_costs_little():
     assert looked == [0, 17, 255]
 
 
+def test_a_first_read_that_stalled_does_not_keep_the_next_looks_away():
+    """How long to wait for the next look was settled by what the look was about to put right."""
+    rates, looked = Rates(), []
+    rates.note_forward("recompute", 4020, 0.5)
+    for at in range(260):
+        if rates.choose("exact", 4020, stored(4000)).mode == "exact":
+            rates.note_forward("exact", 20, 0.0)
+            rates.note_read("exact", stored(4000), 30.0 if not looked else 0.6)
+            looked.append(at)
+        else:
+            rates.note_forward("recompute", 4020, 0.5)
+    assert looked[:2] == [0, 17] and looked[2] - looked[1] <= 129
+
+
 def modes_of(rates, seconds, recompute_s=0.48):
     """Of requests for one stored prefix, of which reading chosen rows takes so long, one after the
     other; all rows, two seconds."""

@@ -154,6 +154,8 @@ class TestHbm(CacheContract):
     def test_a_few_places_are_copied_to_and_many_are_put_there(self, tier: Tier) -> None:
         slot, data = tier.reserve(MIB), noise(MIB)
         tier.write(slot, 0, data)
+        asked, gather = [], tier._memory.gather
+        tier._memory.gather = lambda *where: asked.append(len(where[0])) or gather(*where)
         for n, apart in ((4, 60), (60, 4)):
             at = np.arange(n)
             starts, to = slot.parts[0].off + at * PAGE, at * apart
@@ -162,6 +164,7 @@ class TestHbm(CacheContract):
             tier.read_pieces(Pieces(starts, out, to, sums, PAGE))
             assert np.array_equal(out[: n * apart * PAGE].reshape(-1, PAGE)[to],
                                   data.reshape(-1, PAGE)[:n])  # fmt: skip
+        assert asked == ([1, 1, 1, 1, 60] if tier._memory.direct else [4, 60])
 
     def test_a_copy_that_cannot_be_queued_leaves_none_under_way(self, tier: Tier) -> None:
         """Those before it went on into memory that was given back."""

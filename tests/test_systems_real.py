@@ -3,13 +3,18 @@ processor, which shows all but the copies and what goes on beside them."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from experiments import ttft
+from experiments.common import Unable
+from experiments.harness import Disk, Options
 from experiments.systems.catalogue import System, systems
 from experiments.systems.cell import Bench, Load, order_of
 from experiments.systems.cuda import Cuda
@@ -19,6 +24,7 @@ from experiments.systems.generate import N_NEW, Knobs, Prefix
 from experiments.systems.planned import choose
 from experiments.systems.quantised import quantised_rows
 from experiments.systems.shapes import Shape
+from tiers.hbm import why_not
 
 TINY = Shape("tiny", 2, 8, 4, 32, 128)
 GATED = Shape("gated", 2, 8, 2, 32, 96, gated=True, dtype="bfloat16")
@@ -107,3 +113,34 @@ def test_rows_of_few_bits_are_what_they_were_nearly(bits: int, on: str) -> None:
     got = device._dequantised(words[0].to(on).view(torch.float16), bits).cpu().float()
     step = keys.float().abs().amax() * 2 / (1 << bits)
     assert (got - keys.float()).abs().max() <= step
+
+
+def _options(tmp_path: Path, **more: object) -> Options:
+    asked = {"unchecked": True, "compute": "emulated", "systems": None, "requests": None, **more}
+    disk = Disk(3.0, "given")
+    return Options(
+        False, None, None, False, tmp_path, 1, disk, argparse.Namespace(**asked), ExitStack()
+    )
+
+
+def test_fewer_requests_of_fewer_systems_can_be_asked_for(tmp_path: Path) -> None:
+    """Ten minutes are what a machine with a GPU may be had for."""
+    found = ttft.cells(_options(tmp_path, requests=60, systems="as, impress"))
+    sizes = {cell.params["cell"]: cell.params["n"] for cell in found[1:]}
+    assert sizes["base"] == sizes["ratio 65"] == 60
+    assert sizes["in_a_row 8"] == 64  # else its rows were not whole, which was found at the end
+    assert {cell.params["systems"] for cell in found[1:]} == {"as,impress"}
+    assert "systems" not in ttft.cells(_options(tmp_path))[1].params
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({"requests": 39}, "--requests: at least 40"), ({"systems": "as,foo"}, "'foo' is none of rec"),
+     pytest.param({"compute": "real"}, "--compute real: ", marks=pytest.mark.skipif(
+         not why_not(), reason="a device is there"))],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused(
+    more: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Unable, match=said):
+        ttft.cells(_options(tmp_path, **more))

@@ -351,7 +351,7 @@ def test_urgent_lanes_go_first() -> None:
     assert pool.close(60)
 
 
-def test_copies_wait_for_no_medium_and_no_more_run_than_there_are_processors(
+def test_copies_wait_for_no_medium_and_few_run_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Eight that copied on two processors held each other up. And where all eight threads were at

@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -119,10 +121,10 @@ class HbmTier(Arena):
             for i, some in enumerate(pieces.cut(STAGE_BYTES)):
                 if len(under_way) == _N_STAGES:
                     self._put(under_way.popleft())
-                ends = _together(some.to) if reached else []
-                if reached and len(ends) <= _MOST_PLACES:
+                runs = _neighbours(some.to, 1) if reached else []
+                if reached and len(runs) <= _MOST_PLACES:
                     pinned = None
-                    self._into_place(some, ends, queued)
+                    self._into_place(some, runs, queued)
                 else:
                     pinned = self._pinned(i, some.n_bytes)[: some.n_bytes]
                     queued.append(self._there().gather(some.starts, some.piece_bytes, pinned))
@@ -143,14 +145,13 @@ class HbmTier(Arena):
             raise RuntimeError("the tier is closed")
         return self._memory
 
-    def _into_place(self, pieces: Pieces, ends: list[int], queued: list[Event]) -> None:
+    def _into_place(self, pieces: Pieces, runs: list[tuple[int, int]], queued: list[Event]) -> None:
         """Queue a copy for each run of neighbouring places; what the last one waits for, all do."""
-        size, first = pieces.piece_bytes, 0
-        for end in ends:
+        size = pieces.piece_bytes
+        for first, end in runs:
             to = int(pieces.to[first]) * size
             place = pieces.dest[to : to + (end - first) * size]
             queued.append(self._there().gather(pieces.starts[first:end], size, place))
-            first = end
 
     def _put(self, stage: _Stage) -> None:
         """Pieces that have come are verified, and those that are not in their places go there."""
@@ -178,9 +179,10 @@ class HbmTier(Arena):
         return stages[i % _N_STAGES]
 
 
-def _together(to: npt.NDArray[np.int64]) -> list[int]:
-    """Where runs of neighbouring places end. Pure."""
-    return [*(np.flatnonzero(np.diff(to) != 1) + 1).tolist(), len(to)]
+def _neighbours(at: npt.NDArray[np.int64], size: int) -> list[tuple[int, int]]:
+    """[first, end) of the runs in which each begins `size` behind the one before it. Pure."""
+    ends = [*(np.flatnonzero(np.diff(at) != size) + 1).tolist(), len(at)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _settle(events: Iterable[Event]) -> None:
@@ -263,9 +265,24 @@ class CudaMemory:
         return self._queue(self._up, there, self._torch.from_numpy(data))
 
     def gather(self, at: npt.NDArray[np.int64], size: int, dest: Bytes) -> Event:
-        if (np.diff(at) == size).all():  # nothing to gather
-            there = self._arena[int(at[0]) :][: len(dest)]
-            return self._queue(self._down, self._torch.from_numpy(dest), there)
+        runs = _neighbours(at, size)
+        if len(runs) > 1:
+            with suppress(self._torch.OutOfMemoryError):  # an engine may have left nothing
+                return self._gathered(at, size, dest)
+        queued: list[Event] = []
+        try:
+            for first, end in runs:
+                begin, n_bytes = int(at[first]), (end - first) * size
+                there = self._arena[begin : begin + n_bytes]
+                place = self._torch.from_numpy(dest[first * size :][:n_bytes])
+                queued.append(self._queue(self._down, place, there))
+        except BaseException:
+            _settle(queued)
+            raise
+        return queued[-1]
+
+    def _gathered(self, at: npt.NDArray[np.int64], size: int, dest: Bytes) -> Event:
+        """As `gather`, in one copy of what is first laid together on the device."""
         unit, which = units_of(at, size)
         # In words: of single bytes a device copies a fraction of what its memory gives.
         words = self._arena[: len(self._arena) // unit * unit].view(self._torch.int64)
@@ -283,31 +300,52 @@ class CudaMemory:
         return event
 
 
-#: cudaHostRegisterPortable: for every device of the process.
+#: cudaHostRegisterPortable: for every device of the process; cudaErrorHostMemoryAlreadyRegistered.
 _PORTABLE: Final = 1
+_THERE_ALREADY: Final = 712
 
 
-def page_lock(memory: Bytes) -> None:
+def page_lock(memory: Bytes, device: int = -1) -> None:
     """Let devices copy from and to this memory by themselves, as long as it is there: no copy then
     goes through memory of the driver's (measured on an H200: 53 instead of 6.7 GB/s to the device,
     2 ms for 43 MB to be locked).
 
     Through the CUDA runtime that torch has loaded for everybody. Where there is none, or the system
-    locks no more, memory stays as it was, and copies as slow.
+    locks no more, memory stays as it was, and copies as slow. `device`: whose context is made if
+    there is none yet; below 0: the calling thread's.
     """
     process = ctypes.CDLL(None)
-    try:
-        register, forget = process.cudaHostRegister, process.cudaGetLastError
-    except AttributeError:
+    if not hasattr(process, "cudaHostRegister"):
         return
+    import torch
+
     at = memory.ctypes.data
-    if register(ctypes.c_void_p(at), ctypes.c_size_t(len(memory)), ctypes.c_uint(_PORTABLE)):
-        forget()  # or torch takes it for an error of what it asks for next
+    where = (ctypes.c_void_p(at), ctypes.c_size_t(len(memory)), ctypes.c_uint(_PORTABLE))
+    # Before it is locked: what a signal cut off there would stay locked, and be taken for what
+    # comes to lie at this address next.
+    gone = weakref.finalize(memory, _unlock, at, os.getpid())
+    with torch.cuda.device(device):
+        error = process.cudaHostRegister(*where)
+        if error == _THERE_ALREADY:
+            _unlock(at, os.getpid())
+            error = process.cudaHostRegister(*where)
+        if error:
+            gone.detach()
+            process.cudaGetLastError()  # or torch takes it for an error of what it asks for next
+
+
+def _unlock(at: int, of_process: int) -> None:
+    if os.getpid() != of_process:  # a fork's child, whose driver is not to be touched
         return
-    weakref.finalize(memory, _unlock, at)
-
-
-def _unlock(at: int) -> None:
     process = ctypes.CDLL(None)
     if process.cudaHostUnregister(ctypes.c_void_p(at)):
         process.cudaGetLastError()
+
+
+def for_current_device() -> Callable[[Bytes], None]:
+    """`page_lock` for the device that is current now, whatever thread calls it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return page_lock
+    return partial(page_lock, device=torch.cuda.current_device())

@@ -170,7 +170,7 @@ class BufferPool:
 
     The reason: no read should wait for fresh memory, which a virtual machine was seen to give at
     .4 GB/s, where memory used before takes 20. What is kept beyond `keep_bytes` the system may take
-    when it runs short (MADV_FREE: .1 ms for 48 MiB).
+    when it runs short (MADV_FREE: .1 ms for 48 MiB), unless `prepare` locked it.
 
     Thread-safe. A request for more than the whole budget is never granted.
     """

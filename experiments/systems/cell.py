@@ -1,6 +1,7 @@
 """One cell: systems on one set of prefixes, one cache ratio, one popularity; request by request.
 
     requests drawn ─> choices made (no clock) ─> each warmed until its hit rates are flat ─> timed
+                      (where a device computes: on the clock)
 
 In every round each system serves the same request (or `in_a_row` of them, as a server that is kept
 busy does), in an order drawn for that round, and nothing is left running between two systems.
@@ -29,7 +30,7 @@ from experiments.systems.serve import Asking, Memory, Served, Server
 from experiments.systems.shapes import WINDOW
 from experiments.systems.yardstick import Yardstick
 from impress.config import Config
-from tiers.hbm import page_lock
+from tiers.hbm import for_current_device
 
 Where = Literal["cuda", "cpu"]
 #: Hit rates are flat when two windows of warming differ by less than this from the two before.
@@ -128,18 +129,19 @@ class Bench:
 
     `dilation`: how much longer compute takes here; None: by what the disk gives before each round,
     as long as it is where nothing is read. `on`: the device of torch's that does it for real, and
-    whose memory the fast cache is in; "": none. Nothing is then dilated.
+    whose memory the fast cache is in; "": none. Nothing is then dilated. `disk_gb_s`: said of rows
+    before which no reading was made; None: what the dilation says.
     """
 
     def __init__(
         self, systems: Sequence[System], data: Data, load: Load, dilation: float | None,
-        roofline: Roofline = A100, *, on: str = "",
+        roofline: Roofline = A100, *, on: str = "", disk_gb_s: float | None = None,
     ) -> None:  # fmt: skip
         self.systems = list(systems)
         self.data = data
         self.load = load
         self._on = on
-        self._disk_gb_s = PAPER_DISK_GB_S / (dilation or 1.0)
+        self._disk_gb_s = disk_gb_s or PAPER_DISK_GB_S / (dilation or 1.0)
         self._exits = ExitStack()
         self._asked = order_of(load, len(data.prefixes))
         self.choices: Choices = {}
@@ -160,7 +162,7 @@ class Bench:
             from experiments.systems.cuda import Cuda
 
             made = Cuda(data.shape, data.n_layers, data.prefixes, self.load.knobs, self._on)
-            return made, Memory(page_lock if self._on == "cuda" else None)
+            return made, Memory(for_current_device() if self._on == "cuda" else None)
         clock = Clock(1.0 if dilation is None else dilation)
         return Emulated(Compute(data.shape, roofline), data.geometry, clock, self.choices), Memory()
 

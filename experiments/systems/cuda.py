@@ -151,7 +151,7 @@ class Cuda:
     def attend(self, layer: int, rows: Rows) -> float:
         begin = time.perf_counter()
         k, v = self._up(rows.k), self._up(rows.v)
-        at = None if rows.positions is None else rows.positions.to(self._device)
+        at = None if rows.positions is None else rows.positions.to(self._device, non_blocking=True)
         copied_s = time.perf_counter() - begin
         if rows.bits < 16:
             k, v = (self._dequantised(plane[0], rows.bits) for plane in (k, v))

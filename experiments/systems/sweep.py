@@ -1,4 +1,4 @@
-"""Cells of emulated experiments: some systems, under some factors that depart from the base."""
+"""Cells of experiments that compare systems: some of them, by factors that vary from the base."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
     torch.set_num_threads(os.cpu_count() or 1)  # choices are made before the clock starts
     real = is_real(plan.options)
     dilated = 1.0 if real else stretch(plan.options)
-    with Bench(systems, data, load, dilated, on="cuda" if real else "") as bench:
+    on, rate = ("cuda", plan.options.disk.gb_s) if real else ("", None)
+    with Bench(systems, data, load, dilated, on=on, disk_gb_s=rate) as bench:
         if not real:  # then nothing but reads and copies takes a processor
             torch.set_num_threads(1)
         bench.warm()

@@ -13,7 +13,7 @@ from impress.types import Geometry
 from impress.usage.history import SHARE as HISTORY_SHARE
 from tiers.base import Usage, round_up
 from tiers.dram import DramTier
-from tiers.hbm import HbmTier, page_lock, why_not
+from tiers.hbm import HbmTier, for_current_device, why_not
 from tiers.slots import BufferPool
 
 #: A sixteenth of the DRAM budget is kept for tables (8 bytes a piece: about .1 % of the KV) and
@@ -58,7 +58,7 @@ class Copies:
         """Page-aligned memory for whoever reads, sessions and engines."""
         pool = BufferPool(None)
         if self._reached:
-            pool.prepare = page_lock
+            pool.prepare = for_current_device()
         return pool
 
     def _all(self) -> list[ChunkCache]:

@@ -118,7 +118,7 @@ class Rates:
                 choice = self._by_regime(choice, n_tokens, stored, seconds)
             self._if_whole.note(stored.spans)
         for mode in sorted(allowed):
-            patience = self._patience[mode]
+            patience = _patience(self._patience[mode], seconds[mode], seconds[choice.mode])
             if own_is_wanted and mode == own:
                 patience = _WANTED
             if mode == choice.mode:
@@ -129,9 +129,7 @@ class Rates:
                 self._passed_over[mode] += 1
             else:
                 n = self._passed_over[mode]
-                most = _most_patience(seconds[mode], seconds[choice.mode])
-                self._passed_over[mode] = 0
-                self._patience[mode] = min(max(2 * n, most // _EARLY), most)
+                self._passed_over[mode], self._patience[mode] = 0, 2 * n
                 if mode in self._costs.reads:
                     self._costs.reads[mode].age(n)
                 self._expected = None  # tells nothing of how requests are gone about
@@ -197,11 +195,15 @@ def _known(seconds: Mapping[str, float | None]) -> dict[str, float]:
     return {mode: s for mode, s in seconds.items() if s is not None}
 
 
-def _most_patience(seconds: float | None, best: float | None) -> int:
-    """How many times a mode may be passed over before it is measured again, at most."""
-    if not seconds or not best:
-        return _LOOK_AGAIN[1]
-    return max(_LOOK_AGAIN[1], round((seconds / best - 1) / _LOOK_SHARE))
+def _patience(n: int, seconds: float | None, best: float | None) -> int:
+    """How many times a mode may be passed over before it is measured again, where it was to be `n`:
+    by what it is known to take now, which the last look may have told."""
+    if n == _LOOK_AGAIN[0]:  # a first estimate is no reason to wait
+        return n
+    most = _LOOK_AGAIN[1]
+    if seconds and best:
+        most = max(most, round((seconds / best - 1) / _LOOK_SHARE))
+    return min(max(n, most // _EARLY), most)
 
 
 def _too_much(n_samples: int) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -171,4 +172,4 @@ def find_prefix(store: PrefixStore, rows: Sequence[npt.NDArray[np.int32]]) -> St
 def lock_pages(store: PrefixStore, model: Any) -> None:
     """What a model on a device gets from the store is read into memory that the device reaches."""
     if model.device.type == "cuda":
-        store.buffers.prepare = page_lock
+        store.buffers.prepare = partial(page_lock, device=model.device.index)

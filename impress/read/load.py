@@ -232,8 +232,9 @@ class Load:
     def _read_copies(self, cache: ChunkCache, pieces: Pieces | Unfound, span: int) -> None:
         try:
             cache.tier.read_pieces(pieces if isinstance(pieces, Pieces) else pieces.found())
-        except MediumError:
-            self._bad_span[cache.tier.name] = span
+        except MediumError as err:
+            if not err.harmless:
+                self._bad_span[cache.tier.name] = span
             raise
 
     def _take(self, ahead: Ahead, runs: Sequence[Sequence[Runs]]) -> None:

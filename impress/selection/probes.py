@@ -180,7 +180,7 @@ class LowBit:
         shape = (n_kv, geometry.n_heads // n_kv, query.shape[1])
         noise = (rows.square().sum(dim=-1) * mean * ERROR_OF_BITS[self.bits]).view(shape)
         uneven = squares.div_(mean).sub_(1).clamp_(min=0)  # no scale is 0
-        at_once = heads_at_once(raw.device, rows.shape[1] * n)
+        at_once = heads_at_once(raw.device, (rows.shape[1] + geometry.head_dim) * n)
         if at_once > 1:
             for first in range(0, n_kv, at_once):
                 some = slice(first, first + at_once)

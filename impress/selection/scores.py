@@ -89,8 +89,8 @@ def key_scores(
 
 
 def heads_at_once(device: torch.device, n_scores: int) -> int:
-    """KV heads, of n_scores each, whose scores are made at once."""
-    return 1 if device.type == "cpu" else max(1, MOST_BYTES // (4 * n_scores))
+    """KV heads whose scores are made at once: of n_scores each, or as many floats beside them."""
+    return 1 if device.type == "cpu" else max(1, MOST_BYTES // (4 * max(n_scores, 1)))
 
 
 class Product:
