@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 256
 #: Scores of several KV heads at once, on a device (an H200 took 30 ms a layer head by head, while
 #: eight threads copied: some 200 launches).
-MOST_BYTES = 256 << 20
+MOST_BYTES = 64 << 20
 #: Keys converted to float32 at once where the processor has no product of their dtype.
 BLOCK_TOKENS = 2048
 #: Weights end here, at e^−60 of their row's largest: far below it, exp() of a float32 leaves the
