@@ -180,6 +180,7 @@ class BufferPool:
         """What is done to fresh memory before it is rented: `page_lock`, for a device."""
         self.lock = threading.RLock()  # entered bare, as in IoPool
         self._freed = threading.Condition(self.lock)
+        self._fresh: Bytes | None = None  # what `_take` made, until it is a buffer's
         self._dropped: deque[Bytes] = deque()  # lent, and looked at no more
         self.lost: deque[int] = deque()  # bytes of buffers that nobody released, and nobody can
         self.budget_bytes = budget_bytes
@@ -200,20 +201,22 @@ class BufferPool:
         deadline = monotonic() + wait_s
         with self.lock:
             self._collect()
-            while True:
-                memory = self._take(need)
-                if memory is not None:
-                    size, buffer = len(memory), Buffer(self, memory, n_bytes)
-                    buffer._refs = 1  # what is dropped from here on is `lost`: no signal comes
-                    self.used_bytes += size  # between, as that is looked for behind calls
-                    self._out_bytes += size
-                    self._most_out[0] = max(self._most_out[0], self._out_bytes)
-                    self._trim()
-                    return buffer
+            while (memory := self._take(need)) is None:
                 left = deadline - monotonic()
                 if left <= 0:
                     return None
                 self._freed.wait(left)
+            size, buffer = len(memory), Buffer(self, memory, n_bytes)
+            buffer._refs = 1  # what is dropped from here on is `lost`: no signal comes between,
+            self.used_bytes += size  # as that is looked for behind calls
+            self._out_bytes += size
+            self._most_out[0] = max(self._most_out[0], self._out_bytes)
+            self._trim()
+            is_fresh = memory is self._fresh
+            self._fresh = None
+        if is_fresh and self.prepare is not None:  # not under the lock: it touches every page
+            self.prepare(memory)
+        return buffer
 
     def _take(self, need: int) -> Bytes | None:
         """A kept buffer of need..2·need bytes, else a new one if the budget allows.
@@ -234,19 +237,14 @@ class BufferPool:
         ):
             self._pop(len(self._kept) - 1)  # kept memory counts: drop the largest
         try:
-            return self._fresh(need)
+            self._fresh = aligned(need)
         except ReadFailed:
             if not self._kept:
                 raise
             # What is kept is the pool's own, and the process may have no more beside it.
             self._kept, self.kept_bytes = [], 0
-            return self._fresh(need)
-
-    def _fresh(self, need: int) -> Bytes:
-        memory = aligned(need)
-        if self.prepare is not None:
-            self.prepare(memory)
-        return memory
+            self._fresh = aligned(need)
+        return self._fresh
 
     def _pop(self, at: int) -> Bytes:
         size, _, memory = self._kept[at]
