@@ -118,7 +118,7 @@ class Rates:
                 choice = self._by_regime(choice, n_tokens, stored, seconds)
             self._if_whole.note(stored.spans)
         for mode in sorted(allowed):
-            patience = _patience(self._patience[mode], seconds[mode], seconds[choice.mode])
+            patience = _patience(self._patience[mode], seconds.get(mode), seconds.get(choice.mode))
             if own_is_wanted and mode == own:
                 patience = _WANTED
             if mode == choice.mode:
