@@ -10,7 +10,16 @@ import torch
 from conftest import read_limit
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine_hf import Closing, attach, continued, damage, last_layer_keys, prompts, tiny
+from test_engine_hf import (
+    CONFIG,
+    Closing,
+    attach,
+    continued,
+    damage,
+    last_layer_keys,
+    prompts,
+    tiny,
+)
 from test_interrupts import once
 from test_ranges import Played, resident
 from transformers import LogitsProcessor
@@ -536,7 +545,8 @@ def test_answers_have_the_bits_of_ordinary_memory_and_of_continuing(
 
 def test_a_prefix_is_read_into_the_buffers_themselves(tmp_path, monkeypatch):
     model, ids = tiny(num_key_value_heads=4, head_dim=64), prompts(200)  # rows without padding
-    with attach(model, tmp_path, virtual=SMALL) as engine:
+    config = CONFIG.model_copy(update={"dram_bytes": 0})  # what climbs meanwhile rents some, too
+    with hf.attach(model, tmp_path, config=config, virtual=SMALL) as engine:
         engine.generate(ids, max_new_tokens=1)
         engine.flush()
         before = engine.store.buffers.used_bytes
