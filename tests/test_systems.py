@@ -70,13 +70,21 @@ def test_every_system_brings_the_rows_it_chose(system: System, data: Data) -> No
             for layer, k, v, positions in seen:
                 want = _wanted(bench, system, served.mode, prefix, request, layer)
                 assert np.array_equal(np.sort(positions.numpy()), want)  # all rows: in any order
-                source = data.prefixes[prefix]
-                for got, rows in ((k, source.keys(layer)), (v, source.values(layer))):
-                    if system.bits < 16:
-                        words = quantised_rows(rows, data.geometry, system.bits)
-                        assert np.array_equal(got.view(torch.int16).numpy().view(np.uint16), words)
-                    else:
-                        assert torch.equal(got, rows[:, positions])
+                assert_stored(system, data, prefix, layer, k, v, positions)
+
+
+def assert_stored(
+    system: System, data: Data, prefix: int, layer: int, k: torch.Tensor, v: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:  # fmt: skip
+    """These are the prefix's rows of a layer at these positions, in as many bits as it reads."""
+    source = data.prefixes[prefix]
+    for got, rows in ((k, source.keys(layer)), (v, source.values(layer))):
+        if system.bits < 16:
+            words = quantised_rows(rows, data.geometry, system.bits)
+            assert np.array_equal(got.view(torch.int16).numpy().view(np.uint16), words)
+        else:
+            assert torch.equal(got, rows[:, positions])
 
 
 def _wanted(

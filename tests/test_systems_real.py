@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_systems import KNOBS, TINY, assert_stored
 
 from experiments import ttft
 from experiments.common import Unable
@@ -20,15 +21,13 @@ from experiments.systems.cell import Bench, Load, order_of
 from experiments.systems.cuda import Cuda
 from experiments.systems.data import Data
 from experiments.systems.device import Rows
-from experiments.systems.generate import N_NEW, Knobs, Prefix
+from experiments.systems.generate import N_NEW, Prefix
 from experiments.systems.planned import choose
 from experiments.systems.quantised import quantised_rows
 from experiments.systems.shapes import Shape
 from tiers.hbm import why_not
 
-TINY = Shape("tiny", 2, 8, 4, 32, 128)
 GATED = Shape("gated", 2, 8, 2, 32, 96, gated=True, dtype="bfloat16")
-KNOBS = Knobs()
 ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -55,13 +54,7 @@ def test_every_system_brings_rows_that_were_stored(system: System, on: str, data
             assert served.ttft_s >= served.io_s >= 0 <= served.compute_s
             assert len(seen) == (0 if served.mode == "recompute" else data.n_layers)
             for layer, k, v, positions in seen:
-                source = data.prefixes[prefix]
-                for got, rows in ((k, source.keys(layer)), (v, source.values(layer))):
-                    if system.bits < 16:
-                        words = quantised_rows(rows, data.geometry, system.bits)
-                        assert np.array_equal(got.view(torch.int16).numpy().view(np.uint16), words)
-                    else:
-                        assert torch.equal(got, rows[:, positions])
+                assert_stored(system, data, prefix, layer, k, v, positions)
                 if on == "cpu" and served.mode == "sparse":
                     assert np.array_equal(positions, _chosen(data, system, prefix, request, layer))
 

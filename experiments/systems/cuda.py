@@ -19,12 +19,12 @@ from torch.nn import functional
 
 from experiments.systems.device import Question, Rows
 from experiments.systems.generate import N_NEW, Knobs, Prefix
-from experiments.systems.planned import given_importance
+from experiments.systems.planned import Around, given_importance
 from experiments.systems.quantised import GROUP
 from experiments.systems.shapes import Shape
 from impress.policy import Policy, SnapWindow
 from impress.selection.choices import Selection
-from impress.selection.identify import Asked, reads_keys, select, shares_rows
+from impress.selection.identify import Asked, select
 from impress.selection.quant import n_scales, packed_bytes, unpack_codes
 
 #: Layers whose weights are there; more go by turns. None fits a cache of the device's.
@@ -32,23 +32,14 @@ _N_WEIGHTS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class OnDevice:
+class OnDevice(Around):
     """`inner`, which is given all keys on the device, where it looks at them; `spend` is told the
     seconds that choosing took, reads and copies taken out. `importance`: of rows by layer, as if
     they had been stored with it."""
 
-    inner: Policy
     importance: Mapping[int, Any]
     up: Callable[[torch.Tensor], torch.Tensor]
     spend: Callable[[float], None]
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def probe(self) -> str | None:
-        return self.inner.probe
 
     @property
     def needs_suffix_lse(self) -> bool:
@@ -71,16 +62,6 @@ def _(policy: OnDevice, asked: Asked) -> Selection:
     selection = select(policy.inner, mine)
     policy.spend(time.perf_counter() - begin - read_s)
     return selection
-
-
-@reads_keys.register
-def _(policy: OnDevice, layer: int) -> bool:
-    return reads_keys(policy.inner, layer)
-
-
-@shares_rows.register
-def _(policy: OnDevice, layer: int) -> bool:
-    return shares_rows(policy.inner, layer)
 
 
 class Cuda:

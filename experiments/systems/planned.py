@@ -28,13 +28,10 @@ Choices = dict[tuple[Policy, int, int], list[Selection]]
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """What `inner` chose for one request. `spend(layer)` waits as long as scoring would."""
+class Around:
+    """A policy that has another read what it reads, and chooses in a way of its own."""
 
     inner: Policy
-    selections: Sequence[Selection]
-    spend: Callable[[int], None]
-    needs_suffix_lse: bool = False
 
     @property
     def name(self) -> str:
@@ -43,6 +40,15 @@ class Planned:
     @property
     def probe(self) -> str | None:
         return self.inner.probe
+
+
+@dataclass(frozen=True, slots=True)
+class Planned(Around):
+    """What `inner` chose for one request. `spend(layer)` waits as long as scoring would."""
+
+    selections: Sequence[Selection]
+    spend: Callable[[int], None]
+    needs_suffix_lse: bool = False
 
 
 @select.register
@@ -55,12 +61,12 @@ def _(policy: Planned, asked: Asked) -> Selection:
 
 
 @reads_keys.register
-def _(policy: Planned, layer: int) -> bool:
+def _(policy: Around, layer: int) -> bool:
     return reads_keys(policy.inner, layer)
 
 
 @shares_rows.register
-def _(policy: Planned, layer: int) -> bool:
+def _(policy: Around, layer: int) -> bool:
     return shares_rows(policy.inner, layer)
 
 
