@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import assert_serves, flip_a_bit, prompt, put_prompt
+from console import run_json
 
 import impress
 from impress.upkeep.rebuild import rebuild_store
@@ -79,6 +81,45 @@ def test_an_index_whose_file_holds_nothing_is_not_begun_anew(
     assert not data.exists() or not data.stat().st_size  # no look began one either
     assert rebuild_store(path).spans == 1
     assert_serves(open_store(geometry), prompt(256), 256)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_shard_that_cannot_be_read_is_named_and_the_others_are_rebuilt(
+    open_store: Open, geometry: impress.Geometry, bad: int
+) -> None:
+    """One file that could not be opened ended it for all: of two shards that lost their indexes
+    neither was served, or one was made again and nobody told."""
+    shards = [open_store(geometry, shard=n, follow_every_s=0) for n in (0, 1)]
+    for n, store in enumerate(shards):
+        assert put_prompt(store, prompt(256, n)).wait(60)
+    for store in shards:
+        store.close()
+    path, names = shards[0].path, ["main", "1"]
+    segment = next((path / "shards" / names[bad] / "segments").iterdir())
+    aside = segment.rename(path / "aside")
+    segment.symlink_to(path / "gone")
+    shutil.rmtree(path / "shards" / names[1 - bad] / "index")
+    done, said = run_json("rebuild", "--store", path)
+    assert (done.returncode, said["spans"], said["failed_shards"]) == (1, 1, [names[bad]])
+    assert said["notes"] == [f"shard {names[bad]} failed: {segment}: No such file or directory"]
+    segment.unlink()
+    aside.rename(segment)  # and that shard is as it was
+    store = open_store(geometry)
+    store.follow()
+    for n in (0, 1):
+        assert_serves(store, prompt(256, n), 256)
+
+
+def test_where_no_shard_can_be_read_a_rebuild_fails(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    path = two_shards(open_store, geometry, 0)
+    for segments in path.glob("shards/*/segments"):
+        shutil.rmtree(segments)
+        segments.mkdir()
+        (segments / f"{2**20 * (segments.parent.name == '1'):08d}.seg").symlink_to(path / "gone")
+    with pytest.raises(impress.StoreFailed, match=r"00000000\.seg: No such file"):
+        rebuild_store(path)
 
 
 def test_segments_that_hold_no_span_are_not_sent_to_a_rebuild_by_the_rebuild(

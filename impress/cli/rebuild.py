@@ -11,7 +11,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from impress.cli.options import Json, Store, print_json, store_dir
 from impress.terminal import count, err, out, size
-from impress.upkeep.rebuild import Rebuilt, rebuild_store
+from impress.upkeep.rebuild import rebuild_store
+from impress.upkeep.scan import Rebuilt
 
 
 def rebuild(
@@ -25,12 +26,13 @@ def rebuild(
 
     Looks at every page of every segment for span headers, reads every row, drops spans that do not
     match their checksums and keeps the newest owner of each byte. The old index is set aside
-    as index.old. A shard that is open for writing elsewhere is named and left alone.
+    as index.old. A shard that is open for writing elsewhere, or cannot be read, is named and left
+    alone.
 
     **Exit status**
 
-    0 done · 1 done, and something did not read back, or a shard was open elsewhere · 2 it could not
-    run, or every shard was
+    0 done · 1 done, and something did not read back, or a shard was open elsewhere or failed · 2 it
+    could not run, or every shard was or did
 
     **Examples**
 
@@ -44,7 +46,8 @@ def rebuild(
         print_json({"store": str(where), "dry_run": dry_run, **asdict(found)})
     else:
         _print(where, found, dry_run)
-    if found.torn or found.damaged or found.unreadable or found.busy_shards:
+    left = found.busy_shards or found.failed_shards
+    if found.torn or found.damaged or found.unreadable or left:
         raise typer.Exit(1)
 
 

@@ -11,28 +11,18 @@ to be erased stays away and is noted in the new one, and so is what is spent of 
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from impress.errors import FormatError, StoreFailed, StoreLocked
-from impress.spans.format import (
-    MAGIC,
-    SpanHeader,
-    decode_extents,
-    decode_header,
-    encode_index,
-    header_page_length,
-)
+from impress.spans.format import SpanHeader, decode_extents, encode_index
 from impress.spans.records import wrong_record
+from impress.upkeep.scan import Progress, Rebuilt, scan
 from impress.write.directory import (
     IDENTITY,
     OLD,
@@ -47,13 +37,12 @@ from impress.write.index import Index
 from tiers.base import PAGE, Extent, Read, Slot
 from tiers.coalesce import slices
 from tiers.errors import MediumError
-from tiers.files import read_pages, segment_paths, sync_path
+from tiers.files import segment_paths, sync_path
 from tiers.iopool import IoPool, Lane
 from tiers.slots import BufferPool
 from tiers.space import Space
 from tiers.ssd import SsdTier
 
-_BLOCK_BYTES: Final = 8 << 20
 _SLICE_BYTES: Final = 2 << 20
 _READ_BYTES: Final = 32 << 20  # of rows, read and summed together
 _THREADS: Final = 8
@@ -75,27 +64,7 @@ with lmdb.open(os.fsencode(sys.argv[1]), max_dbs=2, readonly=True, lock=False) a
     with env.begin(db=env.open_db(b"history", create=False)) as txn:
         print((txn.get(b"wear") or b"").hex())
 """
-_MAGIC_WORD: Final = np.frombuffer(MAGIC, dtype=np.uint64)[0]
-
-Progress = Callable[[str, int, int], None]  # what, bytes done, of so many
 _Name = int | tuple[bytes, bytes]  # what only one span may have: an id; keys before and after
-
-
-@dataclass(slots=True)
-class Rebuilt:
-    """What was found in the segments. Nothing that counts in `torn` or `damaged` is served."""
-
-    spans: int = 0
-    windows: int = 0
-    n_bytes: int = 0  # of the spans kept, rows and headers
-    superseded: int = 0  # older copies, or space or an id that is another span's now
-    purged: int = 0  # still to be erased when a purge or a repack was cut off
-    torn: int = 0  # headers that do not read back whole: a store the crash cut off
-    damaged: int = 0  # sound headers whose rows do not match: cut off, or gone bad
-    foreign: int = 0  # headers of another store
-    unreadable: int = 0  # pages: what they held is not looked at
-    busy_shards: list[str] = field(default_factory=list)  # open for writing: left alone
-    notes: list[str] = field(default_factory=list)
 
 
 def rebuild_store(
@@ -103,15 +72,16 @@ def rebuild_store(
 ) -> Rebuilt:
     """Scan, verify, and put new indexes in place (not when `dry_run`), shard by shard.
 
-    Needs the writers' locks: a shard that is open for writing is named, and left alone.
-    Raises FormatError (no store, no segments), StoreLocked (all are), StoreFailed.
+    Needs the writers' locks: a shard that is open for writing is named, and left alone. So is one
+    that cannot be read, or whose new index cannot be written.
+    Raises FormatError (no store, no segments); StoreLocked, StoreFailed (no shard was rebuilt).
     """
     say = progress or (lambda what, done, of: None)
     shards = [shard for shard in shards_of(path) if shard.segments.is_dir()]
     if not shards:
         read_identity(path)  # says what is wrong with a path that is no store
         raise FormatError(f"{path}: no segments to rebuild from")
-    found, locked, mine = Rebuilt(), [], []
+    found, errors, mine = Rebuilt(), list[Exception](), list[Shard]()
     try:
         for shard in shards:
             try:
@@ -119,30 +89,50 @@ def rebuild_store(
                     shard.lock()
                 mine.append(shard)
             except StoreLocked as err:
-                locked.append(err)
+                errors.append(err)
                 found.busy_shards.append(shard.name)
                 found.notes.append(f"left alone: {err}")
-        if not mine:
-            raise locked[0]
-        identity = _identity(path, mine, found, say, dry_run=dry_run)
+            except StoreFailed as err:
+                _note_failure(found, errors, shard, err)
+        identity = _identity(path, mine, found, say, dry_run=dry_run) if mine else None
         for shard in mine:
-            _rebuild(shard, identity, found, say, dry_run=dry_run)
+            assert identity is not None
+            one = Rebuilt()
+            try:
+                _rebuild(shard, identity, one, say, dry_run=dry_run)
+                found.add(one)
+            except (MediumError, OSError, StoreFailed) as err:  # the others are done all the same
+                _note_failure(found, errors, shard, err)
             shard.unlock()  # its server need not wait for the others
-    except MediumError as err:
-        raise StoreFailed(str(err)) from None
     except OSError as err:  # a folder or a segment that may not be read: not an empty one
-        raise StoreFailed(f"{err.filename or path}: {err.strerror}") from None
+        raise _failed(path, err) from None
     finally:
         for shard in mine:
             shard.unlock()
+    if len(errors) == len(shards):
+        raise _failed(path, errors[0])
     return found
+
+
+def _note_failure(found: Rebuilt, errors: list[Exception], shard: Shard, err: Exception) -> None:
+    """A shard is left as it was."""
+    errors.append(err)
+    found.failed_shards.append(shard.name)
+    found.notes.append(f"shard {shard.name} failed: {_failed(shard.path, err)}")
+
+
+def _failed(path: Path, err: Exception) -> Exception:
+    """What is raised for it."""
+    if isinstance(err, OSError):
+        return StoreFailed(f"{err.filename or path}: {err.strerror}")
+    return StoreFailed(str(err)) if isinstance(err, MediumError) else err
 
 
 def _rebuild(
     shard: Shard, identity: Identity, found: Rebuilt, say: Progress, *, dry_run: bool
 ) -> None:
     """One shard, locked; adds what it holds to `found`. Raises MediumError, StoreFailed."""
-    headers = list(_scan(shard.segments, found, say))
+    headers = list(scan(shard.segments, found, say))
     notes, wear = _asked(shard, found)
     ours = _ours(headers, identity, shard, found)
     sound = _resolved(_spared(ours, notes, found), shard, found, say)
@@ -155,49 +145,6 @@ def _rebuild(
         _install(shard, sound, notes, max([last, *noted]), wear)
 
 
-# ---- scan ------------------------------------------------------------------------------------
-
-
-def _scan(folder: Path, found: Rebuilt, say: Progress) -> Iterator[SpanHeader]:
-    """Every header record that reads back whole, in no order."""
-    paths = segment_paths(folder)
-    total, done = sum(p.stat().st_size for p in paths), 0
-    for path in paths:
-        lost = 0
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            size = os.fstat(fd).st_size // PAGE * PAGE
-            for start in range(0, size, _BLOCK_BYTES):
-                say("scanning", done + start, total)
-                block, n_lost = read_pages(fd, min(_BLOCK_BYTES, size - start), start)
-                lost += n_lost
-                firsts = np.frombuffer(block, dtype=np.uint64)[:: PAGE // 8]
-                for page in np.flatnonzero(firsts == _MAGIC_WORD).tolist():
-                    header = _header_at(fd, int(path.stem), start + page * PAGE)
-                    if header is None:
-                        found.torn += 1
-                    else:
-                        yield header
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-        done += size
-        if lost:
-            found.unreadable += lost
-            found.notes.append(f"{path}: {lost} pages unreadable")
-    say("scanning", total, total)
-
-
-def _header_at(fd: int, segment: int, off: int) -> SpanHeader | None:
-    try:
-        length = header_page_length(read_pages(fd, PAGE, off)[0])
-        if length > os.fstat(fd).st_size - off:
-            return None
-        return decode_header(read_pages(fd, length, off)[0], Extent(segment, off, length))
-    except FormatError:
-        return None
-
-
 def _identity(
     path: Path, shards: Sequence[Shard], found: Rebuilt, say: Progress, *, dry_run: bool
 ) -> Identity:
@@ -205,7 +152,7 @@ def _identity(
     if (path / IDENTITY).exists():
         return read_identity(path)
     # Counted and noted by the scan of each shard that comes after.
-    headers = (h for shard in shards for h in _scan(shard.segments, Rebuilt(), say))
+    headers = (h for shard in shards for h in scan(shard.segments, Rebuilt(), say))
     first = max(headers, key=lambda header: header.record.span_id, default=None)
     if first is None:
         raise FormatError(f"{path}: no store here: no {IDENTITY}, and no span to make it from")
