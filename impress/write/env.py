@@ -61,6 +61,24 @@ class Env:
     dbs: dict[str, Any] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
     counted: bool = True  # who reads by it stands in LMDB's table
+    n_bytes: int = 0  # of its file, when it was last looked at
+
+    def check_uncut(self, folder: Path, inode: int) -> None:
+        """Raises FormatError when the file is shorter than it was: LMDB never makes it so. Somebody
+        has copied over it, say, and a touch of what is gone would be SIGBUS."""
+        path = folder / "data.mdb"
+        try:
+            stat = path.stat()
+        except OSError:  # what is open is whole, whoever took its name away
+            return
+        if stat.st_ino != inode:
+            return
+        if stat.st_size < self.n_bytes:
+            raise FormatError(
+                f"index: {path} was cut short while it was open: {stat.st_size} of {self.n_bytes} "
+                "bytes; impress rebuild makes it again from the segments"
+            )
+        self.n_bytes = stat.st_size
 
 
 envs: dict[Key, Env] = {}

@@ -153,6 +153,7 @@ class Index:
 
     def version(self) -> int:
         """Grows with every commit, by any process."""
+        self._shared.check_uncut(*self._key)
         return int(self._env.info()["last_txnid"])
 
     def commit(
@@ -369,7 +370,8 @@ class Index:
 
     @contextmanager
     def _read(self) -> Iterator[Any]:
-        """A read transaction. Raises FormatError where LMDB finds damage on the way."""
+        """A read transaction. Raises FormatError where the file is damaged."""
+        self._shared.check_uncut(*self._key)
         try:
             with self._env.begin() as txn:
                 yield txn
@@ -380,9 +382,10 @@ class Index:
     def _write(self) -> Iterator[Any]:
         """A write transaction, committed at its end. Raises StoreFailed."""
         try:
+            self._shared.check_uncut(*self._key)
             with self._env.begin(write=True) as txn:
                 yield txn
-        except (lmdb.Error, OSError) as err:
+        except (lmdb.Error, OSError, FormatError) as err:
             said = f"index: commit to {self._folder}: {err}"
             if os.strerror(errno.EIO) in said:  # what LMDB makes of a write that was cut short
                 said += ", which may be a full disk"
