@@ -87,6 +87,27 @@ def test_what_a_look_was_taking_out_as_it_was_cut_off_goes_with_the_next(
     check(a, b)
 
 
+def test_what_hung_from_what_a_look_was_taking_out_as_it_was_cut_off_goes_with_the_next(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next found it in no node: its space stayed taken, and its rows, of a prefix that was
+    purged, were never erased."""
+    a, b = pair
+    ready(b, prompt(512, 1)[:256])
+    look(a)
+    ready(a, prompt(512, 1), start=256)
+    look(b)
+    b.purge()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut = cut_off(MergedCatalog._cut, KeyboardInterrupt(), behind=True)
+        patch.setattr(MergedCatalog, "_cut", cut)
+        a.follow()
+    look(a, b)
+    a.flush()
+    assert a.ssd.usage().used == 0 and not [*a.index.spans()]
+    check(a, b)
+
+
 @pytest.mark.parametrize("how", ["log overrun", "index made anew"])
 def test_what_a_look_was_comparing_as_it_was_cut_off_is_compared_by_the_next(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, how: str

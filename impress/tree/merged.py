@@ -152,12 +152,12 @@ class MergedCatalog(Catalog):
         start = self._tree.end[node] - n_windows
         return self._give(node, record, first - (start - record.first_window))
 
-    def withdraw(self, spans: Collection[int]) -> list[int]:
+    def withdraw(self, spans: Collection[int], gone: list[int] | None = None) -> list[int]:
         """Take spans out of the tree, held or not, and all that hangs from them and from no heir.
 
-        Returns those of this process's own that are in no node any more.
+        Returns those of its own that are in no node any more, added to `gone` as it goes.
         """
-        gone = []
+        gone = [] if gone is None else gone
         with self.lock:
             children = self._tree.walker()
             theirs = {s for s in self._views.dead if s not in self.own and s not in spans}
@@ -167,10 +167,10 @@ class MergedCatalog(Catalog):
                     continue  # it went with an earlier subtree
                 heir = self._heir(node, theirs, children)
                 if heir is None:
-                    gone += self._cut(node, spans, children)
-                elif self._give_all(node, heir):
+                    self._cut(node, spans, children, gone)
+                elif self._give_all(node, heir) and span in self.own:
                     gone.append(span)
-        return [span for span in gone if span in self.own]
+        return gone
 
     def _heir(self, node: int, theirs: Collection[int], children: Walker) -> SpanRecord | None:
         """One of `theirs`, others' spans with dead windows, below a node that has its windows too.
@@ -191,17 +191,15 @@ class MergedCatalog(Catalog):
             mine = any(self._tree.view(node).span in self.own for node in below)
             return len(self.waiting) if mine else 0
 
-    def _cut(self, node: int, spans: Collection[int], children: Walker) -> list[int]:
-        """Remove a subtree; spans retired by that. Others' that nobody withdrew wait, also those
-        that a node further up views still."""
-        retired = []
+    def _cut(self, node: int, spans: Collection[int], children: Walker, gone: list[int]) -> None:
+        """Remove a subtree; adds one's own spans retired by that to `gone`. Others' that nobody
+        withdrew wait, also those that a node further up views still."""
         for below in self._tree.subtree(node, children):
             span = self._tree.view(below).span
             if span not in spans and span not in self.own and span not in self.waiting:
                 self._wait(span, self._before(below))
-            if self._remove(below):
-                retired.append(span)
-        return retired
+            if self._remove(below) and span in self.own:
+                gone.append(span)
 
     def before(self, spans: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         """Of those of these spans that are in the tree, or wait: labels from the root to each."""
@@ -297,7 +295,7 @@ class MergedCatalog(Catalog):
             for node in self._crowned(spare, score, children):
                 if n_bytes <= 0:
                     break
-                mine = [span for span in self._cut(node, (), children) if span in self.own]
+                self._cut(node, (), children, mine := list[int]())
                 retired += mine
                 n_bytes -= sum(self._record(span).owned_bytes for span in mine)
         return retired

@@ -65,6 +65,7 @@ class Follower:
         self._unread = Unread(path)
         # What a look that was cut off leaves to the next one: the logs do not tell it again.
         self._gone: set[int] = set()  # deleted by their writers, and to be taken out
+        self._orphans: list[int] = []  # one's own that hung from them: out of the tree, untold
         self._begun: set[int] = set()  # known to the catalog, but perhaps not shown
         self.error: ImpressError | None = None  # the last one's
         self._n_chances = 0  # the catalog's, when spans that wait were last tried again
@@ -291,7 +292,8 @@ class Follower:
             return
         self._catalog.forget_waiting(gone)
         self._catalog.retry(self._catalog.n_heirs(gone), self.value, gone)
-        self._orphaned(self._catalog.withdraw(gone))
+        self._orphaned(self._catalog.withdraw(gone, self._orphans))
+        self._orphans = []
         self._catalog.deleted(gone)
         for span in gone:
             if not self._catalog.knows(span):  # else somebody here holds it yet
