@@ -267,14 +267,14 @@ class PrefixStore:
     # ---- keeping house ---------------------------------------------------------------------
 
     def evict(self, n_bytes: int) -> int:
-        """Drop what is worth least (`Config.eviction`), leaves first, never leased; bytes freed.
+        """Drop what is worth least (`Config.eviction`), leaves first, never leased; bytes that go.
 
         At least what is above `disk_high`; empty segments go. Waits for it; 0 where it failed.
         """
         leaving = self._usable("evict").leaving  # before anything leaves the tree
-        freed = leaving.evict(max(a_number(n_bytes, "evict: n_bytes"), leaving.surplus()))
+        n_gone = leaving.evict(max(a_number(n_bytes, "evict: n_bytes"), leaving.surplus()))
         self._home.ssd.trim()
-        return freed
+        return n_gone
 
     def purge(
         self, tenant: str | None = None, *, namespaces: Iterable[bytes] | None = None

@@ -387,6 +387,29 @@ def test_what_an_interrupted_eviction_took_out_goes_with_the_next(
     store.check()
 
 
+def test_room_that_an_eviction_made_is_taken_without_another_wait(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was missing was asked for once more, behind a lock that may be held for seconds: Ctrl-C
+    there lost the space that it had, until a restart."""
+    store = open_store(geometry, dram_bytes=0, disk_bytes=4 * MIB, disk_high=1.0, disk_low=1.0)
+    seeds = iter(range(100))
+    while not store.stats()["evicted_spans"]:
+        assert put_prompt(store, prompt(256, next(seeds)), wait_s=60).wait(60)
+    before, real = store.stats()["evicted_spans"], SsdTier.missing
+
+    def missing(*args: Any) -> int:
+        if store.counters["evicted_spans"] > before:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SsdTier, "missing", missing)
+        while store.counters["evicted_spans"] == before:
+            assert put_prompt(store, prompt(256, next(seeds)), wait_s=60).wait(60)
+    store.check()
+
+
 def test_an_open_that_is_interrupted_lets_go_of_its_shard(
     geometry: impress.Geometry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,13 +123,15 @@ def refusing(real: Callable[..., Any], name: str, number: int) -> Callable[..., 
     return call
 
 
+@pytest.mark.parametrize("name", ["00000000 (copy).seg", "0.seg"])
 def test_a_file_that_somebody_left_among_the_segments_is_passed_over(
-    open_store: Open, geometry: impress.Geometry
+    open_store: Open, geometry: impress.Geometry, name: str
 ) -> None:
-    """Its name was taken for a number: no open, no rebuild, a ValueError."""
+    """Its name was taken for a number: no open, no rebuild, a ValueError. Of a number written in
+    another way, taken for the same segment: an AssertionError."""
     path = fill(open_store, geometry)
     segments = path / "shards/main/segments"
-    shutil.copy(segments / "00000000.seg", segments / "00000000 (copy).seg")
+    shutil.copy(segments / "00000000.seg", segments / name)
     shutil.rmtree(path / "shards/main/index")
     assert rebuild_store(path).spans == 7
     store = open_store(geometry)

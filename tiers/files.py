@@ -63,13 +63,14 @@ def give_to_owner(path: Path) -> None:
 def segment_paths(folder: Path) -> list[Path]:
     """The files NUMBER.seg of a folder, by name; none where there is no folder. Raises OSError.
 
-    Whatever else somebody put there, a copy with a name of his own, is not among them. Not by
-    `glob`, to which a folder that it may not list is an empty one.
+    Whatever else somebody put there, a copy with a name of his own (1.seg beside 00000001.seg), is
+    not among them. Not by `glob`, to which a folder that it may not list is an empty one.
     """
     found = []
     with suppress(FileNotFoundError, NotADirectoryError):
         found = [path for path in folder.iterdir() if path.suffix == ".seg"]
-    return sorted(path for path in found if path.stem.isascii() and path.stem.isdigit())
+    numbered = (path for path in found if path.stem.isascii() and path.stem.isdigit())
+    return sorted(path for path in numbered if path.stem == f"{int(path.stem):08d}")
 
 
 def size_of(path: Path, *, kept: bool = False) -> int:

@@ -67,9 +67,10 @@ class Leaving:
         return [] if self._reclaimer is None else self._reclaimer.limbo.records()
 
     def evict(self, n_bytes: int) -> int:
-        """Drop what is worth least (Config.eviction), leaves first, never held ones; bytes freed.
+        """Drop what is worth least (Config.eviction), leaves first, never held ones; bytes that go.
 
-        Returns when they are out of the index and their space is free; 0 where it takes no writes.
+        Returns when they are out of the index and their space is free, or will be once another
+        process has read on (it is waited for a second at most); 0 where it takes no writes.
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
@@ -233,15 +234,18 @@ class Leaving:
         missing = self._ssd.missing(n_bytes, least)
         if self._reclaimer is not None and self._limbo_bytes() >= missing:
             self._reclaimer.wait_for([record.span_id for record in self.in_limbo])
-            slot = self._ssd.reserve(n_bytes, least)
+            # With room in hand nothing is waited for: Ctrl-C there would lose it.
+            if (slot := self._ssd.reserve(n_bytes, least)) is not None:
+                return slot
         left = whole + n_bytes
         asked = short = self._short(n_bytes, least)
-        while slot is None and asked > 0 and self.evict(asked) > 0:
-            slot = self._ssd.reserve(n_bytes, least)
+        while asked > 0 and self.evict(asked) > 0:
+            if (slot := self._ssd.reserve(n_bytes, least)) is not None:
+                return slot
             left -= asked
             before, short = short, self._short(n_bytes, least)
             asked = min(left, short if short < before else 2 * asked)  # in vain: more at once
-        return slot
+        return None
 
     def _short(self, n_bytes: int, least: int) -> int:
         """Bytes to evict for that. What is in limbo counts as free by then: a reader that is
