@@ -48,7 +48,7 @@ def all_figures(rows: list[Row], seed: int) -> tuple[Figures, list[Row]]:
             said = _figures_of([row["arms"][arm] for row in some],
                                [row["arms"][EXACT] for row in some], drawn)  # fmt: skip
             if arm != EXACT and not said["flips"]:
-                said["lost_points_high"] = _most_unseen(len(set(documents)))
+                said["lost_points_high"] = most_unseen(len(set(documents)))
             figures |= {f"{group}.{task}.{arm}.{what}": value for what, value in said.items()}
             lines.append({"group": group, "task": task, "arm": arm, **said})
     return figures, lines
@@ -78,7 +78,7 @@ def _drawn(documents: list[int], seed: int) -> npt.NDArray[np.float64]:
     return weights
 
 
-def _most_unseen(n_documents: int) -> float:
+def most_unseen(n_documents: int) -> float:
     """Most points that may be lost where none of so many documents had a flip."""
     return float(f"{100 * (1 - _MISSED ** (1 / n_documents)):.5g}")
 

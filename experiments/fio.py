@@ -77,10 +77,14 @@ def write(file: Path, n_bytes: int, seed: int) -> FioResult:
 def _run(arguments: list[str], what: str) -> FioResult:
     command = ["fio", "--name=impress", "--direct=1", "--group_reporting", "--iomem_align=2m",
                "--output-format=json", *arguments]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False,
-                          timeout=_TIMEOUT_S, env={**os.environ, **_HUGE_PAGES})  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False,
+                              timeout=_TIMEOUT_S, env={**os.environ, **_HUGE_PAGES})  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise Unable(f"fio took more than {_TIMEOUT_S:g} s") from None
     if done.returncode:
-        raise Unable(f"fio failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+        said = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
+        raise Unable(f"fio failed: {said.splitlines()[-1]}")
     job = json.loads(done.stdout)["jobs"][0]
     wall_s = job[what]["runtime"] / 1e3
     # Percent of each job's own run time; jobs of a group are averaged.

@@ -97,7 +97,7 @@ def _processes(options: Options, n_processes: int) -> list[Row]:
                 assert reader.stdin is not None
                 reader.stdin.write("go\n")
                 reader.stdin.flush()
-            rows = [json.loads(reader.communicate(timeout=_LEFT_S)[0]) for reader in readers]
+            rows = [_row(reader) for reader in readers]
         finally:
             for reader in readers:
                 reader.kill()
@@ -123,6 +123,18 @@ def _line(reader: subprocess.Popen[str]) -> None:
     assert reader.stdout is not None
     if reader.stdout.readline() != "open\n":
         raise Unable("a reading process did not open the store")
+
+
+def _row(reader: subprocess.Popen[str]) -> Row:
+    """What it printed at its end."""
+    try:
+        said = reader.communicate(timeout=_LEFT_S)[0]
+    except subprocess.TimeoutExpired:
+        raise Unable(f"a reading process did not end within {_LEFT_S:g} s") from None
+    if reader.returncode:
+        raise Unable(f"a reading process failed (exit status {reader.returncode})")
+    row: Row = json.loads(said)
+    return row
 
 
 def _cells(options: Options) -> list[Cell]:

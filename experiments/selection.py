@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import impress
+from experiments.accuracy_figures import most_unseen
 from experiments.common import Options, Row, console, print_rows, run
 from experiments.selection_forward import Answered, Prefix, answer, prefill
 from impress.demo.lookup.tasks import TASKS, Document, Question, document, questions
@@ -213,6 +214,8 @@ def figures_of(outcomes: list[Outcome], policy: Policy, seed: int) -> dict[str, 
         **said,
         **_masses(np.concatenate([o.mass for o in outcomes]), policy),
     }  # fmt: skip
+    if not (isinstance(policy, Exact) or made["flips_to_wrong"] or made["flips_to_right"]):
+        made["lost_points_high"] = most_unseen(len({o.document for o in outcomes}))
     return {name: float(value) for name, value in made.items()}
 
 

@@ -139,6 +139,19 @@ def test_lost_points_have_an_interval_where_no_question_flipped() -> None:
     assert {line["lost_points_high"] for line in lines if line["arm"] == "exact"} == {0}
 
 
+def test_of_selections_without_a_flip_the_interval_has_a_width_too() -> None:
+    """It said 0.0 [0.0, 0.0] of a few documents, which nobody can know."""
+    none = np.empty((0, 4))
+    same = [
+        selection.Outcome(i // 2, "rte", True, True, True, True, 0.0, 0.1, 0.2, 0.3, 0.0, none)
+        for i in range(20)
+    ]
+    said = selection.figures_of(same, Quality(), 1)
+    assert (said["lost_points"], said["lost_points_low"]) == (0, 0)
+    assert said["lost_points_high"] == pytest.approx(100 * (1 - 0.05 ** (1 / 10)), rel=1e-4)
+    assert selection.figures_of(same, Exact(), 1)["lost_points_high"] == 0
+
+
 def test_questions_on_one_document_are_drawn_together() -> None:
     alone = [row("a", i, "rte", i % 2 > 0, 0.0) for i in range(40)]
     together = [row("a", i // 10, "rte", i // 10 % 2 > 0, 0.0) for i in range(40)]

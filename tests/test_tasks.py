@@ -84,6 +84,12 @@ MALFORMED = [
          "answerKey": "C"},
         "'answerKey'",
     ),
+    (  # "'answerKey' must be one of ['A', 'B'], got 'A'", it said
+        "openbookqa",
+        {"question_stem": "q", "choices": {"text": ["a", "b", "c"], "label": ["A", "B"]},
+         "answerKey": "A"},
+        "'choices'.*3 'text' and 2 'label'",
+    ),
 ]  # fmt: skip
 
 
@@ -105,7 +111,7 @@ def test_a_malformed_row_is_named_by_file_line_and_field(
     [
         (b"{not json\n", "line 1: not JSON"),
         (b"[1]\n", "got list"),
-        (b"\xff\n", "not UTF-8"),
+        (b"\n\xff\n", "line 2: not UTF-8 at its byte 0"),
         (b"[" * 100_000 + b"\n", "line 1: not JSON"),
     ],
 )
@@ -147,7 +153,11 @@ def test_a_data_set_of_the_hub_is_read_by_name(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [("super_glue", "rte")]
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, ValueError, ConnectionError])
+class DatasetsError(Exception):
+    """What `datasets` raises of its own, for rows that are no JSON, say."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, ConnectionError, DatasetsError])
 def test_a_data_set_that_does_not_load_is_named_in_a_line(
     monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:

@@ -77,8 +77,11 @@ def _openbookqa(row: Mapping[str, Any], where: str) -> Item:
     if not isinstance(offered, Mapping):
         raise BadInput(f"{where}: field 'choices' must hold 'text' and 'label', got {offered!r}")
     texts, labels = _texts(offered, "text", where), _texts(offered, "label", where)
+    if len(labels) != len(texts):
+        said = f"{len(texts)} 'text' and {len(labels)} 'label'"
+        raise BadInput(f"{where}: field 'choices' must hold as many of both, got {said}")
     key = _text(row, "answerKey", where).strip()
-    if key not in labels or len(labels) != len(texts):
+    if key not in labels:
         raise BadInput(f"{where}: field 'answerKey' must be one of {list(labels)}, got {key!r}")
     choices = tuple(f" {text}" for text in texts)
     context = _text(row, "question_stem", where)

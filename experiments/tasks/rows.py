@@ -52,16 +52,14 @@ def _of_folder(folder: Path, names: tuple[str, ...], form: Format) -> tuple[Item
 
 
 def _of_file(file: Path, form: Format) -> Iterator[Item]:
-    try:
-        text = file.read_text()
-    except UnicodeDecodeError as err:
-        raise BadInput(f"{file}: not UTF-8 at byte {err.start}") from None
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         where = f"{file} line {number}"
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())  # UTF-8, whatever this machine's locale says
+        except UnicodeDecodeError as err:
+            raise BadInput(f"{where}: not UTF-8 at its byte {err.start}") from None
         except (ValueError, RecursionError) as err:  # the latter: thousands of brackets
             raise BadInput(f"{where}: not JSON ({err})") from None
         if not isinstance(row, dict):
@@ -80,7 +78,7 @@ def _of_hub(task: str, name: str, form: Format) -> Rows:
         raise BadInput(f"{name}: no such path, and datasets cannot be imported ({err})") from None
     try:
         found: Any = load_dataset(name, form.config) if form.config else load_dataset(name)
-    except (OSError, ValueError, RuntimeError) as err:  # not reached, not so arranged, a script
+    except Exception as err:  # not reached, not so arranged, a script: `datasets` has its own
         said = (str(err).strip().splitlines() or [type(err).__name__])[0]
         raise BadInput(f"{name}: {said}; or give a folder of train.jsonl and val.jsonl") from None
     splits = []
