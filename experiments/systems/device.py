@@ -26,7 +26,8 @@ class Question(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a session brought of a layer: k, v [n_kv_heads, m, head_dim], on the host or not.
+    """What a session brought of a layer: k, v [n_kv_heads, m, head_dim], on the host or not. k has
+    all rows where they were looked at to choose by.
 
     `positions`: where they belong, if not where they stand; None: they are in place.
     """
@@ -134,7 +135,9 @@ class Emulated:
         return Question(policy, lambda _layer: (None, None, None))
 
     def attend(self, layer: int, rows: Rows) -> float:
-        n_rows = rows.k.shape[1]
+        n_rows = rows.v.shape[1]
+        if rows.k.shape[1] > n_rows:  # the chosen keys, out of all that are there
+            self.clock.spend(self._compute.place(n_rows) / 2)
         if rows.positions is not None:
             self.clock.spend(self._compute.place(n_rows))
         if rows.bits < 16:

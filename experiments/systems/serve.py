@@ -18,7 +18,7 @@ from typing import Any
 from experiments.systems.catalogue import System
 from experiments.systems.clock import PAPER_DISK_GB_S
 from experiments.systems.data import PACKED
-from experiments.systems.device import Device, Question, Rows, stood_still
+from experiments.systems.device import Device, Emulated, Question, Rows, stood_still
 from experiments.systems.generate import N_NEW
 from experiments.systems.quantised import QuantisedStore
 from experiments.systems.shapes import WINDOW
@@ -27,6 +27,7 @@ from impress.engines.costs import Span, Stored
 from impress.policy import Exact
 from impress.read.access import AccessReport
 from impress.read.session import Lease
+from impress.read.sparse import SparseSession
 from impress.spans.rows import as_tensor
 from impress.store import PrefixStore
 from impress.types import Geometry
@@ -218,6 +219,8 @@ class Server:
         is_whole = isinstance(policy, Exact)
         to_place = is_whole and self.system.data in PACKED
         with lease.session(policy, in_order=False) as session:
+            if isinstance(session, SparseSession) and isinstance(device, Emulated):
+                session.keys_as_read = True  # the device that is stated has them: it scored them
             waits = time.perf_counter()  # what reads everything is planned and handed over here
             session.prefetch(outs if is_whole else None)
             io_s = time.perf_counter() - waits
@@ -228,7 +231,7 @@ class Server:
                 k, v, positions = session.retrieve(layer, *question.asked(layer))
                 io_s += stood_still(device, waits, spent)
                 if self.watch is not None:
-                    self.watch(layer, k, v, positions)
+                    self.watch(layer, chosen_keys(k, v, positions), v, positions)
                 rows = Rows(k, v, positions if to_place else None, self.system.bits)
                 io_s += device.attend(layer, rows)
             device.finish()
@@ -250,6 +253,11 @@ class Server:
         if inner is None or isinstance(inner, Exact):
             return Question(Exact(), _nothing)
         return self._device.question(inner, asking.prefix, asking.request, len(asking.tokens))
+
+
+def chosen_keys(k: Any, v: Any, positions: Any) -> Any:
+    """Of all keys, where all came, those that belong to the rows of v."""
+    return k if k.shape[1] == v.shape[1] else k[:, positions]
 
 
 def _nothing(_layer: int) -> tuple[None, None, None]:

@@ -84,6 +84,9 @@ class SparseSession(Session):
         self._importance: npt.NDArray[np.float32] | None = None  # [n_layers, n_tokens]
         self.chosen: dict[int, Selection] = {}
         """What was chosen in each layer so far."""
+        self.keys_as_read = False
+        """True: where all keys of a layer were read to choose by, `retrieve`'s k is all of them;
+        pos is of v's rows. For whoever scored them on a device, and takes the chosen ones there."""
         self._foresight = Foresight(reading, self._sources)
 
     def _sketch(self) -> tuple[ProbeCodec | None, int | None, Layers | None]:
@@ -176,7 +179,7 @@ class SparseSession(Session):
         begin_s = monotonic()
         used: list[Load] = []  # everything this layer read
         try:
-            selection, _ = self._choose(layer, query, scaling, suffix_lse, used)
+            selection, all_keys = self._choose(layer, query, scaling, suffix_lse, used)
             positions = selection.positions
             keys = next((load for load in used if load.planes == (K,)), None)
             planes = (K, V) if keys is None else (V,)
@@ -190,14 +193,19 @@ class SparseSession(Session):
                     self._start_ahead(layer + 1)  # behind them
                 self._check_ended()
                 self._foresee(layer + 1, positions, planes)  # while this layer is read
+                k = all_keys if self.keys_as_read else None
+                if k is None and keys is not None:
+                    k = keys.tensor(positions)  # and while values are
             except BaseException:
                 rows.abandon()
                 raise
             self._read(rows, used)
             self._foresight.start()
-            k, v = rows.tensors() if keys is None else (keys.tensor(positions), rows.tensor())
+            k, v = rows.tensors() if k is None else (k, rows.tensor())
             # Chosen rows are copies; whole planes are views of what was read into.
             seen = [load for load in used if positions is None and load.planes != (self._plane,)]
+            if k is all_keys and keys is not None and keys not in seen:
+                seen.append(keys)
             for load in used:
                 if load not in seen:
                     load.give_back()
