@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import assert_serves, kv_of, prompt, put_prompt, soon, wait_for_promotions
 from test_repack import look
@@ -713,3 +714,38 @@ def test_rows_whose_write_could_not_be_queued_are_missing(
     assert store.lookup(tokens) == 0 and soon(lambda: store.write_buffers.used_bytes == 0)
     assert put_prompt(store, tokens, wait_s=60).wait(60)
     assert_serves(store, tokens, 64)
+
+
+@pytest.mark.parametrize("again", [None, "with importance", "without"])
+@pytest.mark.parametrize("nth", [1, 3, 8], ids=["first", "in the midst", "last probes"])
+def test_who_goes_on_behind_a_packed_put_that_failed_stores_nothing(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, nth: int,
+    again: str | None,
+) -> None:  # fmt: skip
+    """Put again, the rest of the layer was written in position order, behind a header that said
+    packed: every sum matched, and readers got rows of other positions. Cut off at the last block's
+    probe records, the span was READY without them, and its first reader lost it."""
+    store = open_store(geometry, repack_every_s=0, probes=("heads3-v1",))
+    tokens, scores = prompt(256, 1), np.random.default_rng(0).random(256, dtype=np.float32)
+    keys, values = kv_of(tokens, geometry)
+    calls, submit = list[int](), store._pool.submit
+
+    def short(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == nth:
+            raise MemoryError
+        return submit(*args, **named)
+
+    with monkeypatch.context() as patch, store.writer(tokens) as begun:
+        patch.setattr(writer.Writer, "_most", 1)  # windows a block: a large model's has few
+        with monkeypatch.context() as once, pytest.raises(MemoryError):
+            once.setattr(store._pool, "submit", short)
+            begun.put(0, 0, keys[0], values[0], scores)
+        if again:
+            begun.put(0, 0, keys[0], values[0], scores if again == "with importance" else None)
+        begun.put(1, 0, keys[1], values[1])
+    assert not begun.stored.wait(60) and begun.stored.refused == "failed: a put was cut off"
+    assert store.lookup(tokens) == 0 and soon(lambda: store.write_buffers.used_bytes == 0)
+    assert store.stats()["refused"] == {"failed": 1}
+    assert put_prompt(store, tokens, wait_s=60).wait(60)
+    assert_serves(store, tokens, 256)

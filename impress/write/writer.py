@@ -113,9 +113,21 @@ class Writer:
         return None if np.array_equal(slots, rows) else slots
 
     def _put_packed(self, layer: int, slots: Rows, k: Words, v: Words) -> None:
-        """A whole layer, its rows as `slots` says; probe records from rows in position order."""
+        """A whole layer, its rows as `slots` says; probe records from rows in position order.
+
+        Who catches its error has a refused store: another put of the layer would have the rest lie
+        in position order, under a header that says otherwise.
+        """
         assert self.draft is not None
-        self.draft.packed[layer] = slots
+        try:
+            self.draft.packed[layer] = slots
+            self._send_packed(layer, slots, k, v)
+        except BaseException:
+            self.stored.refused = self.stored.refused or "failed: a put was cut off"
+            raise
+
+    def _send_packed(self, layer: int, slots: Rows, k: Words, v: Words) -> None:
+        assert self.draft is not None
         n_windows, shape = self._missing.shape[1], self.draft.layout.planes[K]
         for window in range(0, n_windows, self._most):
             count = min(self._most, n_windows - window)
