@@ -86,6 +86,21 @@ def test_of_too_many_spans_those_used_least_are_forgotten(monkeypatch: pytest.Mo
     assert [whole.cold([span(i)], 30) for i in (1, 2, 3, 4)] == [0, 0, 0, 10]
 
 
+def test_a_prefix_with_more_new_spans_than_there_is_room_for_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all others were used more, its second took the place of its first, and the request
+    failed with a KeyError."""
+    monkeypatch.setattr(regime, "_MOST", 3)
+    whole = IfWhole()
+    for i in (1, 1, 2, 2, 3, 3):
+        whole.note([span(i)])
+    whole.note([span(4), span(5)])
+    assert whole.cold([span(4), span(5)], 0) == 20
+    whole.note([span(i) for i in range(10)])
+    assert whole.cold([span(i) for i in range(10)], 0) == 100
+
+
 # --- which is cheaper ---------------------------------------------------------------------------
 
 

@@ -70,8 +70,9 @@ class IfWhole:
             uses = 1.0 if self._by_last_use else 1 + 2 ** (self._rank[i] - now)
             self._rank[i] = np.log2(uses) + now
         for span in spans:
-            i = self._at[span.key]
-            self._bytes[i] = max(self._bytes[i], span.n_bytes)
+            if span.key in self._at:  # else its place is one of the request's own later spans
+                i = self._at[span.key]
+                self._bytes[i] = max(self._bytes[i], span.n_bytes)
 
     def cold(self, spans: Sequence[Span], cache_bytes: int) -> int:
         """Of their bytes: those that caches of so many would not hold. Of spans that were used as
