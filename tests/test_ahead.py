@@ -392,3 +392,27 @@ def test_what_was_read_ahead_is_counted(open_store: Open) -> None:
         shown = registry.get_sample_value(f"impress_{name}_total")
         assert shown == store.counters[name] == store.stats()[name]
     assert store.counters["ahead_used_bytes"] > 0
+
+
+def test_reading_ahead_that_cannot_begin_costs_the_request_nothing(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guess, for which no memory was left, came out of `retrieve` as a MemoryError."""
+    store = open_store(DEEP["mha"], dram_bytes=0, prefetch_bytes=64 * MIB)
+    fill(store)
+    keys, _ = kv(store.geometry)
+    tried = []
+
+    def start(early: Early) -> None:
+        tried.append(early.layer)
+        raise MemoryError
+
+    monkeypatch.setattr(Early, "start", start)
+    with store.lease(prompt(N_TOKENS)) as lease, lease.session(Random(keep=0.3)) as session:
+        for layer in range(store.geometry.n_layers):
+            query, lse = asked(store.geometry, layer)
+            k, _, pos = session.retrieve(layer, query, suffix_lse=lse)
+            assert torch.equal(k, keys[layer][:, pos])
+    assert tried == [1, 2]
+    assert store._pool.idle(60) and store.buffers.used_bytes == 0
+    store.check()

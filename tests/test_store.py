@@ -639,6 +639,27 @@ def test_a_process_without_files_or_permission_misses_and_loses_nothing(
     store.check()
 
 
+def test_a_table_that_cannot_be_read_for_want_of_memory_is_a_miss(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The MemoryError came out of `lease`, which promises never to raise for a miss."""
+    store = open_store(geometry, dram_bytes=0)
+    tokens = prompt(128)
+    put_prompt(store, tokens).wait(60)
+    store.drop_caches()
+
+    def short(*_args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("impress.spans.tables.decode_header", short)
+        with store.lease(tokens) as lease:
+            assert (lease.n_tokens, lease.miss_reason) == (0, "lost")
+    assert store.stats()["quarantined_spans"] == 0
+    assert_serves(store, tokens, 128)
+    store.check()
+
+
 @contextmanager
 def no_more_memory(store: impress.PrefixStore, after: int = 0) -> Iterator[None]:
     """The system grants `after` more mappings, and the store keeps no buffer to use again."""

@@ -199,8 +199,12 @@ class Foresight:
 
     def start(self) -> None:
         """Begin to read what was planned: the layer before it is in."""
-        if self._now is not None:
-            self._now.start()
+        try:
+            if self._now is not None:
+                self._now.start()
+        except Exception:  # as in `plan`; what it began to read ends by itself
+            log.exception("reading ahead failed")
+            self.close()
 
     def take(self, layer: int) -> Early | None:
         """What was read ahead of a layer; valid until the next `plan` or `close`."""

@@ -103,6 +103,8 @@ class TableCache:
             return Tables.of(read_header(self._ssd, record))
         except ReadFailed as err:
             return err
+        except MemoryError:  # a miss, as where rows are read
+            return ReadFailed("shortage", "memory: too little to read with")
 
 
 def read_header(ssd: SsdTier, record: SpanRecord) -> SpanHeader:
