@@ -100,7 +100,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class KeepAll:
-    """Every row, by the way that chosen rows take: what selection costs when it saves nothing."""
+    """Every row, as `Exact` brings them: among policies that choose, the one that takes all."""
 
     name: str = _fixed("keep_all")
     needs_suffix_lse: bool = _fixed(False)

@@ -33,7 +33,7 @@ from impress.spans.tables import TableCache
 from impress.stats import Counters, serve_metrics
 from impress.tree.catalog import Held
 from impress.tree.leases import Leases
-from impress.types import Geometry, a_number, an_int
+from impress.types import Geometry, a_number, a_time, an_int
 from impress.upkeep.standing import standing
 from impress.usage.doorkeeper import Doorkeeper
 from impress.write.admission import Admission
@@ -322,7 +322,7 @@ class PrefixStore:
 
         A fit of probe parameters that this set off has then ended too, or timeout_s has passed.
         """
-        ends_s = monotonic() + a_number(timeout_s, "flush: timeout_s")
+        ends_s = monotonic() + (timeout_s := a_time(timeout_s, "flush: timeout_s"))
         self._home.flush(timeout_s)
         if self._admission is not None:
             self._admission.fitter.wait(max(ends_s - monotonic(), 0.0))

@@ -5,6 +5,7 @@ Pure data, no I/O; imports nothing heavier than the standard library.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -14,6 +15,9 @@ from impress.errors import BadInput
 
 #: Bytes of one element, by dtype name. The order is the code in the file format: never reorder.
 DTYPES: Final = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+#: Some thirty years: time limits above it are none, and locks take no number that is much larger.
+LONGEST_S: Final = 1e9
 
 
 def an_int(value: Any, what: str) -> int:
@@ -28,6 +32,17 @@ def a_number(value: Any, what: str) -> Any:
     if not isinstance(value, Real):
         raise BadInput(f"{what} must be a number, got {value!r}")
     return value
+
+
+def a_time(value: Any, what: str) -> float:
+    """Seconds, as many as a lock can be waited for at most. Raises BadInput."""
+    try:
+        seconds = float(a_number(value, what))
+    except OverflowError:  # an int of hundreds of digits
+        seconds = math.inf if value > 0 else 0.0
+    if math.isnan(seconds):
+        raise BadInput(f"{what} must be a number, got {value!r}")
+    return min(seconds, LONGEST_S)
 
 
 def check_layer(layer: object, n_layers: int, what: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from conftest import (
 import impress
 from impress.config import tenant_secret
 from impress.policy import AllHeads, Pages, Paper, Policy, Quality
+from impress.types import a_time
 
 Open = Callable[..., impress.PrefixStore]
 CONFIG = impress.Config(**SMALL)
@@ -106,7 +109,8 @@ def test_arguments_of_another_type_are_bad_input_wherever_they_come_in(
         refused("importance wants", store.store, later, keys, values, importance=given)
     for bare in ([k.to("meta") for k in tensors], [k.to_sparse() for k in tensors]):
         refused("want a dense tensor, got", store.store, later, bare, tensors)
-    for timeout_s in ("a", [1]):
+    refused("wait_s must be a number, got nan", store.writer, later, wait_s=float("nan"))
+    for timeout_s in ("a", [1], float("nan")):
         refused("flush: timeout_s must be a number, got", store.flush, timeout_s)
         refused("wait: timeout_s must be a number, got", stored.wait, timeout_s)
     for n_bytes in ("a", None):
@@ -116,6 +120,22 @@ def test_arguments_of_another_type_are_bad_input_wherever_they_come_in(
     assert store.lookup(tokens) == 128 and store.lookup(later) == 0
     store.flush()
     store.check()
+
+
+@pytest.mark.parametrize("limit_s", [float("inf"), 1e10, 10**400, Fraction(7, 2), np.float32(3)])
+def test_time_limits_are_any_numbers(
+    open_store: Open, geometry: impress.Geometry, limit_s: Any
+) -> None:
+    """Those above what a lock takes were an OverflowError, and only where it had to be waited."""
+    taken = threading.Event()
+    taken.set()
+    seconds = a_time(limit_s, "")
+    assert taken.wait(seconds) and threading.Lock().acquire(timeout=seconds)
+    assert threading.Condition(threading.Lock()).acquire(timeout=seconds)
+    store = open_store(geometry)
+    stored = put_prompt(store, prompt(128), wait_s=limit_s)
+    assert stored.wait(limit_s)
+    store.flush(limit_s)
 
 
 def test_reads_say_what_they_want(open_store: Open, geometry: impress.Geometry) -> None:

@@ -396,6 +396,14 @@ def test_a_port_that_speaks_another_protocol_is_one_line_and_2(path):
     assert "\x1b" not in done.stderr
 
 
+def test_another_programs_metrics_are_no_stores(monkeypatch):
+    """Of families called as a store's are without its prefix, a KeyError's traceback."""
+    text = 'store_info{version="1"} 1\ntier_used_bytes 3\ntier_used_bytes{tier="a"} NaN\n'
+    monkeypatch.setattr(impress.cli.live, "_scrape", lambda port: text)
+    with pytest.raises(impress.StoreFailed, match="whatever answers there is not an impress store"):
+        impress.cli.live.live_counters(9400, b"")
+
+
 def test_a_process_too_busy_to_answer_is_not_said_to_be_nobody(monkeypatch):
     """On a loaded machine `inspect --metrics` gave up on a running server after 5 s and said that
     nobody serves metrics there: what to do about it was wrong."""

@@ -37,6 +37,8 @@ def live_counters(port: int, uuid: bytes) -> dict[str, Any]:
     except ValueError as err:
         raise StoreFailed(f"port {port}: not Prometheus text ({err})") from None
     for sample in (sample for family in families for sample in family.samples):
+        if not sample.name.startswith("impress_"):  # another program's
+            continue
         name = sample.name.removeprefix("impress_").removesuffix("_total")
         if name.startswith("tier_"):
             state = name.removeprefix("tier_").removesuffix("_bytes")

@@ -13,7 +13,7 @@ from impress.spans.layout import SpanLayout
 from impress.spans.tables import TableCache
 from impress.stats import Counters
 from impress.tree.catalog import Held
-from impress.types import Geometry, a_number, an_int
+from impress.types import Geometry, a_time, an_int
 from impress.write.commit import Committer
 from impress.write.draft import Draft, Media, Stored
 from impress.write.fitting import Fitter
@@ -55,7 +55,7 @@ class Admission:
         self, root: bytes, labels: bytes, tokens: Tokens, start: int, wait_s: float
     ) -> Writer:
         """A writer for the windows of this prompt that are not stored; see PrefixStore.writer."""
-        a_number(wait_s, "store: wait_s")
+        wait_s = a_time(wait_s, "store: wait_s")
         if not 0 <= an_int(start, "store: start") <= len(tokens):
             raise BadInput(f"store: start {start!r} is not in 0..{len(tokens)}")
         stored = Stored(len(labels) // (4 * self._window) * self._window, 0)

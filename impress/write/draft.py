@@ -21,7 +21,7 @@ from impress.spans.layout import K, SpanLayout, V
 from impress.spans.order import RowOrder, Rows
 from impress.spans.params import NONE, Layers, Params
 from impress.spans.rows import all_finite, plane_words
-from impress.types import Geometry, a_number
+from impress.types import Geometry, a_time
 from tiers.base import Bytes, Slot, sums_of
 from tiers.iopool import IoPool, Lane
 from tiers.slots import Buffer, BufferPool, aligned
@@ -54,7 +54,7 @@ class Stored:
     def wait(self, timeout_s: float | None = None) -> bool:
         """True when READY, False when refused or timeout_s passed; raises what failed."""
         if timeout_s is not None:
-            a_number(timeout_s, "wait: timeout_s")
+            timeout_s = a_time(timeout_s, "wait: timeout_s")
         if not self._end.wait(timeout_s):
             return False
         if self.error is not None:
