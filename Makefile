@@ -37,7 +37,7 @@ bench: $(VENV)/.ready
 # The constraints keep torch to the range the tests run against.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("impress needs Python 3.11 or newer: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	@begin=$$(date +%s); \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]' \
 	  && echo "installed in $$(( $$(date +%s) - begin )) s"

@@ -19,7 +19,15 @@ from experiments.systems.cell import Bench, Load, summary
 from experiments.systems.data import Data
 from experiments.systems.generate import Knobs
 from experiments.systems.shapes import SHAPES
-from experiments.systems.sizes import compute_argument, dilation, how, is_real, meta, stretch
+from experiments.systems.sizes import (
+    compute_argument,
+    computed_by,
+    dilation,
+    how,
+    is_real,
+    meta,
+    stretch,
+)
 from experiments.systems.sweep import estimate, line
 
 SHAPE: Final = SHAPES["opt-30b"]
@@ -32,7 +40,7 @@ NAMES: Final = (*PAPERS, "as_int4")
 
 def cells(options: Options) -> list[Cell]:
     load = load_of(options)
-    computed = {"compute": "real"} if is_real(options) else {}
+    computed = computed_by(options)
     return [
         Cell({"system": system.name, "n_warm": load.n_warm, **computed},
              partial(measure, options, system.name),

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         (["specialised"], "is of variant agreeing, not specialised"),
         (["agreeing", "--layers", "3"], "is of layers 2, not 3"),
         (["agreeing", "--seed", "1"], "is of seed 0, not 1"),
+        (["agreeing", "--lr", "0.01"], "is of lr 0.02, not 0.01"),
+        (["agreeing", "--steps", "-1"], "is at step 0, beyond --steps"),
     ],
 )
 def test_a_state_of_another_run_is_refused(

@@ -126,6 +126,16 @@ def test_fewer_requests_of_fewer_systems_can_be_asked_for(tmp_path: Path) -> Non
     assert "systems" not in ttft.cells(_options(tmp_path))[1].params
 
 
+def test_cells_of_two_cards_are_two_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--resume` on a machine like the first, but for its card, had both in one report."""
+    found = []
+    for card in ("NVIDIA H100", "NVIDIA H200"):
+        monkeypatch.setattr("experiments.systems.sizes.why_not", lambda: "")
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=card: name)
+        found.append(ttft.cells(_options(tmp_path, compute="real"))[-1].params)
+    assert found[0] | {"device": "NVIDIA H200"} == found[1] != found[0]
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [({"requests": 39}, "--requests: at least 40"), ({"systems": "as,foo"}, "'foo' is none of rec"),

@@ -43,8 +43,8 @@ N_AUX_STAGES = 4
 #: The heads hinted in the specialised variant, none of the first three. With head 5 alone COPA was
 #: learnt and RTE still at chance after 720 steps; all eight heads take about 250.
 SPECIALISTS = (4, 5, 6, 7)
-#: What makes a run another one: it is not gone on with.
-_SAME: Final = ("variant", "layers", "seed")
+#: What a run may be gone on with another one of; with anything else changed it is another run.
+_MAY_DIFFER: Final = ("work", "out", "steps")
 
 
 @dataclass
@@ -250,10 +250,13 @@ class Run:
         if not path.exists():
             return
         state = torch.load(path)
-        for name in _SAME:
-            of, asked = state["args"][name], getattr(self.args, name)
-            if of != asked:
+        for name, asked in vars(self.args).items():
+            of = state["args"].get(name)
+            if name not in _MAY_DIFFER and of != asked:
                 raise Unable(f"{path} is of {name} {of}, not {asked}: name another --work")
+        done = state["progress"]["step"]
+        if done > self.args.steps:
+            raise Unable(f"{path} is at step {done}, beyond --steps: name another --work")
         self.model.load_state_dict(state["model"])
         self.aux.load_state_dict(state["aux"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):

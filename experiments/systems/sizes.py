@@ -168,6 +168,16 @@ def meta(
     }
 
 
+def computed_by(options: Options) -> dict[str, str]:
+    """What a cell's parameters say of the device that computes: no cell of another card is taken
+    for it."""
+    if not is_real(options):
+        return {}
+    import torch
+
+    return {"compute": "real", "device": torch.cuda.get_device_name()}
+
+
 def _real_meta(options: Options) -> dict[str, Any]:
     import torch
 

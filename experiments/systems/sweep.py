@@ -22,6 +22,7 @@ from experiments.systems.sizes import (
     LAYERS,
     MEAN_TOKENS,
     Verdict,
+    computed_by,
     data_of,
     dilation,
     how,
@@ -64,7 +65,7 @@ def check_cell(verdict: Verdict) -> Cell:
 def cell(plan: Plan, label: str, n: int, **factors: Any) -> Cell:
     """Systems under BASE with these factors changed."""
     factor = {**BASE, **factors}
-    computed = {"compute": "real"} if is_real(plan.options) else {}
+    computed = computed_by(plan.options)
     return Cell(
         {"part": "cell", "cell": label, "n": n, **factor, **computed},
         partial(_measure, plan, factor, n),

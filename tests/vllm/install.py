@@ -29,17 +29,18 @@ def _run(*command: str | Path) -> str:
 def main(folder: Path, vllm: str = VLLM) -> None:
     root, python = Path(__file__).parents[2], folder / "bin" / "python"
     record = folder / "impress.json"
-    if not (folder / ".vllm").exists():
+    made = folder / ".vllm"
+    if not made.exists() or made.read_text() != vllm:
         if not _make(folder, python, vllm):
             return
-        (folder / ".vllm").write_text(vllm)
+        made.write_text(vllm)
     record.unlink(missing_ok=True)
     pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check")
     _run(*pip, "uninstall", "--yes", "impress-kv")
     before = _frozen(python)
-    with tempfile.TemporaryDirectory() as made:
-        _run(*pip, "wheel", "--no-deps", "--wheel-dir", made, root)
-        (wheel,) = Path(made).glob("*.whl")
+    with tempfile.TemporaryDirectory() as built:
+        _run(*pip, "wheel", "--no-deps", "--wheel-dir", built, root)
+        (wheel,) = Path(built).glob("*.whl")
         _run(*pip, "install", "--no-deps", wheel)
     missing = json.loads(_run(python, "-c", _MISSING))
     if missing:
