@@ -51,7 +51,6 @@ from impress.policy import (
     SnapWindow,
     StaticH2O,
 )
-from impress.selection import scratch
 
 FAMILIES = ("opt", "llama", "qwen3")
 
@@ -166,23 +165,6 @@ def test_bfloat16_follows_its_reference(tmp_path, family):
 
 
 # --- what is stored, and what is left behind ------------------------------------------------------
-
-
-def test_what_a_request_in_inference_mode_worked_in_serves_one_outside_of_it(tmp_path, monkeypatch):
-    """What it left to work in could not be written to any more: the next request was a RuntimeError
-    of torch's, and the guard, which is never in that mode, saw nothing."""
-    monkeypatch.setattr(scratch, "_free", {})
-    ids = prompts(256 + 8)
-    with attach(model_of("llama"), tmp_path) as engine:
-        engine.generate(ids, max_new_tokens=1)
-        engine.flush()
-        answers = []
-        for inside in (True, False, True):
-            with torch.inference_mode(inside):
-                out = engine.generate(ids, max_new_tokens=4, policy=Quality(max_missing_mass=0.4))
-            assert engine.last_request.mode == "sparse"
-            answers.append(out.tolist())
-        assert any(scratch._free.values()) and answers[0] == answers[1] == answers[2]
 
 
 def the_forward(model):

@@ -38,8 +38,7 @@ def scratch(device: torch.device) -> Iterator[Take]:
         n_bytes = max(64, math.prod(shape) * dtype.itemsize)
         flat = _pop(free, n_bytes)
         if flat is None:
-            with module.inference_mode(False):  # else only requests in that mode could write there
-                flat = module.empty(n_bytes, dtype=module.uint8, device=device)
+            flat = module.empty(n_bytes, dtype=module.uint8, device=device)
         taken.append(flat)
         made: torch.Tensor = flat[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         return made
