@@ -4,6 +4,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
+# Asked for another one than the environment has: it is made anew.
+ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
+ifneq ($(shell $(BIN)/python -V 2>&1),$(shell $(PYTHON) -V 2>&1))
+ANEW := anew
+endif
+endif
+
 .PHONY: demo test test-vllm check soak bench clean
 
 demo: $(VENV)/.ready
@@ -35,9 +42,10 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m experiments.bench_ssd
 
 # The constraints keep torch to the range the tests run against.
-$(VENV)/.ready: pyproject.toml constraints.txt
+.PHONY: anew
+$(VENV)/.ready: pyproject.toml constraints.txt $(ANEW)
 	$(PYTHON) -c 'import sys; sys.exit("impress needs Python 3.11 or newer: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv $$(test "$$($(BIN)/python -V 2>&1)" = "$$($(PYTHON) -V 2>&1)" || echo --clear) $(VENV)
 	@begin=$$(date +%s); \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]' \
 	  && echo "installed in $$(( $$(date +%s) - begin )) s"

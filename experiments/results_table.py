@@ -197,10 +197,13 @@ def rivals_table(report: Mapping[str, Any]) -> str:
              "by the mean", "by p90"]  # fmt: skip
     made = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for label, systems in by_cell(report["rows"]).items():
+        if not {"as_h2o_lfu", "impress"} <= systems.keys():
+            continue
         lfu, ours = systems["as_h2o_lfu"], systems["impress"]
         p50 = [systems[name]["p50_ms"] if name in systems else "" for name in _RIVALS]
         ratios = [_with_interval(times(lfu, ours, of)) for of in by]
-        values = [ours["fell_back"], ours["disk_gb_s"], ours["commit"], *p50, *ratios]
+        about = [ours.get(name, "") for name in ("fell_back", "disk_gb_s", "commit")]
+        values = [*about, *p50, *ratios]
         made.append(f"| {label} | {' | '.join(_cell(value) for value in values)} |")
     return "\n".join(made) + "\n"
 

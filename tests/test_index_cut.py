@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from impress.errors import FormatError
+from impress.write.env import Env
 
 ROOT = Path(__file__).parents[1]
 _BEGIN = """
@@ -38,6 +43,18 @@ with open_store(here, repack_every_s=0) as store:
     except impress.StoreFailed as err:
         print(err)
 """
+#: A second look at it by the same process, as where another shard's log was overrun.
+_AGAIN = """
+with open_store(here, repack_every_s=0) as store:
+    put(store, 0)
+    store.flush()
+    cut()
+    try:
+        impress.PrefixStore.open(here, GEOMETRY, NAMESPACE, config(), "r")
+    except impress.FormatError as err:
+        print(err)
+    print(judge(store, (0,)))
+"""
 _READER = """
 store = impress.PrefixStore.open(here, GEOMETRY, NAMESPACE, config(follow_every_s=0), "r")
 cut()
@@ -65,6 +82,37 @@ def test_a_writer_whose_index_is_cut_short_serves_on_and_stores_no_more(
     served, third = ended(_WRITER, tmp_path / "s", n_pages).splitlines()
     assert served == "Judged(served=512, missed=0, wrong=0)"
     assert "cut short while it was open" in third and "impress rebuild" in third
+
+
+@pytest.mark.parametrize("n_pages", [0, 1, 2])
+def test_one_that_is_cut_short_is_not_opened_again_beside_who_has_it_open(
+    tmp_path: Path, n_pages: int
+) -> None:
+    """What LMDB says of it lies in its map: to ask was SIGBUS."""
+    *refused, served = ended(_AGAIN, tmp_path / "s", n_pages).splitlines()
+    assert all("impress rebuild makes it again" in line for line in refused)
+    assert served == "Judged(served=256, missed=0, wrong=0)"
+
+
+def test_one_that_grows_between_two_looks_is_not_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two threads the one that had looked first compared with what the other had seen since."""
+    (tmp_path / "data.mdb").write_bytes(bytes(100))
+    shared, look = Env(None, n_bytes=50), Path.stat
+
+    def slow(path: Path, **named: Any) -> os.stat_result:
+        found = look(path, **named)
+        shared.n_bytes = 200
+        return found
+
+    inode = (tmp_path / "data.mdb").stat().st_ino
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", slow)
+        shared.check_uncut(tmp_path, inode)
+    assert shared.n_bytes == 200
+    with pytest.raises(FormatError, match="cut short while it was open: 100 of 200 bytes"):
+        shared.check_uncut(tmp_path, inode)
 
 
 @pytest.mark.parametrize("n_pages", [0, 2])

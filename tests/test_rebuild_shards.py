@@ -110,6 +110,19 @@ def test_a_shard_that_cannot_be_read_is_named_and_the_others_are_rebuilt(
         assert_serves(store, prompt(256, n), 256)
 
 
+def test_a_lost_identity_is_found_beside_a_shard_that_cannot_be_read(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    path = two_shards(open_store, geometry, 1)
+    (path / "impress.json").unlink()
+    segment = path / "shards/main/segments/00000000.seg"
+    segment.unlink(missing_ok=True)
+    segment.symlink_to(path / "gone")
+    found = rebuild_store(path)
+    assert (found.spans, found.failed_shards) == (1, ["main"])
+    assert (path / "impress.json").exists()
+
+
 def test_where_no_shard_can_be_read_a_rebuild_fails(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

@@ -43,7 +43,7 @@ def test_the_spans_that_are_used_most_would_be_held(
     cold = 0
     for at, i in enumerate(prefix):
         more = [j for j in range(5) if uses[j] > uses[i] * (1 + 1e-9)]
-        beside = [j for j in prefix[:at] if j not in more and np.isclose(uses[j], uses[i])]
+        beside = [j for j in prefix[:at] if j not in more and np.isclose(uses[j], uses[i], 1e-9)]
         left = room - sum(SIZES[j] for j in more + beside)
         cold += SIZES[i] - min(max(left, 0), SIZES[i])
     assert whole.cold([span(i, SIZES[i]) for i in prefix], room) == cold

@@ -87,8 +87,9 @@ def test_what_a_look_was_taking_out_as_it_was_cut_off_goes_with_the_next(
     check(a, b)
 
 
+@pytest.mark.parametrize("back", [False, True], ids=["gone", "back"])
 def test_what_hung_from_what_a_look_was_taking_out_as_it_was_cut_off_goes_with_the_next(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, back: bool
 ) -> None:
     """The next found it in no node: its space stayed taken, and its rows, of a prefix that was
     purged, were never erased."""
@@ -102,6 +103,11 @@ def test_what_hung_from_what_a_look_was_taking_out_as_it_was_cut_off_goes_with_t
         cut = cut_off(MergedCatalog._cut, KeyboardInterrupt(), behind=True)
         patch.setattr(MergedCatalog, "_cut", cut)
         a.follow()
+    if back:  # in an index made anew, so that nothing is to be taken out any more
+        follower = a._home.others
+        assert isinstance(follower, Follower)
+        follower._gone.clear()
+        follower._take_out()
     look(a, b)
     a.flush()
     assert a.ssd.usage().used == 0 and not [*a.index.spans()]

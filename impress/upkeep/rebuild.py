@@ -110,7 +110,10 @@ def rebuild_store(
         for shard in mine:
             shard.unlock()
     if len(errors) == len(shards):
-        raise _failed(path, errors[0])
+        failed = [_failed(path, err) for err in errors]
+        if len(failed) == 1 or all(isinstance(err, StoreLocked) for err in failed):
+            raise failed[0]
+        raise StoreFailed("; ".join(map(str, failed)))
     return found
 
 
@@ -152,9 +155,18 @@ def _identity(
     if (path / IDENTITY).exists():
         return read_identity(path)
     # Counted and noted by the scan of each shard that comes after.
-    headers = (h for shard in shards for h in scan(shard.segments, Rebuilt(), say))
-    first = max(headers, key=lambda header: header.record.span_id, default=None)
+    first: SpanHeader | None = None
+    errors = list[OSError]()
+    for shard in shards:
+        try:
+            for header in scan(shard.segments, Rebuilt(), say):
+                if first is None or header.record.span_id > first.record.span_id:
+                    first = header
+        except OSError as err:
+            errors.append(err)
     if first is None:
+        if errors:
+            raise errors[0]
         raise FormatError(f"{path}: no store here: no {IDENTITY}, and no span to make it from")
     identity = Identity(1, first.store_uuid, first.geometry, first.record.window)
     found.notes.append(f"{IDENTITY} was missing: made again from a span's header")

@@ -66,19 +66,19 @@ class Env:
     def check_uncut(self, folder: Path, inode: int) -> None:
         """Raises FormatError when the file is shorter than it was: LMDB never makes it so. Somebody
         has copied over it, say, and a touch of what is gone would be SIGBUS."""
-        path = folder / "data.mdb"
+        path, n_bytes = folder / "data.mdb", self.n_bytes  # before the look: meanwhile it may grow
         try:
             stat = path.stat()
         except OSError:  # what is open is whole, whoever took its name away
             return
         if stat.st_ino != inode:
             return
-        if stat.st_size < self.n_bytes:
+        if stat.st_size < n_bytes:
             raise FormatError(
-                f"index: {path} was cut short while it was open: {stat.st_size} of {self.n_bytes} "
+                f"index: {path} was cut short while it was open: {stat.st_size} of {n_bytes} "
                 "bytes; impress rebuild makes it again from the segments"
             )
-        self.n_bytes = stat.st_size
+        self.n_bytes = max(self.n_bytes, stat.st_size)
 
 
 envs: dict[Key, Env] = {}

@@ -288,7 +288,7 @@ class Follower:
     def _take_out(self) -> None:
         """Spans whose writer deleted them. What is cut off is done again, from the beginning."""
         gone = self._gone
-        if not gone:
+        if not gone and not self._orphans:
             return
         self._catalog.forget_waiting(gone)
         self._catalog.retry(self._catalog.n_heirs(gone), self.value, gone)

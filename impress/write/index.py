@@ -72,6 +72,7 @@ class Index:
         except (lmdb.Error, OSError) as err:
             raise error_of(self._folder, err) from err
         try:
+            self._shared.check_uncut(*self._key)  # first: others may have had it open for long
             check_whole(self._env, self._folder)
             open_dbs(self._shared, create=create)
             self._dbs = self._shared.dbs
