@@ -38,16 +38,12 @@ class Reports:
         found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
         return cls({name: report for name, report in found.items() if "figures" in report})
 
-    def _value(self, ours: Ours, report: Mapping[str, Any]) -> float | None:
-        found: float | None = ours.of(report) if ours.of else report["figures"].get(ours.figure)
-        return found
-
     def figure(self, ours: Ours) -> str:
         """One figure as text."""
         report = self.by_name.get(ours.report, self.by_name.get(ours.instead))
         if report is None:
             return _NOT_RUN
-        value = self._value(ours, report)
+        value = ours.of(report) if ours.of else report["figures"].get(ours.figure)
         if value is None:
             withdrawn = report["figures"].get("emulator_error", 0.0) > MOST_ERROR
             return "withdrawn" if withdrawn else _NOT_RUN

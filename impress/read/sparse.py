@@ -193,9 +193,9 @@ class SparseSession(Session):
                     self._start_ahead(layer + 1)  # behind them
                 self._check_ended()
                 self._foresee(layer + 1, positions, planes)  # while this layer is read
-                k = all_keys if self.keys_as_read else None
-                if k is None and keys is not None:
-                    k = keys.tensor(positions)  # and while values are
+                k = None
+                if keys is not None:  # picked out while values are read
+                    k = all_keys if self.keys_as_read else keys.tensor(positions)
             except BaseException:
                 rows.abandon()
                 raise
@@ -204,7 +204,7 @@ class SparseSession(Session):
             k, v = rows.tensors() if k is None else (k, rows.tensor())
             # Chosen rows are copies; whole planes are views of what was read into.
             seen = [load for load in used if positions is None and load.planes != (self._plane,)]
-            if k is all_keys and keys is not None and keys not in seen:
+            if self.keys_as_read and keys is not None and positions is not None:
                 seen.append(keys)
             for load in used:
                 if load not in seen:
