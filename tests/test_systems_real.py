@@ -97,6 +97,30 @@ def test_new_tokens_on_rows_come_to_what_the_whole_prompt_comes_to(shape: Shape,
 
 
 @pytest.mark.parametrize("on", ON)
+def test_keys_that_were_looked_at_are_taken_on_the_device(on: str) -> None:
+    """And those of the layer before are not taken for them."""
+    n = 64
+    prefix = Prefix(GATED, n, 7, 8)
+    device = Cuda(GATED, 2, [prefix], KNOBS, on)
+    at = torch.arange(1, n, 4)
+    came = []
+    for scored in ((), (0,), (0, 1)):  # layers whose keys all went up
+        device.start()
+        for layer in range(2):
+            k, v = prefix.keys(layer), prefix.values(layer)[:, at]
+            device.project(layer)
+            if layer in scored:
+                device._to_score(k)
+                device.attend(layer, Rows(torch.zeros_like(k), v, chosen=at))
+            else:
+                device.attend(layer, Rows(k[:, at], v))
+        device.finish()
+        came.append(device._h.float())
+    near = 0.01 * float(came[0].abs().max())
+    assert all(torch.allclose(came[0], other, atol=near) for other in came[1:])
+
+
+@pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_of_few_bits_are_what_they_were_nearly(bits: int, on: str) -> None:
     prefix = Prefix(TINY, 64, 1, 8)

@@ -3,7 +3,8 @@
 Weights are drawn, of so few layers as a device has room for beside anything; what a request asks
 is what `generate.py` makes of its number. Rows come as an engine gets them: to host memory, then up
 in one copy a layer and plane, and from there into attention. Who looks at all keys to choose gets
-them on the device first. Kernels are torch's own, unfused: nothing is compiled or captured.
+them on the device first, and the chosen ones are taken there. Kernels are torch's own, unfused:
+nothing is compiled or captured.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Cuda:
         future = torch.ones(N_NEW, N_NEW, dtype=torch.bool, device=self._device).triu(1)
         self._future = future.repeat(shape.n_heads // shape.n_kv_heads, 1)
         self._given: dict[int, Mapping[int, Any]] = {}  # by the seeds of prefixes
+        self._scored: Any = None  # all keys of the layer that rows were last chosen of by them
         self._h: Any = None  # [n, hidden]: of the tokens computed
         self._new: Any = None  # queries, keys, values of a layer's new tokens
         self.forward_s(longest - N_NEW)  # libraries set themselves up at first use
@@ -100,7 +102,7 @@ class Cuda:
     def start(self) -> float:
         self._wait()
         self.spent_s = self.stated_s = 0.0
-        self._h = None
+        self._h = self._scored = None
         return time.perf_counter()
 
     def beside(self) -> None:
@@ -127,13 +129,16 @@ class Cuda:
             lse = own.suffix_lse(request, layer, query)
             asked[layer] = (query.to(self._device), None, lse.to(self._device))
         importance = self._importance(own) if isinstance(inner, SnapWindow) else {}
-        return Question(OnDevice(inner, importance, self._up, self._spend), asked.__getitem__)
+        policy = OnDevice(inner, importance, self._to_score, self._spend)
+        return Question(policy, asked.__getitem__)
 
     def attend(self, layer: int, rows: Rows) -> float:
         begin = time.perf_counter()
-        k, v = self._up(rows.k), self._up(rows.v)
-        at = None if rows.positions is None else rows.positions.to(self._device, non_blocking=True)
-        copied_s = time.perf_counter() - begin
+        k = self._up(rows.k) if self._scored is None else self._scored
+        v, at, chosen = self._up(rows.v), self._index(rows.positions), self._index(rows.chosen)
+        copied_s, self._scored = time.perf_counter() - begin, None
+        if chosen is not None:
+            k = k[:, chosen]
         if rows.bits < 16:
             k, v = (self._dequantised(plane[0], rows.bits) for plane in (k, v))
         if at is not None:
@@ -235,6 +240,16 @@ class Cuda:
             return rows
         lying: torch.Tensor = rows.transpose(0, 1).to(self._device, non_blocking=True)
         return lying.transpose(0, 1)
+
+    def _to_score(self, keys: torch.Tensor) -> torch.Tensor:
+        """All keys of a layer on the device, where the chosen ones of them are taken later."""
+        self._scored = self._up(keys)
+        return self._scored
+
+    def _index(self, positions: torch.Tensor | None) -> torch.Tensor | None:
+        if positions is None:
+            return None
+        return positions.to(self._device, non_blocking=True)
 
     def _spend(self, seconds: float) -> None:
         self.spent_s += seconds

@@ -26,16 +26,17 @@ class Question(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a session brought of a layer: k, v [n_kv_heads, m, head_dim], on the host or not. k has
-    all rows where they were looked at to choose by.
+    """What a session brought of a layer: k, v [n_kv_heads, m, head_dim], on the host or not.
 
-    `positions`: where they belong, if not where they stand; None: they are in place.
+    `positions`: where they belong, if not where they stand; None: they are in place. `chosen`: k
+    has all rows, which were looked at to choose by, and v those at these positions of it.
     """
 
     k: Any
     v: Any
     positions: Any = None
     bits: int = 16
+    chosen: Any = None
 
 
 class Device(Protocol):
@@ -136,7 +137,7 @@ class Emulated:
 
     def attend(self, layer: int, rows: Rows) -> float:
         n_rows = rows.v.shape[1]
-        if rows.k.shape[1] > n_rows:  # the chosen keys, out of all that are there
+        if rows.chosen is not None:  # its keys are there, among all of them
             self.clock.spend(self._compute.place(n_rows) / 2)
         if rows.positions is not None:
             self.clock.spend(self._compute.place(n_rows))

@@ -18,7 +18,7 @@ from typing import Any
 from experiments.systems.catalogue import System
 from experiments.systems.clock import PAPER_DISK_GB_S
 from experiments.systems.data import PACKED
-from experiments.systems.device import Device, Emulated, Question, Rows, stood_still
+from experiments.systems.device import Device, Question, Rows, stood_still
 from experiments.systems.generate import N_NEW
 from experiments.systems.quantised import QuantisedStore
 from experiments.systems.shapes import WINDOW
@@ -219,8 +219,8 @@ class Server:
         is_whole = isinstance(policy, Exact)
         to_place = is_whole and self.system.data in PACKED
         with lease.session(policy, in_order=False) as session:
-            if isinstance(session, SparseSession) and isinstance(device, Emulated):
-                session.keys_as_read = True  # the device that is stated has them: it scored them
+            if isinstance(session, SparseSession):
+                session.keys_as_read = True  # the device has them: it scored them
             waits = time.perf_counter()  # what reads everything is planned and handed over here
             session.prefetch(outs if is_whole else None)
             io_s = time.perf_counter() - waits
@@ -232,8 +232,9 @@ class Server:
                 io_s += stood_still(device, waits, spent)
                 if self.watch is not None:
                     self.watch(layer, chosen_keys(k, v, positions), v, positions)
-                rows = Rows(k, v, positions if to_place else None, self.system.bits)
-                io_s += device.attend(layer, rows)
+                belong = positions if to_place else None
+                chosen = positions if k.shape[1] > v.shape[1] else None
+                io_s += device.attend(layer, Rows(k, v, belong, self.system.bits, chosen))
             device.finish()
             ttft_s = time.perf_counter() - begin
             served = _served(ttft_s, io_s, device.spent_s, session.report(), lease.n_tokens)
