@@ -13,15 +13,14 @@ from tiers.base import Bytes, Pieces, Slot, digest
 from tiers.coalesce import locate
 from tiers.errors import MediumError
 
-#: Bytes gathered at once, to be verified and scattered: fits a core's own cache.
-_BLOCK: Final = 512 << 10
+#: Bytes gathered at once, to be verified and scattered. Where smaller ones fit a core's own cache,
+#: threads hand the interpreter to each other more often, three times a block: on two cores 18 MB in
+#: pieces of 8 KiB took 1.9 ms with 512 KiB, 1.4 with 2 MiB; in parts of 2 KiB, 126 MB took 45 ms
+#: with 1,800 hand-offs, 32 with 700.
+_BLOCK: Final = 2 << 20
 #: Pieces of at least so many are brought one by one, straight to their places, and compared while a
 #: core has them in its cache (two cores, 128 KiB, every second place: 17.9 GB/s; in blocks 11).
 _LONG: Final = 64 << 10
-#: As _BLOCK, where parts of pieces go to places of their own: with smaller ones threads hand the
-#: interpreter to each other more often (126 MB in parts of 2 KiB on two cores: 45 ms with 512 KiB
-#: and 1,800 hand-offs, 32 with 2 MiB and 700).
-_BLOCK_OF_PARTS: Final = 2 << 20
 
 
 class DramTier(Arena):
@@ -71,10 +70,7 @@ class DramTier(Arena):
 
 
 def _blocks(pieces: Pieces) -> list[Pieces]:
-    """What is brought at once: what goes to neighbouring places as it is; else so much that a
-    core's cache holds it on the way. Pure."""
-    if pieces.to.ndim > 1:
-        return pieces.cut(_BLOCK_OF_PARTS)
+    """What is brought at once: what goes to neighbouring places as it is. Pure."""
     return [pieces] if pieces.straight() is not None else pieces.cut(_BLOCK)
 
 
