@@ -243,8 +243,8 @@ class Cuda:
 
     def _to_score(self, keys: torch.Tensor) -> torch.Tensor:
         """All keys of a layer on the device, where the chosen ones of them are taken later."""
-        self._scored = self._up(keys)
-        return self._scored
+        self._scored = keys = self._up(keys)
+        return keys
 
     def _index(self, positions: torch.Tensor | None) -> torch.Tensor | None:
         if positions is None:
