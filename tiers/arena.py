@@ -14,6 +14,8 @@ from tiers.space import Space
 class Arena:
     """Slots of one contiguous allocation, numbered segment 0. Thread-safe."""
 
+    least_copy = PAGE
+
     def __init__(self, budget_bytes: int) -> None:
         """The budget is rounded down to pages; 0 gives no slots."""
         self.n_bytes = budget_bytes // PAGE * PAGE

@@ -167,6 +167,10 @@ class Home(Tier, Protocol):
 class Cache(Tier, Protocol):
     """Memory: one arena, of which every page is as near as the next."""
 
+    @property
+    def least_copy(self) -> int:
+        """Bytes that are worth a call of `read_pieces`; any number may be asked for."""
+
     def read_pieces(self, pieces: Pieces) -> None:
         """Bring and verify pieces. Raises ReadFailed; then dest must not be used."""
 

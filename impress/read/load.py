@@ -201,7 +201,7 @@ class Load:
         tasks = [
             partial(self._read_copies, cache, some, part.span)
             for part, pieces in by_part
-            for some in pieces.cut(size)
+            for some in pieces.cut(max(size, cache.tier.least_copy))
         ]
         self._queue(cache.tier.name, tasks, copies=True)
 
