@@ -150,8 +150,8 @@ LINES: Final = (
     Line("Fig 16", "the same, on a GPU", "1.2–2.8×",
          (Ours("ttft_cuda", "p50_vs_as_h2o_lfu", within=True),
           Ours("ttft_cuda", "shape llama-3-8b.p50_vs_as_h2o_lfu", label="Llama-3-8B ")), "measured",
-         "two layers on an H200 whose disk reads 1.9 GB/s: recomputing takes a fifth (Llama-3-8B: "
-         "a third) of the paper's time; the baseline picks its keys out on the host"),
+         "two layers on an H200 whose disk reads 1.8 GB/s: recomputing takes a fifth (Llama-3-8B: "
+         "a third) of the paper's time"),
     Line("", "mean against AS+H2O+LFU", "not given",
          (_against_lfu("mean_vs_as_h2o_lfu", within=True),), "emulated",
          "in a slice of four layers the median request has none that fell back; the mean counts "
