@@ -17,7 +17,7 @@ from test_threads import Threads
 from impress.engines import hf
 from impress.engines.choice import Rates
 from impress.engines.hf_mode import Modes
-from impress.policy import Exact, Recency
+from impress.policy import Exact, Paper, Recency
 from impress.store import PrefixStore
 from tiers.ssd import SsdTier
 
@@ -171,6 +171,62 @@ def test_a_guard_without_a_thread_drops_its_shadow(tmp_path, threads):
         threads.left = 1
         ask(engine, seed=3)
         assert threads.left == 0 and ledger_of(engine)["dropped"] == 1
+
+
+@pytest.mark.parametrize("name", ["impress-store", "impress-guard"])
+def test_a_close_that_was_cut_off_is_finished_by_the_next(tmp_path, monkeypatch, name):
+    """It returned at once: the store stayed open, and its shard locked until the process ended. And
+    who had waited for a thread told it to end twice: what drained its line then waited for ever."""
+    config = CONFIG.model_copy(update={"mode": "auto"})
+    engine = hf.attach(tiny(), tmp_path, Liar(), config=config)
+    engine._modes.rates = NoRates()
+    for _ in range(2):  # the second is a hit, and is weighed
+        engine.generate(prompts(200), max_new_tokens=1)
+        engine.flush()
+    join = threading.Thread.join
+
+    def interrupted(thread, timeout=None):
+        if thread.name == name:
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "join", interrupted)
+        engine.close()
+    engine.close()
+    assert not any(thread.name == name for thread in threading.enumerate())
+    engine._storing.drain()
+    engine._auditor.drain()
+    hf.attach(tiny(), tmp_path, config=CONFIG).close()
+
+
+@pytest.mark.parametrize("which", ["chosen", "observed"])
+def test_a_model_that_ctrl_c_left_with_an_attention_of_ours_is_served_again(
+    tmp_path, monkeypatch, which
+):
+    """Every later request, and every attach, said that a request was under way in its thread."""
+    model, ids = tiny(), prompts(200)
+    want = model.generate(ids, max_new_tokens=2)
+    put = type(model).set_attn_implementation
+
+    def interrupted(self, name):
+        if name == "sdpa":
+            raise KeyboardInterrupt
+        put(self, name)
+
+    config = CONFIG.model_copy(update={"probes": ("heads3-v1",)})
+    with hf.attach(model, tmp_path, Paper(), config=config) as engine:
+        if which == "chosen":
+            engine.generate(ids, max_new_tokens=2)
+            engine.flush()
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(type(model), "set_attn_implementation", interrupted)
+            engine.generate(ids, max_new_tokens=2, policy=Paper())
+        assert model.config._attn_implementation.startswith("impress_")
+        with hf.attach(model, tmp_path / "other", config=config) as other:
+            assert torch.equal(other.generate(ids, max_new_tokens=2), want)
+        assert model.config._attn_implementation == "sdpa"
+        assert torch.equal(engine.generate(ids, max_new_tokens=2), want)
 
 
 @pytest.mark.parametrize("name", ["impress-store", "impress-guard", "impress-rows"])

@@ -653,6 +653,25 @@ def test_rows_beyond_the_room_move_to_more_room():
     assert pool.used_bytes == 0
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_rows_on_their_way_to_a_device_take_no_room_for_an_answer(device):
+    """For an answer of 32,768 tokens a prefix of a window took 4 GB of the host's memory."""
+    pool = BufferPool(None)
+    geometry = impress.Geometry(1, 1, 1, 8, dtype="float32")
+    cache = RowsCache(geometry, 1, 1 << 16, pool, n_prefix=64, on_host=False)
+    assert pool.used_bytes == 2 * PAGE
+    for view in cache.layers[0].prefix_views(0):
+        view.fill_(1)
+    new = torch.zeros(1, 1, 200, 8, device=device)
+    k, v = cache.update(new, new, 0)
+    assert k.shape == v.shape == (1, 1, 264, 8)
+    if device == "cpu":  # of a model whose layers are on several
+        assert all(bool((rows[:, :, :64] == 1).all()) for rows in (k, v))
+    end_reads(None, cache)
+    cache.release()
+    assert pool.used_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "said"),
     [
@@ -999,11 +1018,13 @@ def test_what_is_refused_may_be_none(tmp_path, name):
         assert torch.equal(engine.generate(prompts(10), max_new_tokens=2, **{name: None}), want)
 
 
-def test_rows_that_no_memory_holds_are_refused_in_a_line(tmp_path):
-    """What the pool raises, an error of the media's own, came through to the caller."""
+@pytest.mark.parametrize("n_new", [1 << 40, sys.maxsize])
+def test_rows_that_no_memory_holds_are_refused_in_a_line(tmp_path, n_new):
+    """What the pool raises, an error of the media's own, came through to the caller; and what
+    Python raises for more bytes than an address can tell."""
     with attach(tiny(), tmp_path) as engine:
         with pytest.raises(StoreFailed, match="max_new_tokens"):
-            engine.generate(prompts(10), max_new_tokens=1 << 40)
+            engine.generate(prompts(10), max_new_tokens=n_new)
         assert engine.store.stats()["leases"] == 0
         engine.generate(prompts(10), max_new_tokens=2)
 
@@ -1150,6 +1171,20 @@ def test_a_sliding_window_is_refused_where_prompt_and_answer_outgrow_it(tmp_path
         assert torch.equal(out, model.generate(fits, max_new_tokens=10))
         with pytest.raises(Unsupported, match="sliding window of 100"):
             engine.generate(fits, max_new_tokens=11)
+
+
+def test_the_models_own_max_new_tokens_goes_before_a_calls_max_length(tmp_path):
+    """To generate() it does. The window was held against max_length, and a sparse answer then went
+    beyond it without a word: with other tokens than the model's."""
+    model = tiny("mistral", sliding_window=100)
+    model.generation_config.max_new_tokens = 20
+    with attach(model, tmp_path) as engine:
+        with pytest.raises(Unsupported, match=r"sliding window of 100 .*\(110\)"):
+            engine.generate(prompts(90), max_length=95)
+        for length in (65, 20):
+            want = model.generate(prompts(60), max_length=length)
+            assert want.shape[1] == 80
+            assert torch.equal(engine.generate(prompts(60), max_length=length), want)
 
 
 def test_a_policy_that_is_not_exact_is_refused_by_name(tmp_path):

@@ -50,8 +50,9 @@ def aligned(n_bytes: int) -> Bytes:
     mapped = size + _HUGE if huge else size  # addresses to begin at a huge page; never touched
     try:
         area = mmap.mmap(-1, mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as err:
-        raise ReadFailed("shortage", f"memory: no {size:,} bytes more: {err.strerror}") from None
+    except (OSError, OverflowError) as err:  # of more than an address can tell
+        why = getattr(err, "strerror", None) or err
+        raise ReadFailed("shortage", f"memory: no {size:,} bytes more: {why}") from None
     if not huge:
         return np.frombuffer(area, dtype=np.uint8)
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % _HUGE

@@ -72,7 +72,7 @@ def attach(
     not served, StoreMismatch naming both values, BadInput, and what `PrefixStore.open` raises.
     """
     hf_models.check_types(model, config)
-    with turn_of(model).request():  # while another engine's runs, its attention is not its own
+    with turn_of(model).request(model):  # while another engine's runs, its attention is not its own
         hf_models.check_model(model)
     geometry = geometry_of(model.config, model.dtype)
     settings = config or Config()
@@ -170,7 +170,7 @@ class Engine:
         """
         started = perf_counter()
         once = PromptOnce(streamer) if streamer is not None else None
-        with self._turn.request():
+        with self._turn.request(self.model):
             if self._closed:
                 raise ImpressError("the engine is closed")
             asked, policy = policy, self._modes.policy_of(policy)
@@ -240,23 +240,20 @@ class Engine:
     def close(self) -> None:
         """Store what is waiting, end the threads, close the store if `attach` opened it.
 
-        Waits for another thread's request that is under way.
+        Waits for another thread's request that is under way. Idempotent, also cut off.
         """
         if self._turn.forked:  # a child must not touch its parent's
             return
         with self._turn.request():
-            if self._closed:
-                return
             self._closed = True
-        try:
-            self._storing.close()
-        finally:
-            self._auditor.close()
-            if self.buffers is not None:
-                self.buffers.close()
+        with ExitStack() as steps:  # all of them, also after one that fails or is cut off
             if self._owns_store:
-                self.store.close()
-                atexit.unregister(self.store.close)
+                steps.callback(atexit.unregister, self.store.close)
+                steps.callback(self.store.close)
+            if self.buffers is not None:
+                steps.callback(self.buffers.close)
+            steps.callback(self._auditor.close)
+            self._storing.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -307,6 +304,7 @@ class Engine:
             n_prefix=prefix.n_tokens if prefix else 0,
             contiguous=self.model.config._attn_implementation == "eager",
             rental=rent(self.buffers, prompt, prompt.n_tokens),
+            on_host=self.model.device.type == "cpu",
         )
         try:
             if prefix is not None:

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from impress.engines.hf_cache import RowsCache
+from impress.engines.hf_chosen import put_back
 from impress.engines.hf_mode import Way
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_modules import bare
@@ -36,7 +37,7 @@ from impress.read.shadow import RerunSession, Seen, ShadowSession
 from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
 from tiers.errors import MediumError
-from tiers.threads import start, started
+from tiers.threads import finish, start, started
 
 log = logging.getLogger("impress")
 
@@ -71,16 +72,22 @@ class Turn:
             )
 
     @contextmanager
-    def request(self) -> Iterator[None]:
+    def request(self, model: Any = None) -> Iterator[None]:
+        """`model`: has its own attention then, whatever cut an earlier request off; but within
+        another request, whose it has."""
         self.check_process()
         self._count(1)
         try:
             with self._lock:
-                self._idle.clear()
+                is_first = self._idle.is_set()
                 try:
+                    self._idle.clear()
+                    if is_first and model is not None:
+                        put_back(model)
                     yield
                 finally:
-                    self._idle.set()
+                    if is_first:
+                        self._idle.set()
         finally:
             self._count(-1)
 
@@ -225,8 +232,7 @@ class Auditor:
         atexit.unregister(self._end)
         self._is_closed = True
         if started(self._thread):
-            self._watches.put(None)
-            self._thread.join()
+            finish(self._thread, self._watches)
             self._thread = None
 
     def _run(self) -> None:
@@ -315,12 +321,12 @@ def rerun(model: Any, store: PrefixStore, watch: Watch, check: Callable[[], None
     raw, sequences = watch.raw, watch.sequences
     assert raw is not None and raw.first is not None and sequences is not None
     n = min(len(raw.tops), sequences.shape[1] - watch.n_prompt)
-    ids = sequences[:, : watch.n_prompt + n - 1]
+    ids = sequences[:, : watch.n_prompt + n - 1].to(model.device)  # prompts may be on the host
     prefix = StoredPrefix([watch.lease])
     contiguous = model.config._attn_implementation == "eager"
     cache = RowsCache(
         store.geometry, 1, ids.shape[1], store.buffers, n_prefix=prefix.n_tokens,
-        contiguous=contiguous,
+        contiguous=contiguous, on_host=model.device.type == "cpu",
     )  # fmt: skip
     try:
         prefix.open(Exact(), RerunSession)

@@ -69,18 +69,17 @@ class _Plane:
         device: torch.device,
     ) -> None:
         self.buffer: Buffer | None = None
-        if device.type != "cpu":
-            self.rows = torch.empty(shape, dtype=dtype, device=device)
-            return
         batch, capacity, n_heads, head_dim = shape
-        row_bytes = capacity * n_heads * head_dim * dtype.itemsize
-        row_bytes = round_up(row_bytes)
+        row_bytes = round_up(capacity * n_heads * head_dim * dtype.itemsize)
         try:
+            if device.type != "cpu":
+                self.rows = torch.empty(shape, dtype=dtype, device=device)
+                return
             self.buffer = pool.acquire(batch * row_bytes)
-        except MediumError as err:
+        except (MediumError, torch.OutOfMemoryError) as err:
             raise StoreFailed(
                 f"rows of {capacity:,} tokens, prompt and answer: {err}; ask for fewer by "
-                "max_new_tokens, or raise the process's memory limit"
+                "max_new_tokens, have them grow by virtual=, or raise the process's memory limit"
             ) from None
         assert self.buffer is not None, "the engine's pool has no budget, so it never refuses"
         strides = (row_bytes // dtype.itemsize, n_heads * head_dim, head_dim, 1)
@@ -132,8 +131,10 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         contiguous: bool,
         rental: Rental | None = None,
         index: int = 0,
+        on_host: bool = True,
     ) -> None:
-        """rental: virtual buffers to be in, as layer `index`; memory is behind `n_prefix` rows."""
+        """rental: virtual buffers to be in, as layer `index`; memory is behind `n_prefix` rows.
+        on_host: False where the model computes elsewhere."""
         super().__init__()
         self.keys: torch.Tensor | None
         self.values: torch.Tensor | None
@@ -149,8 +150,9 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         # K and V; nothing before the first update of a miss.
         self._planes: Sequence[_Plane | _Lent] = ()
         self._left: list[_Plane | _Lent] = []  # by the rows; the prefix may still be copied from it
-        if n_prefix:
-            self._planes = self._new_planes(torch.device("cpu"))
+        self._on_host = on_host
+        if n_prefix:  # a device's rows only land here on their way
+            self._planes = self._new_planes(torch.device("cpu"), None if on_host else n_prefix)
 
     def prefix_views(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the store writes a batch row's prefix: k, v [n_kv_heads, n_prefix, head_dim]."""
@@ -182,7 +184,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
             self.wait = None
         if not self._planes:
             self._planes = self._new_planes(self.device)
-        elif self.device.type != "cpu":
+        elif self.device.type != "cpu" or not self._on_host:
             # Simple and correct: the prefix lands in host memory and is copied over.
             self._move(self._new_planes(self.device), self.length)
         self.is_initialized = True
@@ -258,17 +260,15 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
     def _has_room(self, n_rows: int) -> bool:
         return n_rows <= self._capacity if self._rental is None else self._rental.reach(n_rows)
 
-    def _new_planes(self, device: torch.device) -> Sequence[_Plane | _Lent]:
+    def _new_planes(
+        self, device: torch.device, n_rows: int | None = None
+    ) -> Sequence[_Plane | _Lent]:  # fmt: skip
         if self._rental is not None and self._rental.device == device:
             return [_Lent(rows) for rows in self._rental.planes(self._index)]
-        geometry = self.geometry
-        dtype = getattr(torch, geometry.dtype)
-        return [
-            _Plane(
-                self._pool, (self.batch, self._capacity, geometry.n_kv_heads, dim), dtype, device
-            )
-            for dim in (geometry.head_dim, geometry.v_dim)
-        ]
+        geometry, dtype = self.geometry, getattr(torch, self.geometry.dtype)
+        shape = self.batch, n_rows or self._capacity, geometry.n_kv_heads
+        dims = geometry.head_dim, geometry.v_dim
+        return [_Plane(self._pool, (*shape, dim), dtype, device) for dim in dims]
 
     def _move(self, planes: Sequence[_Plane | _Lent], n_rows: int) -> None:
         for old, new in zip(self._planes, planes, strict=True):
@@ -306,10 +306,11 @@ class RowsCache(RequestCache):
         n_prefix: int = 0,
         contiguous: bool = False,
         rental: Rental | None = None,
+        on_host: bool = True,
     ) -> None:
         """Rent room for `capacity` tokens, of which the first `n_prefix` will come by `load`.
 
-        `rental`: room in virtual buffers, the cache's to give back.
+        `rental`: room in virtual buffers, the cache's to give back. `on_host`: the model computes.
         """
         assert n_prefix <= capacity
         self.observed: Observed | None = None  # what will tell which of these rows matter
@@ -319,7 +320,7 @@ class RowsCache(RequestCache):
             layers=[
                 RowsLayer(
                     geometry, batch, capacity, pool, n_prefix=n_prefix, contiguous=contiguous,
-                    rental=rental, index=index,
+                    rental=rental, index=index, on_host=on_host,
                 )
                 for index in range(geometry.n_layers)
             ]

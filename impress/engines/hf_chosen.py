@@ -26,6 +26,7 @@ from impress.engines import hf_models
 from impress.engines.buffers import Rental
 from impress.engines.hf_cache import RequestCache, RowsLayer, untraced
 from impress.engines.hf_models import Prompt
+from impress.engines.hf_observed import ATTENTION_NAME as OBSERVED_NAME
 from impress.errors import ImpressError, Unsupported
 from impress.policy import Exact, KeepAll, Policy, SnapWindow, StaticH2O
 from impress.selection.identify import check_fits, select
@@ -256,6 +257,14 @@ for _own, _name in ATTENTION_NAMES.items():
     AttentionInterface.register(_name, attend)
     # The stock mask, for whoever else runs the model meanwhile: `attend` makes a request's own.
     AttentionMaskInterface.register(_name, _MASKS[_own])
+
+
+def put_back(model: Any) -> None:
+    """Its own attention, where it has one of ours: Ctrl-C came while a request gave it back."""
+    found = model.config._attn_implementation
+    for own, ours in (*ATTENTION_NAMES.items(), ("sdpa", OBSERVED_NAME)):
+        if found == ours:
+            model.set_attn_implementation(own)
 
 
 @contextmanager

@@ -195,7 +195,7 @@ def check_request(
     if setting(model, kwargs, "cache_implementation") is not None:
         kwargs["cache_implementation"] = None  # generate() wants none beside a cache
     n_tokens = int(ids.shape[1])
-    n_new = _n_new(n_tokens, max_new_tokens, kwargs)
+    n_new = _n_new(model, n_tokens, max_new_tokens, kwargs)
     _check_window(model.config, n_tokens + n_new)
     return Prompt(
         input_ids=ids,
@@ -314,13 +314,17 @@ def _check_options(model: Any, kwargs: Mapping[str, Any]) -> None:
         raise Unsupported(f"cache_implementation={cache!r} is not supported, only the dynamic one")
 
 
-def _n_new(n_tokens: int, max_new_tokens: int | None, kwargs: dict[str, Any]) -> int:
+def _n_new(
+    model: Any, n_tokens: int, max_new_tokens: int | None, kwargs: dict[str, Any]
+) -> int:  # fmt: skip
     """Most new tokens. Adds max_new_tokens to kwargs where the call sets no length."""
     if max_new_tokens is not None:
         kwargs["max_new_tokens"] = max_new_tokens
-    new, length = (_whole(kwargs, name) for name in ("max_new_tokens", "max_length"))
+    new, length = (_whole(_asked(kwargs, name), name) for name in ("max_new_tokens", "max_length"))
     if new is None and length is not None:
-        new = length - n_tokens
+        # To generate() the model's own max_new_tokens goes before a call's max_length.
+        own = _whole(setting(model, kwargs, "max_new_tokens"), "max_new_tokens")
+        new = length - n_tokens if own is None else own
     elif new is None:
         new = kwargs["max_new_tokens"] = DEFAULT_NEW_TOKENS
     if new < 1:
@@ -328,9 +332,8 @@ def _n_new(n_tokens: int, max_new_tokens: int | None, kwargs: dict[str, Any]) ->
     return new
 
 
-def _whole(kwargs: Mapping[str, Any], name: str) -> int | None:
-    """A number that this call names, as an int, or None."""
-    asked = _asked(kwargs, name)
+def _whole(asked: Any, name: str) -> int | None:
+    """What a setting says as an int, or None."""
     try:
         return None if asked is None else operator.index(asked)
     except TypeError:

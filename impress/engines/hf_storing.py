@@ -27,7 +27,7 @@ from impress.errors import ImpressError
 from impress.store import PrefixStore
 from impress.write.draft import Stored
 from tiers.errors import MediumError
-from tiers.threads import start, started
+from tiers.threads import finish, start, started
 
 log = logging.getLogger("impress")
 
@@ -154,8 +154,7 @@ class StoreQueue:
         atexit.unregister(self._end)
         self._is_closed = True
         if started(self._thread):
-            self._jobs.put(None)
-            self._thread.join()
+            finish(self._thread, self._jobs)
             self._thread = None
         self.drain()
 
