@@ -14,13 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import MIB, SMALL, assert_serves, kv_of, prompt, put_prompt, wait_for_promotions
 
 import impress
 import impress.write.index
+from impress.cache.chunks import ChunkCache
 from impress.engines.hf_prefix import find_prefix
 from impress.policy import Exact, Policy, Random
 from impress.read import load as loads
+from impress.read.climb import Climbs
 from impress.read.early import Early
 from impress.read.reading import Reading
 from impress.read.session import Session
@@ -77,6 +80,85 @@ def once(real: Callable[..., Any], n: int = 0) -> Callable[..., Any]:
         return real(*args, **named)
 
     return interrupted
+
+
+def test_what_waits_for_a_session_to_end_goes_on_though_the_end_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The gate it waits at was replaced first, and then nobody opened it: what was held back for
+    copies up was held back until the store was closed, and nothing more was copied."""
+    climbs, gone_on = Climbs(), list[int]()
+    climbs._gate.then(lambda: gone_on.append(1))
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(Ticket, "run", once(Ticket.run))
+        climbs.begin()
+    climbs.begin()
+    assert gone_on == [1]
+
+
+def test_a_copy_from_the_callers_memory_is_known_as_soon_as_it_is_queued(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was noted when it was: a close said that nothing touched that memory any more, and virtual
+    buffers took its pages away under the copy. The process ended."""
+    store._copies.clear()
+    submit, queued = IoPool.submit, list[Ticket]()
+
+    def interrupted(pool: IoPool, lane: Lane, *args: Any, **named: Any) -> Ticket:
+        ticket = submit(pool, lane, *args, **named)
+        if lane is Lane.PROMOTE:
+            queued.append(ticket)
+            raise KeyboardInterrupt
+        return ticket
+
+    g = store.geometry
+    outs = [
+        tuple(torch.empty(g.n_kv_heads, 256, g.head_dim, dtype=torch.float32) for _ in "kv")
+        for _ in range(g.n_layers)
+    ]
+    with store.lease(TOKENS) as lease:
+        session = lease.session()
+        session.prefetch(outs)
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+            patched.setattr(IoPool, "submit", interrupted)
+            session.retrieve(0, None)
+        assert queued and set(queued) <= set(session._climbs.leaving)
+        assert session.close() and all(ticket.done for ticket in queued)
+
+
+@pytest.mark.parametrize("n", range(4))
+def test_copies_that_were_dropped_while_they_were_read_are_freed_though_it_is_cut_off(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their room was lost: nobody had them, and nobody could have it."""
+    cache = ChunkCache(4 * 2 * PAGE, {0: PAGE, 1: PAGE}, 1)
+    windows = np.arange(4)
+    cache.publish(cache.admit(7, 4, 0, windows)[1])
+    ids = cache.pin(7, 0, 0, 4)
+    cache.drop_span(7)
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(cache.tier, "free", once(cache.tier.free, n))
+        cache.unpin(ids)
+    cache.unpin(ids)
+    cache.check()
+    assert cache.tier.usage().used == 0
+    assert len(cache.admit(8, 4, 0, windows)[1]) == 4
+
+
+@pytest.mark.parametrize("way", ["take_back", "lend"])
+def test_a_buffer_that_comes_back_as_it_is_cut_off_is_not_counted_for_ever(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of write buffers as much was gone until the store was closed."""
+    pool = BufferPool(4 * PAGE)
+    buffer = pool.acquire(PAGE)
+    assert buffer is not None
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(BufferPool, way, once(getattr(BufferPool, way)))
+        buffer.release() if way == "take_back" else buffer.lent()
+    del buffer
+    assert pool.used_bytes == 0
+    assert pool.acquire(4 * PAGE) is not None
 
 
 @pytest.mark.parametrize("policy", [Exact(), Random(0.3)], ids=lambda policy: policy.name)

@@ -41,7 +41,7 @@ from impress.usage.remembered import HALF_LIFE
 from impress.write.budget import DAY_S, WriteBudget
 from impress.write.health import RETRY_S, Health
 from tiers.base import Slot
-from tiers.errors import MediumError
+from tiers.errors import MediumError, ReadFailed
 from tiers.slots import aligned
 
 Open = Callable[..., impress.PrefixStore]
@@ -555,13 +555,14 @@ def test_a_dead_head_is_left_out_too(open_store: Open, geometry: impress.Geometr
     sound(again)
 
 
-@pytest.mark.parametrize("where", ["deciding", "copying"])
+@pytest.mark.parametrize("where", ["deciding", "copying", "mapping"])
 def test_a_span_for_which_there_is_no_memory_takes_no_others_turn(
     open_store: Open, geometry: impress.Geometry, clock: list[float],
     monkeypatch: pytest.MonkeyPatch, where: str,
 ) -> None:  # fmt: skip
     """It ended the pass, and was the first of the next one again: what was mostly dead behind it
-    stayed so. All bytes of the day that it had been allowed were gone."""
+    stayed so. All bytes of the day that it had been allowed were gone; and again, once it was what
+    `aligned` raises (where: mapping)."""
     daily = {"daily_write_bytes": 64 * MIB, "repack_every_s": 0}
     store = open_store(geometry, window=WINDOW, dram_bytes=0, **daily)
     prompts = [asked for seed in (10, 20, 30) for asked in dead_head(store, seed=seed)]
@@ -576,7 +577,7 @@ def test_a_span_for_which_there_is_no_memory_takes_no_others_turn(
     def copies(n_bytes: int) -> np.ndarray:
         planes.append(n_bytes)
         if len(planes) == 2:  # the first is written by then
-            raise MemoryError
+            raise ReadFailed("shortage", "memory") if where == "mapping" else MemoryError
         return aligned(n_bytes)
 
     left = store.stats()["writes_left_bytes"]
@@ -596,6 +597,28 @@ def test_a_span_for_which_there_is_no_memory_takes_no_others_turn(
     assert store.catalog.dead() == []
     for asked in prompts:
         assert_serves(store, asked, 256)
+    sound(store)
+
+
+def test_no_memory_for_a_header_says_nothing_against_the_disk(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store was read-only for half a minute, and each store refused."""
+    store = open_store(geometry, window=WINDOW, dram_bytes=0, repack_every_s=0)
+    dead_head(store, seed=10)
+
+    def none(n_bytes: int) -> np.ndarray:
+        raise ReadFailed("shortage", f"memory: no {n_bytes:,} bytes more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("impress.write.headers.aligned", none)
+        assert [span.outcome for span in store.repack().spans] == ["failed"]
+        stored = put_prompt(store, prompt(64, 77), wait_s=30)
+        with pytest.raises(StoreFailed, match="memory"):
+            stored.wait(60)
+        with pytest.raises(StoreFailed, match="memory"):
+            store.flush()
+    assert put_prompt(store, prompt(64, 78), wait_s=30).wait(60)
     sound(store)
 
 

@@ -128,8 +128,9 @@ class HostRanges:
         self._libc.madvise(at.address + off, n_bytes, _MADV_POPULATE_WRITE)
 
     def unback(self, at: Range, off: int, n_bytes: int) -> None:
-        self._libc.madvise(at.address + off, n_bytes, mmap.MADV_DONTNEED)
+        # In this order: a `fill` in between would put pages back that nobody counts any more.
         self._libc.mprotect(at.address + off, n_bytes, _PROT_NONE)
+        self._libc.madvise(at.address + off, n_bytes, mmap.MADV_DONTNEED)
 
     def trim(self, n_bytes: int) -> None:
         """The system has had it back as it was taken away."""

@@ -107,9 +107,13 @@ class Buffer:
     def release(self) -> None:
         with self._pool.lock:
             assert self._refs > 0, "buffer released twice"
-            self._refs -= 1
-            if self._refs == 0:
-                self._pool.take_back(self._memory)
+            if self._refs > 1:
+                self._refs -= 1
+                return
+            size = len(self._memory)
+            self._refs = 0
+            self._pool.used_bytes -= size  # no signal comes between: that is looked for at calls
+            self._pool.take_back(self._memory)
 
     def __del__(self) -> None:
         if getattr(self, "_refs", 0):  # no lock: see _Lent
@@ -120,8 +124,10 @@ class Buffer:
         array nor any view of it exists. From here on it no longer counts as rented."""
         with self._pool.lock:
             assert self._refs == 1, "lent while others touch it"
+            size = len(self._memory)
             self._refs = 0
-            self._pool.lend(self._memory)
+            self._pool.used_bytes -= size  # as in `release`
+            self._pool.lend()
         return np.asarray(_Lent(self._pool, self._memory, len(self.array)))
 
 
@@ -254,16 +260,14 @@ class BufferPool:
         return memory
 
     def take_back(self, memory: Bytes) -> None:
-        """Called by Buffer under `lock` when its last reference goes."""
-        self.used_bytes -= len(memory)
+        """Called by Buffer under `lock` when its last reference goes, and it is not counted."""
         self._keep(memory)
         if self.kept_bytes > self._keep_bytes:
             _may_be_taken(memory)
         self._freed.notify_all()
 
-    def lend(self, memory: Bytes) -> None:
+    def lend(self) -> None:
         """Called by Buffer under `lock`: it is rented no more."""
-        self.used_bytes -= len(memory)
         self._freed.notify_all()
 
     def drop(self, memory: Bytes) -> None:

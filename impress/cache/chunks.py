@@ -116,11 +116,10 @@ class ChunkCache:
                 self._forget(ids[self._owner[ids, 0] >= 0])
             idle = ids[self._pins[ids] == 1]
             self._file(idle[self._owner[idle, 0] >= 0])
-            # Dropped while it was read: its last reader frees it.
-            dropped = idle[self._owner[idle, 0] < 0]
+            dropped = idle[self._owner[idle, 0] < 0]  # while it was read: its last reader frees it
             self._pins[ids] -= 1
             entries[mine] = _ABSENT  # no signal comes between
-            self._free(dropped)
+            self._free_or_file(dropped)
 
     def slot(self, entry: int) -> Slot:
         """Where an entry's bytes are."""
@@ -215,7 +214,7 @@ class ChunkCache:
                 self._file(kept)
                 self._ready[kept] = True
                 done = True  # no signal came between
-                self._free(gone)
+                self._free_or_file(gone)
         except BaseException:  # no memory, Ctrl-C
             if not done:
                 self.abandon(entries)
@@ -225,7 +224,7 @@ class ChunkCache:
         """Never filled: take them out again."""
         with self._lock:
             self._forget(entries[self._owner[entries, 0] >= 0])
-            self._free(entries)
+            self._free_or_file(entries)
 
     def fill(self, entry: int, plane: int, data: Bytes, pieces: Sums) -> None:
         """Copy one plane of a chunk in. The entry is this caller's until published. `pieces`: the
@@ -336,9 +335,15 @@ class ChunkCache:
             self._refile()
             raise
 
+    def _free_or_file(self, entries: Ids) -> None:
+        try:
+            self._free(entries)
+        except BaseException:  # no memory, Ctrl-C; and nobody will ask for them again
+            self._refile()
+            raise
+
     def _refile(self) -> None:
-        """What an exception cut off: copies that were to go and are still found may go later,
-        those that are found no more are freed."""
+        """What an exception cut off: what is found yet may go later, the rest is freed."""
         idle, owned = self._ready & (self._pins == 0), self._owner[:, 0] >= 0
         self._file(np.setdiff1d(np.flatnonzero(idle & owned), self._heap.items()))
         self._free(np.flatnonzero(idle & ~owned))

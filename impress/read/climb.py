@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -49,11 +49,13 @@ class Climbs:
 
     def add(self, load: Load) -> None:
         """Have it climb, if anything of it does."""
-        ticket = climb(load, None if load.outs is not None else self._gate)
-        if ticket is not None:
-            self.tickets.append(ticket)
+
+        def note(ticket: Ticket) -> None:  # before it is queued: it may read the caller's memory
             if load.outs is not None:
                 self.leaving.append(ticket)
+            self.tickets.append(ticket)
+
+        if climb(load, note, None if load.outs is not None else self._gate):
             self._held_bytes += sum(len(buffer.array) for buffer in load.buffers)
             if self._held_bytes > MOST_HELD:
                 self.begin()
@@ -61,23 +63,24 @@ class Climbs:
     def begin(self) -> None:
         """What waits need not wait any more. From any thread."""
         with self._lock:
-            gate, self._gate = self._gate, Ticket(1)
+            if not self._gate.done:  # first: what waits for one that is lost would wait for ever
+                self._gate.run(nothing)
+            self._gate = Ticket(1)
         self._held_bytes = 0
-        gate.run(nothing)
 
 
-def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
+def climb(load: Load, told: Callable[[Ticket], object], after: Ticket | None = None) -> bool:
     """Copy the used chunks that were read whole one tier up, behind everything else.
 
-    Not before `after` is done. None if nothing goes. Costs the caller only the queueing: what to
-    do is found out there.
+    Not before `after` is done. False if nothing goes. Costs the caller only the queueing: what to
+    do is found out there. `told`: of the ticket, before anything is queued.
     """
     brought = load.brought()
     levels = levels_above(brought)
     if not levels or all((by_part >= 0).all() for by_part in load.entries[0]):
-        return None
+        return False
     if not any(len(load.pieces(i)) for i in range(len(load.planes))):
-        return None  # all came from memory to its place: there is nothing to copy from
+        return False  # all came from memory to its place: there is nothing to copy from
     n_bytes = sum(len(buffer.array) for buffer in load.buffers)
     noted: list[Ticket] = []
     held: list[Buffer] = []
@@ -94,13 +97,15 @@ def climb(load: Load, after: Ticket | None = None) -> Ticket | None:
             held.append(buffer)
         ticket.then(let_go)
         noted.append(ticket)
+        told(ticket)
 
     tasks = [partial(_climb, load, brought, levels)]
     try:
         if load.reading.crowded or not load.reading.waiting.take(n_bytes, taken):
             load.reading.counters.add("promotions_skipped")
-            return None
-        return load.reading.pool.submit(Lane.PROMOTE, tasks, after, note)
+            return False
+        load.reading.pool.submit(Lane.PROMOTE, tasks, after, note)
+        return True
     except BaseException:
         if not noted:
             let_go()

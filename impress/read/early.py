@@ -164,8 +164,8 @@ class Early:
             self._ticket.then(self._give_back)
 
     def _give_back(self) -> None:
-        for buffer in self.buffers:
-            buffer.release()
+        while self.buffers:  # each once, also cut off; who took some has references of its own
+            self.buffers.pop().release()
 
 
 class Foresight:

@@ -46,10 +46,13 @@ class Flight:
 
     def over(self) -> Ticket:
         """Its owner takes the memory back: nobody begins to look at it any more. Done when those
-        who do have ended; they copy, and wait for no medium. Once."""
+        who do have ended; they copy, and wait for no medium. Idempotent, also cut off."""
         with self._lock:
-            self._is_over = True
-        self._leave()
+            mine, self._is_over = not self._is_over, True
+            self._n_users -= mine
+            is_last = not self._n_users
+        if is_last:
+            self._end()
         return self._left
 
     def _leave(self) -> None:
@@ -57,7 +60,12 @@ class Flight:
             self._n_users -= 1
             is_last = not self._n_users
         if is_last:
-            self._left.run(nothing)
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            if not self._left.done:
+                self._left.run(nothing)
 
 
 class Flights:

@@ -324,7 +324,7 @@ class Session:
             load.give_back()
         self._given.clear()
         self._hand_over()
-        self._copied += [self._flights.pop().over() for _ in self._flights[:]]
+        self._copied = [flight.over() for flight in self._flights]
         if self._climbs.leaving:
             self._r.pool.run_here(Lane.PROMOTE, self._climbs.leaving)
 

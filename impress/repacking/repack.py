@@ -330,7 +330,8 @@ class Repacker:
             header = move.part.header_of(draft, sums)
         except (StoreFailed, MediumError, MemoryError) as err:
             self._give_back(draft)
-            if isinstance(err, MemoryError):  # of a large span in each pass: it would take them all
+            short = isinstance(err, MemoryError) or getattr(err, "reason", "") == "shortage"
+            if short:  # of memory for a large span in each pass: it would take them all
                 self._home.budget.refund(move.n_bytes - self._copier.n_written)
             span, why = move.held.record.span_id, str(err) or "no memory"
             if isinstance(err, ReadFailed):

@@ -286,10 +286,10 @@ class Batches:
                 self._headers.write(draft, job.name)
         except Exception as err:
             told = failed(err)
-            if isinstance(err, MediumError) or isinstance(
-                err.__cause__, MediumError | TimeoutError
-            ):
-                self._duties.trouble(str(err.__cause__ or err))
+            cause = err.__cause__ or err
+            blames = isinstance(cause, MediumError | TimeoutError) or isinstance(err, MediumError)
+            if blames and not getattr(cause, "harmless", False):  # short of memory: not the disk's
+                self._duties.trouble(str(cause))
             self._drop(job, told)
             return
         if is_new:

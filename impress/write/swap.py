@@ -74,7 +74,7 @@ class Swaps:
         except Exception as err:
             self._unseen.pop(record.span_id, None)
             why = str(failed(err))
-            if isinstance(err, StoreFailed | MediumError):
+            if isinstance(err, StoreFailed | MediumError) and not getattr(err, "harmless", False):
                 self._duties.trouble(why)
             log.warning("span %d was not repacked: %s", job.old, why)
             return self._spoilt(job, record, Swapped.FAILED)  # forgotten, what history carried

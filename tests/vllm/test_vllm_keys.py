@@ -476,7 +476,9 @@ def test_probes_of_every_policy_are_stored() -> None:
 
 def test_a_request_may_be_stricter_than_the_floor_never_looser() -> None:
     assert at_least(Exact(), Paper())
-    assert at_least(Paper(keep=0.5), Paper(keep=0.25))
+    assert not at_least(Paper(keep=0.5), Paper(keep=0.25))  # heads may agree where they did not
+    assert at_least(Paper(keep=1.0), Paper(keep=0.25))
+    assert at_least(Paper(keep=0.5), Paper(keep=0.25, gate=False))
     assert not at_least(Paper(keep=0.1), Paper(keep=0.25))
     assert not at_least(Paper(gate=False), Paper())
     assert not at_least(Paper(keep=1.0), Quality())

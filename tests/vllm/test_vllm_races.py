@@ -961,6 +961,50 @@ def test_a_prompt_whose_next_chunk_does_not_come_holds_up_no_other(
         saver.close()
 
 
+def test_a_prompt_whose_chunks_keep_coming_holds_up_no_other_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that began like it waited for its last chunk, each new one for 10 s more: finished
+    requests held their blocks for the whole prefill of another."""
+    now = [0.0]
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
+    a, b = (
+        Prompt(np.concatenate([np.arange(64), at + np.arange(960)]).astype(np.int32), {}, "")
+        for at in (2000, 4000)
+    )
+    geometry, layout = Geometry(2, 2, 2, 32, "float32"), _Zeros()
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
+        saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
+
+        def offer(name: str, prompt: Prompt, end: int) -> None:
+            saver.offer(SaveSpec(name, f"{name}#0", prompt, end, [1] * (end // 32)))
+
+        def is_read(name: str) -> bool:
+            with saver._lock:
+                return saver._changed.wait_for(lambda: not saver.busy(name), 30)
+
+        ends = iter(range(64, 1024, 64))
+        try:
+            offer("a", a, next(ends))
+            assert is_read("a")
+            offer("b", b, 1024)
+            saver.end("b")
+            for end in ends:
+                now[0] += 2.0
+                offer("a", a, end)
+                assert is_read("a") or not saver.busy("b")
+                if not saver.busy("b"):
+                    break
+            assert not saver.busy("b") and now[0] <= 12.0
+        finally:
+            offer("a", a, 1024)
+            saver.end("a")
+            saver.flush()
+        assert [store.lookup(prompt.tokens) for prompt in (a, b)] == [1024, 1024]
+        assert saver.n_skipped == 0
+        saver.close()
+
+
 _ENDS_WITHOUT_SHUTDOWN = """
 import atexit, sys, threading
 from pathlib import Path

@@ -19,7 +19,7 @@ COUNTS = {
     "requests_sparse": "requests served chosen rows of prefixes",
     "lost": "loads that failed and were computed instead",
     "stored": "stores that became READY, with something new",
-    "skipped": "requests not stored: too many waited, the disk hung, or an error that the log has",
+    "skipped": "requests, or chunks of them, that were given up: too many waited, or it failed",
     "refused": "stores that the store refused, or that failed",
     **{f"read_bytes_{tier}": f"bytes read from {name}" for tier, name in _TIERS.items()},
     **{

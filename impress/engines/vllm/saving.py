@@ -38,8 +38,8 @@ MOST_WAITING = 256
 #: Of one put, for write buffers; then the store is refused, and what follows is skipped until a
 #: write ends: each would wait as long, with its blocks held.
 _BUFFER_WAIT_S = 5.0
-#: For an earlier store of the same beginning to be READY, or its request's next chunk to come; then
-#: what they share is written twice.
+#: For an earlier store of the same beginning to be READY, its request's next chunk to come, or all
+#: of its chunks; then what they share is written twice.
 _EARLIER_WAIT_S = 10.0
 _FLUSH_S = 120.0
 #: Requests of which it is remembered what they noted first: no part of one counts as a second use.
@@ -60,7 +60,7 @@ class _Life:
         self.n_wanted = 0  # those of them that are admitted: the writer's prompt
         self.n_put = 0
         self.n_waiting = 0  # specs
-        self.saved_at = 0.0  # when the last of them was done
+        self.waits_since = 0.0  # one of them at least
         self.dropped = False  # its blocks are another's
         self.ended = False  # nothing more will be offered
 
@@ -88,7 +88,7 @@ class Saver:
         self._changed = threading.Condition(self._lock)
         self._reading = threading.Lock()  # held while blocks are looked at
         self._closed = False
-        self.n_skipped = 0  # requests that were given up: too many wait, the disk hangs, an error
+        self.n_skipped = 0  # requests, or their chunks: too many wait, the disk hangs, an error
         self.n_refused = 0  # stores that the store refused, or that failed
         self._told: set[str] = set()  # why, so far
         self._thread = threading.Thread(target=self._run, name="impress-save", daemon=True)
@@ -109,6 +109,8 @@ class Saver:
             if len(self._specs) >= MOST_WAITING:
                 self._skip(life)
                 self._tell(f"{MOST_WAITING} parts of prompts wait already", "skipped")
+            if not life.n_waiting:
+                life.waits_since = time.monotonic()
             life.n_waiting += 1
             self._specs.append(spec)
             self._changed.notify_all()
@@ -225,16 +227,17 @@ class Saver:
                 with self._lock:
                     life = self._lives[spec.key]
                     life.n_waiting -= 1
-                    life.saved_at = time.monotonic()
                     self._changed.notify_all()
         for life in self._lives.values():
             self._give_up(life)
 
     def _next(self, *, peek: bool = False) -> SaveSpec | None:
-        """The first spec whose beginning nobody else is storing; with the lock held."""
+        """The first spec whose beginning nobody else is storing, or that has waited for it long
+        enough: there may be many chunks to come, or, in a pause, none. With the lock held."""
         for at, spec in enumerate(self._specs):
-            owner = self._writing.get(self._lives[spec.key].root, spec.key)
-            if owner == spec.key or self._lingers(self._lives[owner]):
+            life = self._lives[spec.key]
+            waited = time.monotonic() - life.waits_since >= _EARLIER_WAIT_S
+            if waited or self._writing.get(life.root, spec.key) == spec.key:
                 if not peek:
                     del self._specs[at]
                 return spec
@@ -242,10 +245,6 @@ class Saver:
             self._writing.clear()
             return self._specs[0] if peek else self._specs.popleft()
         return None
-
-    def _lingers(self, life: _Life) -> bool:
-        """Whether a life's next chunk is not to be waited for: it may never come, as in a pause."""
-        return not life.n_waiting and time.monotonic() - life.saved_at >= _EARLIER_WAIT_S
 
     def _sweep(self) -> bool:
         """Forget lives that are over, and free their roots; with the lock held."""

@@ -153,6 +153,8 @@ def at_least(asked: Policy, floor: Policy) -> bool:
     """Whether a policy is certainly no looser than the floor. Pure.
 
     Exact and KeepAll are as strict as any; of one kind, more rows, a lower bound or no cap are.
+    Not so more rows behind Paper's gate: heads that differ in which quarter they want, so that a
+    layer falls back to all rows, may agree on the half.
     """
     if isinstance(asked, Exact | KeepAll):
         return True
@@ -165,7 +167,8 @@ def at_least(asked: Policy, floor: Policy) -> bool:
     if isinstance(asked, Paper) and isinstance(floor, Paper):
         gate = asked.gate or not floor.gate
         same = asked.alpha == floor.alpha and asked.fallback == floor.fallback
-        return gate and same and asked.keep >= floor.keep
+        more = asked.keep in (floor.keep, 1.0) if floor.gate else asked.keep >= floor.keep
+        return gate and same and more
     if type(asked) is type(floor) and isinstance(asked, AllHeads | Random | Recency):
         assert isinstance(floor, AllHeads | Random | Recency)
         return asked.keep >= floor.keep
