@@ -151,10 +151,19 @@ def test_blocks_not_of_the_schedulers_size_are_refused_with_the_setting_to_chang
     connector._vllm_config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers)
     )
+    connector.scheduler, agent = None, "vllm.distributed.kv_transfer.kv_transfer_state"
+    given_back: list[object] = []
+    connector.shutdown = lambda: given_back.append(connector)
+    monkeypatch.setattr(f"{agent}._KV_CONNECTOR_AGENT", connector)
     said = "^vLLM keeps model.0 in blocks of 128 tokens and schedules blocks of 256: start with "
+    cache = torch.zeros(16, 2, 128, 64)
     with pytest.raises(Unsupported, match=said + "--block-size 128$"):
-        connector.register_kv_caches({"model.0": torch.zeros(16, 2, 128, 64)})
-    assert connector.worker is None
+        connector.register_kv_caches({"model.0": cache})
+    # vLLM hands the next engine of the process what is there: this one would refuse it, too.
+    assert connector.worker is None and given_back == [connector]
+    layers["model.0"].kv_cache = torch.zeros_like(cache)
+    with pytest.raises(Unsupported, match="of one whose start failed earlier in this process"):
+        connector.register_kv_caches({"model.0": cache})
 
 
 def test_the_plug_in_takes_the_place_of_flash_attention_on_cuda(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -100,10 +100,25 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 f"{type(get_kv_transfer_group()).__name__}: what a connector beside impress loads, "
                 'or fails to, would be stored as computed: name "ImpressConnector" alone'
             )
+        try:
+            self._begin(kv_caches)
+        except BaseException:  # else the next engine of this process gets this connector
+            ensure_kv_transfer_shutdown()
+            raise
+
+    def _begin(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The worker's side. Raises Unsupported."""
         layers = self._vllm_config.compilation_config.static_forward_context
         names = self._served.layer_names
         assert self._store is not None
         caches = {name: kv_caches[name] for name in names}
+        for name, cache in caches.items():  # vLLM has bound them to the layers of its engine
+            bound = getattr(layers[name], "kv_cache", cache)
+            if not isinstance(bound, torch.Tensor) or bound.data_ptr() != cache.data_ptr():
+                raise Unsupported(
+                    "vLLM hands this engine the KV connector of one whose start failed earlier in "
+                    "this process: start it again, or in a new process"
+                )
         layouts, streams = layouts_of(caches, layers)
         for name, layout in zip(names, layouts, strict=True):
             if layout.block_size != self._served.block_size:  # block ids are the scheduler's
