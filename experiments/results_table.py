@@ -40,12 +40,13 @@ class Reports:
 
     def figure(self, ours: Ours) -> str:
         """One figure as text."""
-        report = self.by_name.get(ours.report, self.by_name.get(ours.instead))
-        if report is None:
-            return _NOT_RUN
-        value = ours.of(report) if ours.of else report["figures"].get(ours.figure)
-        if value is None:
-            withdrawn = report["figures"].get("emulator_error", 0.0) > MOST_ERROR
+        report, value = None, None
+        for name in (ours.report, ours.instead):
+            if value is None and name in self.by_name:
+                report = self.by_name[name]
+                value = ours.of(report) if ours.of else report["figures"].get(ours.figure)
+        if report is None or value is None:
+            withdrawn = report and report["figures"].get("emulator_error", 0.0) > MOST_ERROR
             return "withdrawn" if withdrawn else _NOT_RUN
         text = ours.form.format(value)
         ends = [report["figures"].get(_end(ours.figure, end)) for end in ("low", "high")]

@@ -52,14 +52,17 @@ def test_a_figure_stands_beside_the_papers(tmp_path: Path) -> None:
     assert text.count("not yet run") >= len(LINES) / 2
 
 
-def test_a_run_against_two_systems_comes_before_the_run_of_all(tmp_path: Path) -> None:
+def test_a_cell_that_was_not_run_again_is_told_of_the_run_before(tmp_path: Path) -> None:
+    in_a_row = "in_a_row 8.p50_vs_as_h2o_lfu"
     reports = {
         "ttft": {"figures": {"p50_vs_as_h2o_lfu": 1.75}},
-        "ttft_h2o": {"figures": {"p50_vs_as_h2o_lfu": 1.25}},
+        "ttft_h2o": {"figures": {"p50_vs_as_h2o_lfu": 1.25, in_a_row: 1.125}},
     }
     text = _filled(tmp_path, "paper", reports)
     (line,) = [row for row in text.splitlines() if "p50 against AS+H2O+LFU" in row]
-    assert "1.25×" in line and "1.75×" not in line
+    assert "1.75×" in line and "1.25×" not in line
+    (line,) = [row for row in text.splitlines() if "eight requests in a row" in row]
+    assert "1.12×" in line
 
 
 def test_rivals_stand_in_a_table_of_their_own(tmp_path: Path) -> None:
