@@ -390,11 +390,12 @@ def test_another_thread_on_the_model_gets_an_error_not_an_answer(tmp_path):
     model, ids = model_of("llama"), request_ids()
     with attach(model, tmp_path) as engine:
         name = ATTENTION_NAMES["sdpa"]
-        model.set_attn_implementation(name)  # as it is while a sparse request runs
-        with pytest.raises(impress.ImpressError, match="another thread"):
-            model(ids)
-        with pytest.raises(Unsupported, match=name):
-            engine.generate(ids)
+        with engine._turn.request():
+            model.set_attn_implementation(name)  # as it is while a sparse request runs
+            with pytest.raises(impress.ImpressError, match="another thread"):
+                model(ids)
+            with pytest.raises(Unsupported, match=name):
+                engine.generate(ids)
 
 
 class Asking:
