@@ -264,13 +264,13 @@ class Session:
             others = [load.outs for at, load in list(self._loads.items()) if at != layer]
             pair = outs_of(out, self._r.geometry, self.n_tokens, others)
             self._check_free()
+        begin_s = monotonic()
         load = self._loads.pop(layer, None)
         if load is None:
             self._lease.check_active()
             load = self._start(layer, pair)
         elif pair is not None:
             load.outs = pair  # read ahead into a buffer: copied out below
-        begin_s = monotonic()
         try:
             load.wait(self._came_s)  # all may have been begun at once, and come one after the other
             self._came_s = monotonic()
