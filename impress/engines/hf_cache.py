@@ -310,7 +310,7 @@ class RowsCache(RequestCache):
     ) -> None:
         """Rent room for `capacity` tokens, of which the first `n_prefix` will come by `load`.
 
-        `rental`: room in virtual buffers, the cache's to give back. `on_host`: the model computes.
+        `rental`: room in virtual buffers, the cache's to give back. `on_host`: the model is there.
         """
         assert n_prefix <= capacity
         self.observed: Observed | None = None  # what will tell which of these rows matter

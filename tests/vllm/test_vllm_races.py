@@ -925,6 +925,15 @@ def test_a_window_that_a_step_only_began_holds_no_write_buffer(tmp_path: Path) -
         saver.close()
 
 
+def _offer(saver: saving.Saver, name: str, prompt: Prompt, end: int) -> None:
+    saver.offer(SaveSpec(name, f"{name}#0", prompt, end, [1] * (end // 32)))
+
+
+def _is_read(saver: saving.Saver, name: str) -> bool:
+    with saver._lock:
+        return saver._changed.wait_for(lambda: not saver.busy(name), 30)
+
+
 def test_a_prompt_whose_next_chunk_does_not_come_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -938,14 +947,7 @@ def test_a_prompt_whose_next_chunk_does_not_come_holds_up_no_other(
     geometry, layout = Geometry(2, 2, 2, 32, "float32"), _Zeros()
     with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
         saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
-
-        def offer(name: str, prompt: Prompt, end: int) -> None:
-            saver.offer(SaveSpec(name, f"{name}#0", prompt, end, [1] * (end // 32)))
-
-        def is_read(name: str) -> bool:
-            with saver._lock:
-                return saver._changed.wait_for(lambda: not saver.busy(name), 30)
-
+        offer, is_read = partial(_offer, saver), partial(_is_read, saver)
         try:
             offer("a", a, 128)
             assert is_read("a")
@@ -975,14 +977,7 @@ def test_a_prompt_whose_chunks_keep_coming_holds_up_no_other_for_long(
     geometry, layout = Geometry(2, 2, 2, 32, "float32"), _Zeros()
     with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
         saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
-
-        def offer(name: str, prompt: Prompt, end: int) -> None:
-            saver.offer(SaveSpec(name, f"{name}#0", prompt, end, [1] * (end // 32)))
-
-        def is_read(name: str) -> bool:
-            with saver._lock:
-                return saver._changed.wait_for(lambda: not saver.busy(name), 30)
-
+        offer, is_read = partial(_offer, saver), partial(_is_read, saver)
         ends = iter(range(64, 1024, 64))
         try:
             offer("a", a, next(ends))
