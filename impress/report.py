@@ -34,7 +34,12 @@ def write_report(
     text = json.dumps(report, indent=1) + "\n"
     if str(path) == "-":
         sys.stdout.write(text)
-        return
+    else:
+        write_text(target, text)
+
+
+def write_text(target: Path, text: str) -> None:
+    """A file that is whole, or as it was. Raises OSError."""
     if target.exists() and not target.is_file():  # a pipe or a device cannot be replaced
         target.write_text(text)
         return

@@ -130,7 +130,7 @@ class PrefixStore:
         self._tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
         self.ledgers = home.ledgers  # what the guard knows of policies
         self.ssd = home.ssd
-        self.catalog = home.catalog  # the tree and its spans, for commands that show them
+        self.catalog, self.left_out = home.catalog, home.others.left_out  # for commands
         self.history = home.history  # what requests have shown of each span
         params = Params(home.place.params, write=self.writable, others=home.others.params)
         self.buffers = self._copies.buffers()  # engines', too

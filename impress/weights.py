@@ -115,9 +115,9 @@ def stamp_of(directory: Path) -> Stamp:
 def _indexed_files(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [index.parent / name for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise BadInput(f"namespace: cannot read {index}: {err!r}") from None
-    files = [index.parent / name for name in names]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise BadInput(f"namespace: {index.parent} lacks {missing[0]}, which its index names")

@@ -13,7 +13,7 @@ from impress.cli.matching import match_prompt
 from impress.cli.options import (
     Keep,
     MissingMass,
-    PolicyName,
+    PolicyAsked,
     Store,
     check_json,
     policy_of,
@@ -55,7 +55,7 @@ def explain(
         ),
     ] = None,
     store: Store = None,
-    policy: PolicyName = "quality",
+    policy: PolicyAsked = None,
     keep: Keep = None,
     max_missing_mass: MissingMass = None,
     json_file: Annotated[
@@ -70,13 +70,12 @@ def explain(
 
     How many of its windows are stored in each namespace; the first that is not, and why; the
     spans that hold the rest, how hot they are (leases: of a span's most used part), and what
-    reading them takes by the read cost model (bytes and requests are exact, milliseconds modelled).
-    Reads a snapshot of the index and the matching spans' headers, no rows, and holds up no writer.
-    Token ids are never printed.
+    reading them takes by the read cost model (bytes and requests planned, milliseconds modelled).
+    Reads a snapshot of the index and the matching headers, no rows, and holds up no writer. Token
+    ids are never printed.
 
-    With --query, the model then answers with one token over the same snapshot, and each layer's
-    line says how many rows it chose and why, what it estimates to miss, and from which tier they
-    came. Nothing is stored.
+    With --query, the model then answers with one token over the same snapshot: how many rows each
+    layer chose and why, what it estimates to miss, from which tiers they came. Nothing is stored.
 
     **Exit status**
 
@@ -89,9 +88,10 @@ def explain(
     impress explain --model demo-out/model --prefix demo-out/documents/json.txt
     --query "What is it?" --store demo-out/store
     """
-    chosen = policy_of(policy, keep, max_missing_mass)
+    chosen = policy_of(policy or "quality", keep, max_missing_mass)
     check_json(json_file)
-    _check(query, model, idle=keep is not None or max_missing_mass is not None)
+    idle = any(given is not None for given in (policy, keep, max_missing_mass))
+    _check(query, model, idle=idle)
     found = _explained(store_dir(store), prefix, query, model, chosen)
     if json_file is not None:
         write_json(json_file, found)
@@ -106,7 +106,9 @@ def _check(query: str | None, model: Path | None, *, idle: bool) -> None:
     if query is not None and model is None:
         raise BadInput("--query needs --model DIR: the model that is to be asked")
     if query is None and idle:
-        raise BadInput("--keep and --max-missing-mass need --query: without it nothing chooses")
+        raise BadInput(
+            "--policy, --keep and --max-missing-mass need --query: without it nothing chooses"
+        )
 
 
 def _explained(
@@ -174,10 +176,10 @@ def _prompt(file: Path) -> str | Tokens:
 
 
 def _is_ids(text: str) -> bool:
-    """Whether it is a JSON list, or integers apart by white space and nothing else. Pure."""
+    """Whether it is a JSON list of integers, or they are apart by white space. Pure."""
     try:
-        if isinstance(from_json(text), list):
-            return True
+        if isinstance(found := from_json(text), list):
+            return bool(found) and all(type(each) is int for each in found)
     except ValueError:
         pass
     try:

@@ -28,6 +28,17 @@ def print_match(found: dict[str, Any]) -> None:
     if found["damaged_index_values"]:
         n = count(found["damaged_index_values"], "damaged index value")
         say(f"passed over {n}: impress verify lists them")
+    if found["failed_shards"]:
+        names = ", ".join(found["failed_shards"])
+        say(
+            f"[bold]only a part is looked at[/bold]: the index of shard {escape(names)} cannot be "
+            "read (impress verify), and what it holds counts as not stored here"
+        )
+    if found["being_written"]:
+        say(
+            "a process writes to the store: its leases and scores are as last saved, and what it "
+            "evicted of a span that lives on counts as stored"
+        )
     if not found["found"]:
         say("[bold]miss[/bold]: the store is empty")
         return
@@ -43,6 +54,8 @@ def say(line: str) -> None:
 
 def _print_root(row: dict[str, Any], found: dict[str, Any]) -> None:
     whose = f" (this model's, loaded in {found['assumed']['dtype']})" if row["yours"] else ""
+    if [other["name"] for other in found["found"]].count(row["name"]) > 1:  # tenants of a model
+        whose = f" {row['root'][:12]}{whose}"
     verdict = "hit" if row["windows"] else "miss"
     say(
         f"\n[bold]{verdict}[/bold]: {row['windows']:,} of {found['windows']:,} windows, "

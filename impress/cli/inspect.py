@@ -59,7 +59,7 @@ def inspect(
     part of a span, those of its most used part stand for all of it. "important" is the share of a
     tier's rows that sparse requests chose. A chunk's score is its uses, which fade, times that
     share of its rows; "score" is the mean of the chunks of a prefix's spans, as last saved. – where
-    no request has told yet.
+    no request has told yet. A span that a running writer has evicted in part counts as whole.
 
     **Exit status**
 
@@ -94,13 +94,13 @@ def inspect(
 def _take_live_tiers(found: dict[str, Any]) -> None:
     """The tiers as the running process has them; one it has no budget for stays None.
 
-    Of the SSD's bytes it knows those of its own shard alone: the directory's stay.
+    Of the SSD it knows its own shard alone: the directory's bytes and chunks stay.
     """
     running = found["live"]["tiers"]
     for name in ("hbm", "dram"):
         found["tiers"][name] = running.get(name)
-    own = running.get("ssd", {})
-    found["tiers"]["ssd"] |= {key: own[key] for key in own.keys() - {"total", "used", "free"}}
+    if "important_share" in (own := running.get("ssd", {})):
+        found["tiers"]["ssd"]["important_share"] = own["important_share"]
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -117,12 +117,18 @@ def _print(found: dict[str, Any]) -> None:
     )
     show(_tiers(found["tiers"], live="live" in found))
     if len(found["shards"]) > 1:
-        show(_shards(found["shards"], found["window"]))
+        show(_shards(found["shards"], found["failed_shards"], found["window"]))
+    if found["tiers"]["ssd"]["missing"]:
+        missing = size(found["tiers"]["ssd"]["missing"])
+        out.print(f"{missing} of spans lie in no segment: impress verify says which")
     if found["tiers"]["ssd"]["dead_bytes"]:
         dead = size(found["tiers"]["ssd"]["dead_bytes"])
         whose = "windows that another span has too, or that were evicted"
-        frees = "impress repack frees them in spans of which they are more than half"
-        out.print(f"{dead} on the SSD are of {whose}; {frees}")
+        frees = (
+            "impress repack frees them in spans of which they are more than half, but for those "
+            "that another shard has: each keeps its own"
+        )
+        out.print(f"{dead} on the SSD are of {whose}; {frees}", soft_wrap=True)
     if found["namespaces"]:
         show(_namespaces(found["namespaces"]))
         show(_hottest(found["hottest"]))
@@ -151,15 +157,15 @@ def _tiers(tiers: dict[str, Any], *, live: bool) -> Table:
     return table
 
 
-def _shards(rows: list[dict[str, Any]], window: int) -> Table:
+def _shards(rows: list[dict[str, Any]], failed: list[str], window: int) -> Table:
     table = table_of("\nShards", "shard", ">spans", ">tokens", ">used", ">on SSD", "written by",
                      ">readers")  # fmt: skip
     for row in rows:
         writer = "nobody" if row["writer"] is None else f"process {row['writer']}"
-        table.add_row(
-            row["name"], f"{row['spans']:,}", f"{row['windows'] * window:,}", size(row["used"]),
-            size(row["total"]), writer, str(row["readers"]),
-        )  # fmt: skip
+        held = f"{row['spans']:,}", f"{row['windows'] * window:,}", size(row["used"])
+        if row["name"] in failed:
+            held = "unreadable", "–", "–"
+        table.add_row(row["name"], *held, size(row["total"]), writer, str(row["readers"]))
     return table
 
 

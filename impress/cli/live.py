@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from http.client import HTTPException
 from typing import Any, Final
 from urllib.error import URLError
@@ -29,13 +30,22 @@ def live_counters(port: int, uuid: bytes) -> dict[str, Any]:
     """
     from prometheus_client.parser import text_string_to_metric_families
 
+    text = _scrape(port)
+    try:
+        families = list(text_string_to_metric_families(text))
+        return _read(families, port, uuid)
+    except (ValueError, OverflowError) as err:  # of a number that is none, too
+        raise StoreFailed(f"port {port}: not Prometheus text ({err})") from None
+    except KeyError as err:
+        raise StoreFailed(
+            f"port {port}: whatever answers there is not an impress store (no label {err})"
+        ) from None
+
+
+def _read(families: Iterable[Any], port: int, uuid: bytes) -> dict[str, Any]:
     found: dict[str, Any] = {name: {} for name in (*_COUNTERS, *_GAUGES)}
     tiers: dict[str, dict[str, float]] = {}
     load = {"count": 0.0, "sum": 0.0}
-    try:
-        families = list(text_string_to_metric_families(_scrape(port)))
-    except ValueError as err:
-        raise StoreFailed(f"port {port}: not Prometheus text ({err})") from None
     for sample in (sample for family in families for sample in family.samples):
         if not sample.name.startswith("impress_"):  # another program's
             continue

@@ -22,6 +22,7 @@ from impress.spans.tables import Tables, read_header
 from impress.store import PrefixStore
 from impress.tree.catalog import Held
 from impress.tree.trace import Near, Step, Trace
+from impress.upkeep.shares import shares_of
 from tiers.coalesce import TURNS, coalesce, slice_bytes, slices
 from tiers.errors import ReadFailed
 
@@ -50,12 +51,16 @@ def match_prompt(store: PrefixStore, tokens: Tokens, namespace: bytes | None) ->
         _row(store, root, called(root.namespace, names.get(root.key, "")), labels, len(tokens))
         for root in _roots(store, namespace)
     ]
-    rows.sort(key=lambda row: (not row["yours"], -row["windows"], -row["nearest_tokens"]))
+    rows.sort(
+        key=lambda row: (not row["yours"], -row["windows"], -row["nearest_tokens"], row["root"])
+    )
     return {
         "tokens": len(tokens),
         "windows": len(tokens) // store.window,
         "tail_tokens": len(tokens) % store.window,
         "damaged_index_values": store.counters["damaged_spans"],
+        "failed_shards": [*store.left_out()],
+        "being_written": any(s.writer is not None for s in shares_of(store.path, store.catalog)),
         "found": rows,
     }
 
@@ -209,7 +214,7 @@ def _held(store: PrefixStore, source: Source, step: Step | None, tick: int) -> d
 
 
 def _cost(store: PrefixStore, sources: Sequence[Source]) -> dict[str, Any]:
-    """Exact, from home alone: the reads a session would make, planned and not made.
+    """From home alone: the reads of a session that wants rows in order, planned and not made.
 
     A request counts as `read_gap_bytes` more bytes, as it does when chosen rows are gathered.
     """

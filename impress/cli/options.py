@@ -17,6 +17,7 @@ import typer
 from impress.config import MOST_BYTES, default_store_dir
 from impress.errors import BadInput
 from impress.policy import Exact, Paper, Policy, Quality
+from impress.report import write_text
 from impress.terminal import line_of
 
 P = ParamSpec("P")
@@ -53,6 +54,13 @@ PolicyName = Annotated[
     str,
     typer.Option("--policy", metavar="NAME", help="What to load of a hit: exact, paper, quality."),
 ]
+PolicyAsked = Annotated[
+    str | None,
+    typer.Option(
+        "--policy", metavar="NAME", show_default="quality",
+        help="What to load of a hit: exact, paper, quality. Needs --query.",
+    ),
+]  # fmt: skip
 Keep = Annotated[
     float | None,
     typer.Option("--keep", metavar="SHARE", help="paper: share of the tokens to keep."),
@@ -177,7 +185,7 @@ def write_json(file: Path, value: Any) -> None:
     if str(file) == "-":
         print_json(value)
     else:
-        file.write_text(_text(value))
+        write_text(file, _text(value))
 
 
 def plain(value: Any) -> Any:

@@ -106,6 +106,8 @@ def _erased(
     there, unerased = list[SpanRecord](), 0
     if shards:
         with PrefixStore.open(where, identity.geometry, b"purge", config, "r") as reader:
+            for name, why in reader.left_out().items():  # before anything is erased
+                raise StoreFailed(f"{where}: nothing is purged, shard {name} cannot be read: {why}")
             stored = _stored(reader, shards)
             digests = _digests(reader, stored, namespace)
             # Now: what hangs from what is purged in another shard goes as its own is opened.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -146,7 +147,7 @@ def _when_stored(engine: Any) -> Any:
 
 
 def _print(found: dict[str, Any]) -> None:
-    out.print(found["answer"], markup=False, soft_wrap=True)
+    sys.stdout.write(found["answer"] + "\n")  # rich would make spaces of its tabs
     read = ", ".join(f"{size(n)} from {tier}" for tier, n in found["bytes_by_tier"].items())
     out.print(
         f"\n[bold]{found['mode']}[/bold]: {found['hit_tokens']:,} of {found['prompt_tokens']:,} "

@@ -23,13 +23,19 @@ HOTTEST: Final = 5
 
 
 def open_for_reading(path: Path) -> tuple[PrefixStore, Identity]:
-    """A snapshot of any store, whatever model it is of. Holds up no writer."""
+    """A snapshot of any store, whatever model it is of. Holds up no writer.
+
+    A shard that cannot be read is tried twice, as its index may just be being made, and then left
+    out: `store.left_out()` names it, and the log.
+    """
     identity = read_identity(path)
     config = Config(window=identity.window, dram_bytes=0, io_threads=1, follow_every_s=0)
     try:
         store = PrefixStore.open(path, identity.geometry, b"inspect", config, mode="r")
     except FormatError as err:
         raise FormatError(f"{err} (impress verify says what else)") from None
+    if store.left_out():
+        store.follow()
     return store, identity
 
 
@@ -48,6 +54,7 @@ def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
             "token_bytes": g.token_bytes,
         },
         "shards": [asdict(share) for share in shares_of(store.path, store.catalog)],
+        "failed_shards": [*store.left_out()],
         "tiers": {"hbm": None, "dram": None, "ssd": _ssd(store)},
         "spans": counts["spans"],
         "nodes": counts["nodes"],
@@ -77,13 +84,18 @@ def known_of(store: PrefixStore, span: int) -> tuple[float | None, float | None]
 
 
 def _ssd(store: PrefixStore) -> dict[str, Any]:
-    """Bytes of the segments; what spans own is used. A writer's unfinished stores count as free."""
-    shares = shares_of(store.path, store.catalog)
+    """Bytes of the segments; what spans own is used. A writer's unfinished stores count as free.
+
+    `missing`: bytes that spans own and no segment has. Shards that cannot be read do not count.
+    """
+    left_out = store.left_out()
+    shares = [s for s in shares_of(store.path, store.catalog) if s.name not in left_out]
     total, used = sum(share.total for share in shares), sum(share.used for share in shares)
     runs = [(record.span_id, record.n_windows) for record in store.catalog.records()]
     n_windows = store.catalog.counts()["windows"]
     return {
-        "total": total, "used": used, "free": total - used,
+        "total": total, "used": used, "free": max(0, total - used),
+        "missing": sum(max(0, share.used - share.total) for share in shares),
         "dead_bytes": sum(dead.n_bytes for dead in store.catalog.dead()),
         "chunks": n_windows * store.geometry.n_layers,
         "important_share": mean_known(store, runs)[1],

@@ -143,7 +143,7 @@ class Engine:
 
     @property
     def n_skipped(self) -> int:
-        """Requests not stored: too many waited, or held too much of a device, or no thread stored."""
+        """Requests not stored: too many waited, held too much of a device, or no thread stored."""
         return self._storing.n_skipped
 
     def generate(

@@ -43,6 +43,12 @@ def modules_of(model: Any) -> list[Any]:
     return list(found.values())
 
 
+def of_package(modules: Sequence[Any], package: str) -> Any:
+    """The first module whose class is of a package, or None: some ten classes are looked at."""
+    kinds = {kind for kind in set(map(type, modules)) if _package(kind) == package}
+    return next((m for m in modules if type(m) in kinds), None) if kinds else None
+
+
 def bare(model: Any) -> Any:
     """The module that answers, under what torch.compile or PEFT put around it.
 
@@ -101,11 +107,11 @@ def foreign_code(model: Any, modules: Sequence[Any]) -> str:
     A class that was patched as a whole is not noticed.
     """
     said = ""
+    if (remote := of_package(modules, _REMOTE)) is not None:
+        return _remote(_name(model, remote))
     if _foreign([*every._global_forward_hooks.values(), *every._global_forward_pre_hooks.values()]):
         said = "every module has a forward hook"
     for module in modules:
-        if type(module).__module__.partition(".")[0] == _REMOTE:
-            return _remote(_name(model, module))
         hooks, before = module._forward_hooks, module._forward_pre_hooks
         if (hooks or before) and _foreign([*hooks.values(), *before.values()]):
             said = f"{_name(model, module)} has a forward hook"

@@ -16,6 +16,7 @@ from impress.engines.hf_modules import (
     check_eval,
     foreign_code,
     modules_of,
+    of_package,
 )
 from impress.errors import StoreMismatch
 from impress.namespace import adapter_settings
@@ -39,13 +40,14 @@ class Weights:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        tensors = _tensors(modules_of(model))
+        modules = modules_of(model)
+        tensors = _tensors(modules)
         # Weak: what was replaced is to be freed; what is gone never passes for what took its place.
         self._refs = [weakref.ref(tensor) for tensor in tensors]
         self._places = _places(tensors)
         self._host = [_HostSample(tensor) if _is_plain(tensor) else None for tensor in tensors]
         self._samples = self._sampled(tensors)
-        self._adapter = adapter_settings(model)
+        self._adapter = _adapter(model, modules)
 
     def check(self) -> None:
         """In every request. Raises StoreMismatch where weights are others now or code has come to
@@ -58,11 +60,12 @@ class Weights:
         check_eval(self._model, modules)
         if said := foreign_code(self._model, modules):
             raise StoreMismatch(f"the model changed since attach(): {said}")
-        if self._changed(_tensors(modules)):
+        if self._changed(modules):
             raise StoreMismatch("the model's weights changed since attach(): attach it again")
 
-    def _changed(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def _changed(self, modules: Sequence[Any]) -> bool:
         """On a GPU one copy from it."""
+        tensors = _tensors(modules)
         if len(tensors) != len(self._refs):
             return True
         if any(ref() is not tensor for ref, tensor in zip(self._refs, tensors, strict=True)):
@@ -72,7 +75,7 @@ class Weights:
         # Not before: memory is there to be looked at where each still has what it had.
         if self._sampled(tensors) != self._samples:
             return True
-        return adapter_settings(self._model) != self._adapter
+        return _adapter(self._model, modules) != self._adapter
 
     def _sampled(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
         """Samples of all: those of the host by word size, of others in one copy a device."""
@@ -100,6 +103,11 @@ class _HostSample:
             "strides": (step * size,), "data": (tensor.data_ptr(), True),
         }  # fmt: skip
         self.words = np.asarray(self)
+
+
+def _adapter(model: Any, modules: Sequence[Any]) -> list[list[str]]:
+    """What PEFT's layers go by, where there are any: their names take a walk of torch's own."""
+    return [] if of_package(modules, "peft") is None else adapter_settings(model)
 
 
 def _spread(n: int) -> tuple[int, int]:

@@ -220,19 +220,28 @@ def _ours(
     headers: Sequence[SpanHeader], identity: Identity, shard: Shard, found: Rebuilt
 ) -> list[SpanHeader]:
     """Those of this store and shard that make sense."""
-    ours = []
+    ours, other = [], []
     for header in headers:
         record = header.record
         if header.store_uuid != identity.uuid:
             found.foreign += 1
             continue
-        wrong = header.geometry != identity.geometry
-        wrong = wrong or len(header.sums) != header.layout.n_sums
+        if (header.geometry, record.window) != (identity.geometry, identity.window):
+            other.append(header)
+            found.torn += 1
+            continue
+        wrong = len(header.sums) != header.layout.n_sums
         wrong = wrong or record.span_id not in shard.spans
         if wrong or wrong_record(record, identity.geometry, identity.window):
             found.torn += 1
         else:
             ours.append(header)
+    if other and not ours:  # a header has a checksum, that file has none
+        theirs = f"{other[0].geometry} in windows of {other[0].record.window}"
+        raise StoreFailed(
+            f"{IDENTITY} says {identity.geometry} in windows of {identity.window}, the headers of "
+            f"{len(other)} spans {theirs}: move that file away, and rebuild makes it from a header"
+        )
     return ours
 
 

@@ -124,6 +124,10 @@ class Follower:
                 continue
             yield found
 
+    def left_out(self) -> dict[str, str]:
+        """Names of shards that hold something and cannot be read, and why; until a look can."""
+        return self._unread.left_out()
+
     def params(self) -> list[Path]:
         """Where the others keep probe parameters."""
         return [neighbour.shard.params for neighbour in self.neighbours.values()]

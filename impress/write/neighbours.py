@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from impress.write.directory import Shard
 from impress.write.index import Index
 from impress.write.readers import Presence
+from tiers.files import segment_paths
 
 log = logging.getLogger("impress")
 
@@ -95,10 +96,12 @@ class Neighbour:
 
 
 class _Failed(NamedTuple):
+    shard: Shard
     stamp: Stamp
     times: int  # with this stamp
     at_s: float
     said: bool
+    why: str
 
 
 class Unread:
@@ -120,9 +123,15 @@ class Unread:
         that is just being made is whole by then."""
         last = self._failed.get(shard.number)
         times = last.times + 1 if last is not None and last.stamp == stamp else 1
-        self._failed[shard.number] = _Failed(stamp, times, monotonic(), last is not None)
+        again = last is not None
+        self._failed[shard.number] = _Failed(shard, stamp, times, monotonic(), again, str(err))
         if last is not None and not last.said:
             log.warning("%s: shard %s is left out: %s", self._path, shard.name, err)
+
+    def left_out(self) -> dict[str, str]:
+        """Name of each that holds something, and why not. One that is just being made does not."""
+        failed = [last for last in self._failed.values() if segment_paths(last.shard.segments)]
+        return {last.shard.name: last.why for last in failed}
 
     def read(self, shard: Shard) -> None:
         """It can be: what fails from here on is said again."""

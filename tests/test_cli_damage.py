@@ -1,0 +1,193 @@
+"""What commands say of a store that cannot be read whole, and of files they did not expect."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from console import (
+    FORK,
+    PROMPT,
+    assert_refused,
+    opened,
+    put,
+    rows_of,
+    run,
+    run_json,
+    two_prompts,
+)
+
+import impress
+import impress.cli.live
+from impress.cli import options
+from impress.cli.explain import _prompt
+from impress.cli.run import _print
+from impress.report import write_report
+from impress.weights import weight_files
+from tiers.files import segment_paths
+
+
+@pytest.fixture
+def path(tmp_path):
+    return two_prompts(tmp_path / "store")
+
+
+@pytest.fixture
+def half_lost(tmp_path):
+    """Two shards: the first has a prompt's first half, the second all of it, and no index."""
+    path = tmp_path / "store"
+    with opened(path) as first, opened(path) as second:
+        put(first, PROMPT[:128])
+        second.follow()
+        put(second, PROMPT)
+    shutil.rmtree(path / "shards/1/index")
+    return path
+
+
+def ids_of(folder, tokens=PROMPT):
+    (folder / "ids.json").write_text(json.dumps(tokens))
+    return folder / "ids.json"
+
+
+def test_a_shard_that_cannot_be_read_is_named(half_lost, tmp_path):
+    """Its spans counted as none, what it held was said to be stored nowhere: with status 0, and no
+    word of it anywhere."""
+    done, found = run_json("inspect", "--store", half_lost)
+    assert done.returncode == 0 and found["failed_shards"] == ["1"]
+    assert "shard 1 is left out" in done.stderr
+    (line,) = [x for x in run("inspect", "--store", half_lost).stdout.splitlines() if "nobody" in x
+               and x.startswith("1 ")]  # fmt: skip
+    assert "unreadable" in line and " 0 " not in line.partition("nobody")[0]
+    assert found["tiers"]["ssd"]["free"] <= found["shards"][0]["total"]  # its bytes are not free
+    done = run("explain", "--store", half_lost, "--prefix", ids_of(tmp_path))
+    assert "only a part is looked at" in done.stdout and "shard 1" in done.stdout
+    done = run("explain", "--store", half_lost, "--prefix", ids_of(tmp_path), "--json", "-")
+    assert json.loads(done.stdout)["failed_shards"] == ["1"]
+
+
+def test_nothing_is_purged_where_a_shard_cannot_be_read(half_lost):
+    """The shards before it were purged, and what was said of it was the index alone."""
+    done = run("purge", "--store", half_lost, "--namespace", "a test")
+    assert_refused(done, "nothing is purged", "shard 1 cannot be read")
+    with opened(half_lost, "r") as store:
+        assert store.lookup(PROMPT) == 128
+
+
+def test_a_shard_that_is_just_being_made_is_no_failure(path):
+    (path / "shards/1").mkdir()
+    done, found = run_json("inspect", "--store", path)
+    assert (done.returncode, done.stderr, found["failed_shards"]) == (0, "", [])
+
+
+def test_no_size_is_negative_where_segments_are_short(path):
+    """`free -442368 B`, `full 147 %`, and no word of damage."""
+    for segment in segment_paths(path / "shards/main/segments"):
+        segment.unlink()
+    _, found = run_json("inspect", "--store", path)
+    ssd = found["tiers"]["ssd"]
+    assert ssd["free"] == 0 and ssd["missing"] == ssd["used"] > 0
+    assert "lie in no segment: impress verify" in run("inspect", "--store", path).stdout
+
+
+def test_what_belongs_to_tenants_of_one_model_is_shown_in_one_order(tmp_path):
+    """By the hash seed another prompt was the nearest, and nothing said whose it was."""
+    path = tmp_path / "store"
+    with opened(path) as store:
+        for tenant, tokens in (("a", PROMPT), ("b", FORK)):
+            rows = rows_of(len(tokens))
+            assert store.store(tokens, rows, rows, tenant=tenant).wait(60)
+    ids = ids_of(tmp_path, [7, *PROMPT[1:]])
+    seen, said = set(), set()
+    for seed in range(4):
+        env = {"PYTHONHASHSEED": str(seed), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+        done = run("explain", "--store", path, "--prefix", ids, "--json", "-", env=env)
+        seen.add(json.loads(done.stdout)["found"][0]["root"])
+        said.add(run("explain", "--store", path, "--prefix", ids, env=env).stdout)
+    (root,), (shown,) = seen, said
+    assert f"under a test {root[:12]}" in shown
+
+
+def test_a_prompt_in_a_running_store_is_said_to_be_as_last_saved(path, tmp_path):
+    args = ("explain", "--store", path, "--prefix", ids_of(tmp_path))
+    assert "as last saved" not in run(*args).stdout
+    with opened(path):
+        assert "a process writes to the store" in run(*args).stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "is_text"),
+    [('[{"word": "no"}]', True), ("[]", True), ("[true]", True), ("[1, 2]", False), ("1 2", False)],
+)
+def test_beside_a_model_json_is_token_ids_where_all_are_integers(tmp_path, text, is_text):
+    """A document of JSON records that `run` had stored: "want integers, got object"."""
+    (tmp_path / "prompt").write_text(text)
+    assert isinstance(_prompt(tmp_path / "prompt"), str) == is_text
+
+
+def test_a_policy_that_nothing_would_use_is_refused(path, tmp_path):
+    args = ("explain", "--store", path, "--prefix", ids_of(tmp_path), "--policy", "paper")
+    assert_refused(run(*args), "--policy", "need --query")
+
+
+@pytest.mark.parametrize(
+    "text", ["impress_tier_used_bytes 5\n", "impress_hits_total NaN\n", "impress_hits_total +Inf\n"]
+)
+def test_numbers_that_are_none_are_no_stores_metrics(monkeypatch, text):
+    """A traceback."""
+    monkeypatch.setattr(impress.cli.live, "_scrape", lambda port: text)
+    with pytest.raises(impress.StoreFailed, match="port 9400"):
+        impress.cli.live.live_counters(9400, b"")
+
+
+def test_an_index_of_weights_that_names_no_files_is_one_line(tmp_path):
+    """A traceback of a path made of a number."""
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}')
+    with pytest.raises(impress.BadInput, match="cannot read"):
+        weight_files(tmp_path)
+
+
+def test_an_answer_is_printed_as_it_is(capsys):
+    """A Makefile's tabs became spaces."""
+    found = {
+        "answer": "all:\n\tcc a\rb", "bytes_by_tier": {}, "mode": "exact", "hit_tokens": 0,
+        "prompt_tokens": 1, "ttft_ms": 1.0, "stored_tokens": 0, "why": "", "policy": "exact",
+        "refused": "", "lost": "", "store": "",
+    }  # fmt: skip
+    _print(found)
+    assert capsys.readouterr().out.startswith("all:\n\tcc a\rb\n")
+
+
+def test_a_full_disk_leaves_the_report_of_before(tmp_path, monkeypatch):
+    """The file of before was emptied first."""
+    report = tmp_path / "report.json"
+    report.write_text("{}")
+
+    def full(self, text):
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    for write in (
+        lambda: options.write_json(report, {"a": 1}),
+        lambda: write_report(report, {}, []),
+    ):
+        with pytest.raises(OSError, match="No space left"):
+            write()
+        assert report.read_text() == "{}" and [*tmp_path.iterdir()] == [report]
+
+
+def test_rebuild_does_not_go_by_an_identity_that_no_header_fits(path):
+    """A bit of impress.json, which has no checksum: all headers counted as cut off, and an index of
+    no spans took the old one's place."""
+    identity = path / "impress.json"
+    was = identity.read_text()
+    assert '"n_layers": 2' in was
+    identity.write_text(was.replace('"n_layers": 2', '"n_layers": 3'))
+    done = run("rebuild", "--store", path)
+    assert_refused(done, "impress.json says", "3 layers", "2 spans", "2 layers", "move that file")
+    identity.unlink()
+    assert run("rebuild", "--store", path).returncode == 0
+    assert json.loads(identity.read_text()) == json.loads(was)
+    with opened(path, "r") as store:
+        assert store.lookup(PROMPT) == len(PROMPT)
