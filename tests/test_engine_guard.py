@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
+import signal
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,6 +40,7 @@ from impress.engines.hf_prefix import find_prefix
 from impress.errors import PrefixLost
 from impress.policy import AllHeads, Exact, Quality, StaticH2O
 from impress.quality import guard
+from impress.quality.guard import Weighed
 from impress.read.shadow import SHADOW_ROWS
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
@@ -318,14 +322,20 @@ def test_some_shadows_are_run_again_exactly(tmp_path, monkeypatch):
 
 def test_what_is_run_again_is_no_use_of_the_prefix(tmp_path, monkeypatch):
     """Each rerun taught the history a use of every chunk, counted the rows as given to a request,
-    and had the whole prefix climb."""
+    and had the whole prefix climb; later its bytes were still counted as given to a request, and it
+    was the latest use of the prefix where caches go by that."""
     monkeypatch.setattr(guard, "RERUN_EVERY", 1)
     policy, shown = Liar(), []
 
     def state(store):
         assert store._pool.idle(60)
         stats = store.stats()
-        return store.history.tick, stats["rows_from"], stats["promotions"]
+        used = store._copies.chunks[0]._used.tolist()
+        return (
+            store.history.tick,
+            used,
+            *(stats[name] for name in ("rows_from", "promotions", "read_bytes")),
+        )
 
     def watched(model, store, *rest):
         shown.append(state(store))
@@ -457,13 +467,72 @@ def test_a_request_that_waits_is_not_forgotten_when_another_ends():
     waiting = threading.Thread(target=request)
     with turn.audit():
         waiting.start()
-        while not turn._n_wanted:
+        while not turn.n_wanted:
             pass
         request()  # this thread's own: it may
         with pytest.raises(Interrupted):
             turn.check()
     waiting.join(60)
     turn.check()
+
+
+def test_signals_leave_a_turn_that_works():
+    """An event's condition is in Python: a signal just behind the taking of its lock left that
+    taken, and the next request hung. Or one stayed counted, and no audit ever had its turn."""
+    turn, n_struck = Turn(), 0
+
+    def struck(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, struck)
+    try:
+        while n_struck < 300:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + n_struck % 7))
+                while True:
+                    with turn.request(), turn.request():
+                        pass
+            except KeyboardInterrupt:
+                n_struck += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert (turn.n_wanted, turn._inside) == (0, set())
+    with ThreadPoolExecutor(1) as threads, turn.audit():
+        turn.check()
+        assert not threads.submit(turn._lock.acquire, blocking=False).result(60)
+    with ThreadPoolExecutor(1) as threads:  # nobody has the lock any more
+        assert threads.submit(turn._lock.acquire, blocking=False).result(60)
+
+
+@pytest.mark.parametrize(
+    ("layers", "estimate"),
+    [
+        ([(0.07, 0.05), (0.01, 0.09)], 0.05),  # the first is over by .02, whatever the second says
+        ([(0.07, 0.08), (0.01, 0.0)], 0.06),
+        ([(0.07, math.nan), (0.01, 0.0)], math.nan),
+    ],
+)
+def test_a_layer_that_was_understated_is_not_hidden_by_another(monkeypatch, layers, estimate):
+    """The largest true mass was held against the largest estimate, of whichever layers."""
+
+    class Session:
+        def __init__(self, *_):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def weigh(self, layer, *_):
+            return Weighed(*layers[layer])
+
+    monkeypatch.setattr(hf_audit, "ShadowSession", Session)
+    watch = SimpleNamespace(lease=None, policy=None, layer=lambda layer: (True, None))
+    weighed = hf_audit.weigh(watch, len(layers), lambda: None)
+    assert weighed == pytest.approx(Weighed(0.07, estimate), nan_ok=True)
 
 
 def test_an_audit_makes_way_for_another_engine_on_its_model(tmp_path, monkeypatch):
@@ -478,7 +547,7 @@ def test_an_audit_makes_way_for_another_engine_on_its_model(tmp_path, monkeypatc
             seen.append(1)
             if len(seen) == 3:  # at the model's second layer
                 asked.append(threads.submit(other.generate, ids, max_new_tokens=4))
-                while not turn._n_wanted and not asked[0].done():
+                while not turn.n_wanted and not asked[0].done():
                     pass
             check(turn)
 
@@ -499,8 +568,7 @@ def test_watches_that_find_no_room_or_no_rows_are_dropped_and_leave_nothing(tmp_
             patched.setattr(hf_audit, "weigh", lost)
             ask(engine)
         with monkeypatch.context() as patched:
-            patched.setattr(engine._auditor._watches, "maxsize", 1)
-            patched.setattr(engine._auditor._watches, "_qsize", lambda: 1)
+            patched.setattr(engine._auditor._line, "limit", 0)
             engine.generate(request_ids(), max_new_tokens=1)
         engine.flush()
         ledger = ledger_of(engine)

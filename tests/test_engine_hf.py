@@ -1820,7 +1820,7 @@ class Closing:
         elif self.n_put == 2:
             self.closer = threading.Thread(target=self.engine.close)
             self.closer.start()
-            while self.closer.is_alive() and self.engine._turn._n_wanted < 2:
+            while self.closer.is_alive() and self.engine._turn.n_wanted < 2:
                 pass
 
     def end(self):

@@ -453,7 +453,7 @@ def test_two_engines_on_one_model_take_turns(tmp_path):
             threads.submit(other.generate, ids, **options),
             threads.submit(attach, model, tmp_path / "third"),
         ]
-        while one._turn._n_wanted < 3 and not any(each.done() for each in asked):
+        while one._turn.n_wanted < 3 and not any(each.done() for each in asked):
             pass
         halting.go.set()
         exact, third = (each.result(60) for each in asked)

@@ -7,8 +7,11 @@ import random
 from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -300,9 +303,39 @@ class Own(Recency):
         object.__setattr__(self, "page", page)
 
 
-@pytest.mark.parametrize("make", [Top, Slotted, Own, lambda keep: Own(1, 1 / keep)])
+@dataclass(frozen=True)
+class Learned:
+    """Of one that has learnt something."""
+
+    weights: Any
+    name = "learned"
+
+
+@dataclass(frozen=True, repr=False)
+class Quiet:
+    page: int
+    name = "quiet"
+
+
+def weights(page, n=2048):
+    made = np.zeros((n // 64, 64), dtype=np.float32)
+    made[n // 128, 10] = 1 + 1e-6 * page
+    return made
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Top, Slotted, Own, lambda keep: Own(1, 1 / keep),
+        lambda page: Learned(weights=weights(page)),
+        lambda page: Learned(weights={"of": [(torch.tensor(weights(page, 128)),)]}),
+        lambda page: Top(weights(page)),
+        lambda page: Quiet(page=page),
+    ],
+)  # fmt: skip
 def test_a_policy_that_is_no_dataclass_is_named_by_its_settings_too(make):
-    """Trust that one had earned passed to another of its class, whatever that was set to."""
+    """Trust that one had earned passed to another of its class, whatever that was set to; later, to
+    one that differed in an array alone, whose repr leaves out rows and digits."""
     assert name_of(make(1)) == name_of(make(1)) != name_of(make(2))
     ledgers, config = Ledgers(), impress.Config()
     keys = {ledgers.open(NAMESPACE, make(one), config) for one in (1, 2)}

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import impress
+from impress.engines.hf_audit import Auditor, Turn, Watch
 from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_storing import Job, StoreQueue
+from tiers.line import Line
 from tiers.slots import BufferPool
 
 DEVICE = torch.device("cuda", 0)
@@ -70,6 +72,40 @@ def test_rows_that_wait_to_be_stored_leave_a_device_half_of_what_it_has_free():
     assert gone == [1]
     assert not behind[0] and behind[1]
     assert (line.n_skipped, sorted(freed)) == (2, [0, 1, 40, 60, 61])
+
+
+@pytest.mark.usefixtures("played")
+def test_what_waits_to_be_weighed_leaves_a_device_half_of_what_it_has_free():
+    """Under a policy that earns trust each hit's rows stay for the guard: beside three of them the
+    next request found no memory."""
+    freed, dropped, stored = [], [], [Held(20)]
+    ledgers = SimpleNamespace(dropped=dropped.append)
+    auditor = Auditor(None, SimpleNamespace(ledgers=ledgers), Turn(), lambda: None, lambda: stored)
+    busy, may_end = threading.Event(), threading.Event()
+
+    def hold(watch):
+        busy.set()
+        assert may_end.wait(60)
+        watch.drop()
+
+    auditor._line = Line("test", hold, 9)
+
+    def offer(name, cache):
+        lease = SimpleNamespace(release=lambda: freed.append(name))
+        auditor.offer(Watch(name, None, lease, 0, cache=cache))
+
+    offer(b"first", Held(30))
+    assert busy.wait(60)
+    try:
+        offer(b"just half", Held(10))
+        offer(b"too much", Held(1))
+        offer(b"stored, too", stored[0])
+        offer(b"sparse", None)
+        assert dropped == freed == [b"too much"]
+    finally:
+        may_end.set()
+        auditor.close()
+    assert freed[1:] == [b"first", b"just half", b"stored, too", b"sparse"]
 
 
 def test_a_cache_tells_what_it_holds_of_each_device():

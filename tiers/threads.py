@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from contextlib import suppress
-from typing import Any, Final, TypeGuard
+from typing import Final, TypeGuard
 
 from tiers.errors import MediumError
 
@@ -29,19 +27,6 @@ def start(thread: threading.Thread) -> None:
         if not no_more_threads(err):
             raise
         raise MediumError(MORE_THREADS) from None
-
-
-def finish(thread: threading.Thread, jobs: queue.Queue[Any]) -> None:
-    """Wait until a thread has done its jobs, which a None ends; again where Ctrl-C cut that off.
-
-    Nobody has a job for it any more.
-    """
-    jobs.put(None)
-    thread.join()
-    with suppress(queue.Empty):
-        while True:  # one None for each time this was called; `join` of a queue counts them all
-            jobs.get_nowait()
-            jobs.task_done()
 
 
 def started(thread: threading.Thread | None) -> TypeGuard[threading.Thread]:

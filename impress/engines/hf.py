@@ -127,7 +127,8 @@ class Engine:
         self._turn = turn_of(model)
         with self._turn.request():
             self._modes = Modes(model, store, policy)
-        self._auditor = Auditor(model, store, self._turn, self._weights.check)
+        of_model = self._turn, self._weights.check
+        self._auditor = Auditor(model, store, *of_model, self._storing.held)
         self._last: tuple[Request, Outcome] | None = None
         self._closed = False
         if owns_store:  # a program that ends without close: the threads end themselves before it
@@ -194,9 +195,7 @@ class Engine:
                 if prefix is not None and way.choice.mode == "recompute":
                     prefix.close()
                     prefix = None
-                watch = watch_of(way, prefix, prompt)
-                if watch is not None:
-                    undo.callback(watch.drop)
+                watch = watch_of(way, prefix, prompt, undo)
                 result, cache = self._run(prompt, prefix, way.reads_by, once, first, watch)
             except PrefixLost as err:
                 undo.close()

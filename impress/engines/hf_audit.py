@@ -12,10 +12,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -29,6 +28,7 @@ from impress.engines.hf_models import Prompt
 from impress.engines.hf_modules import bare
 from impress.engines.hf_output import RawLogits
 from impress.engines.hf_prefix import StoredPrefix, end_reads
+from impress.engines.hf_storing import too_much
 from impress.errors import ImpressError, PrefixLost, StoreMismatch, Unsupported
 from impress.policy import Exact, Policy
 from impress.quality.guard import Rerun, Weighed
@@ -37,7 +37,7 @@ from impress.read.shadow import RerunSession, Seen, ShadowSession
 from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
 from tiers.errors import MediumError
-from tiers.threads import finish, start, started
+from tiers.line import Line
 
 log = logging.getLogger("impress")
 
@@ -53,10 +53,14 @@ class Turn:
         self._config = config  # held: while there is a turn, no other object has its id
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._counting = threading.Lock()
-        self._n_wanted = 0  # requests under way, or waiting
-        self._idle = threading.Event()  # between two requests
-        self._idle.set()
+        # One for each; sets, not counts, as what a signal cuts off may end in another order.
+        self._wanted = set[object]()  # requests under way, or waiting
+        self._inside = set[object]()  # those of the thread that has the lock, within each other
+
+    @property
+    def n_wanted(self) -> int:
+        """Requests under way, or waiting."""
+        return len(self._wanted)
 
     @property
     def forked(self) -> bool:
@@ -76,24 +80,20 @@ class Turn:
         """`model`: has its own attention then, whatever cut an earlier request off; but within
         another request, whose it has."""
         self.check_process()
-        self._count(1)
+        this = object()
         try:
+            self._wanted.add(this)
             with self._lock:
-                is_first = self._idle.is_set()
+                is_first = not self._inside
                 try:
-                    self._idle.clear()
+                    self._inside.add(this)
                     if is_first and model is not None:
                         put_back(model)
                     yield
                 finally:
-                    if is_first:
-                        self._idle.set()
+                    self._inside.discard(this)
         finally:
-            self._count(-1)
-
-    def _count(self, n: int) -> None:
-        with self._counting:
-            self._n_wanted += n
+            self._wanted.discard(this)
 
     @contextmanager
     def audit(self) -> Iterator[None]:
@@ -108,12 +108,13 @@ class Turn:
 
     def check(self) -> None:
         """Raises Interrupted when a request has come."""
-        if self._n_wanted:
+        if self._wanted:
             raise Interrupted
 
     def wait(self) -> None:
         """Let a request under way end, within reason."""
-        self._idle.wait(_PATIENCE_S)
+        if self._lock.acquire(timeout=_PATIENCE_S):
+            self._lock.release()
 
 
 #: By process, and the id of the config.
@@ -171,11 +172,16 @@ class Watch:
         return Seen(query, scaling, suffix_lse), keys[:, :n_prefix]
 
 
-def watch_of(way: Way, prefix: StoredPrefix | None, prompt: Prompt) -> Watch | None:
-    """What a request that is to be weighed after its answer leaves behind; it fills as it runs."""
+def watch_of(
+    way: Way, prefix: StoredPrefix | None, prompt: Prompt, undo: ExitStack
+) -> Watch | None:
+    """What a request that is to be weighed after its answer leaves behind; it fills as it runs.
+    `undo`: drops it."""
     if way.watched is None or prefix is None:
         return None
-    watch = Watch(way.ledger, way.policy, prefix.lend(), prompt.n_tokens)
+    watch = Watch(way.ledger, way.policy, prefix.lease, prompt.n_tokens)
+    undo.callback(watch.drop)
+    prefix.lend()
     if way.watched.mode == "sparse":
         watch.seen = prefix.seen = {}
         watch.raw = RawLogits() if way.watched.rerun else None
@@ -186,44 +192,48 @@ class Auditor:
     """Weighs watches in the order offered, in one thread started by the first of them."""
 
     def __init__(
-        self, model: Any, store: PrefixStore, turn: Turn, same: Callable[[], None]
-    ) -> None:
+        self, model: Any, store: PrefixStore, turn: Turn, same: Callable[[], None],
+        stored: Callable[[], list[RowsCache]],
+    ) -> None:  # fmt: skip
+        """`same` raises where the model is no longer the one that answered; `stored`: caches that
+        are held to be stored."""
         self._model = bare(model)
-        self._same = same  # raises where the model is no longer the one that answered
+        self._same = same
+        self._stored = stored
         self._store = store
         self._turn = turn
-        self._watches: queue.Queue[Watch | None] = queue.Queue(_MOST_WAITING)
-        self._thread: threading.Thread | None = None
+        self._line = Line("impress-guard", self._weighed, _MOST_WAITING)
         self._is_closed = False
         self._is_ending = False
         self._said: set[str] = set()  # of what a policy cannot do
 
     def offer(self, watch: Watch) -> None:
         """Take a watch, or drop it at once when the line is full or closed. Never waits."""
-        if self._is_closed:
-            self._store.ledgers.dropped(watch.ledger)
-            watch.drop()
-            return
-        try:
-            if not started(self._thread):
-                self._thread = threading.Thread(target=self._run, name="impress-guard", daemon=True)
-                start(self._thread)
-                atexit.register(self._end)
-            self._watches.put_nowait(watch)
-        except (queue.Full, MediumError):  # without more threads the next watch tries again
+        taken = False
+        with suppress(MediumError):  # without more threads the next watch tries again
+            if not self._is_closed and not self._too_much(watch):
+                if self._line.begin():
+                    atexit.register(self._end)
+                taken = self._line.offer(watch)
+        if not taken:
             self._store.ledgers.dropped(watch.ledger)
             watch.drop()
 
+    def _too_much(self, watch: Watch) -> bool:
+        """Whether a device would lack for the next request what its rows take there."""
+        held = [other.cache for other in self._line.held() if other.cache is not None]
+        return watch.cache is not None and bool(too_much(watch.cache, [*held, *self._stored()]))
+
     def drain(self) -> None:
         """Wait until every watch offered has been weighed or dropped."""
-        self._watches.join()
+        self._line.drain()
 
     def _end(self) -> None:
         """The program ends, and nobody closed the engine: drop what waits and end the thread.
 
         One that is inside torch when the interpreter is gone aborts the process.
         """
-        if self._thread is not None and self._thread.is_alive():  # it is not in a fork's child
+        if self._line.alive:
             self._is_ending = True
             self.close()
 
@@ -231,22 +241,16 @@ class Auditor:
         """Weigh what is waiting and end the thread. Idempotent."""
         atexit.unregister(self._end)
         self._is_closed = True
-        if started(self._thread):
-            finish(self._thread, self._watches)
-            self._thread = None
+        self._line.close()
 
-    def _run(self) -> None:
-        while (watch := self._watches.get()) is not None:
-            try:
-                self._audit(watch)
-            except Exception:  # nobody waits for it: a shadow less
-                log.exception("guard: a shadow failed")
-                self._store.ledgers.dropped(watch.ledger)
-            finally:
-                watch.drop()
-                del watch  # else what it holds of the device is held until the next one comes
-                self._watches.task_done()
-        self._watches.task_done()
+    def _weighed(self, watch: Watch) -> None:
+        try:
+            self._audit(watch)
+        except Exception:  # nobody waits for it: a shadow less
+            log.exception("guard: a shadow failed")
+            self._store.ledgers.dropped(watch.ledger)
+        finally:
+            watch.drop()
 
     def _audit(self, watch: Watch) -> None:
         try:
@@ -290,8 +294,8 @@ class Auditor:
 
 @torch.no_grad()
 def weigh(watch: Watch, n_layers: int, pause: Callable[[], None]) -> Weighed | None:
-    """The worst layer's true mass and the largest estimate; None where a layer was not seen, and
-    where all are taken whole: nothing was chosen, which is no evidence.
+    """The worst layer's true mass and how well it was estimated; None where a layer was not seen,
+    and where all are taken whole: nothing was chosen, which is no evidence.
 
     Raises PrefixLost, and what the policy's identifier raises.
     """
@@ -308,7 +312,8 @@ def weigh(watch: Watch, n_layers: int, pause: Callable[[], None]) -> Weighed | N
     if not masses:
         return None
     true, estimates = torch.tensor(masses, dtype=torch.float64).unbind(1)
-    return Weighed(float(true.amax()), float(estimates.amax()))  # nan where one is
+    worst = true.amax()  # nan where one is
+    return Weighed(float(worst), float(worst - (true - estimates).amax()))
 
 
 @torch.no_grad()

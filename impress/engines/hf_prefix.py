@@ -113,11 +113,16 @@ class StoredPrefix:
             )
         return k, v
 
-    def lend(self) -> Lease:
-        """The lease of a prompt that was asked alone: the caller's to release from now on."""
+    @property
+    def lease(self) -> Lease:
+        """That of a prompt that was asked alone."""
         (lease,) = self._leases
-        self._is_lent = True
         return lease
+
+    def lend(self) -> Lease:
+        """The same, which is the caller's to release from now on."""
+        self._is_lent = True
+        return self.lease
 
     def reports(self) -> list[AccessReport]:
         return [session.report() for session in self._sessions]

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import queue
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -27,7 +25,7 @@ from impress.errors import ImpressError
 from impress.store import PrefixStore
 from impress.write.draft import Stored
 from tiers.errors import MediumError
-from tiers.threads import finish, start, started
+from tiers.line import Line
 
 log = logging.getLogger("impress")
 
@@ -69,12 +67,10 @@ class StoreQueue:
         self.n_skipped = 0
         self._store = store
         self._wait_s = wait_s
-        self._jobs: queue.Queue[Job | None] = queue.Queue(limit)
-        self._at: Job | None = None  # being stored
+        self._line = Line("impress-store", self._done, limit)
         self._streams: dict[torch.device, Any] = {}
         self._failed: Exception | None = None
         self._stored: dict[bytes, Stored] = {}  # of the last job, by first window
-        self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def job(self, cache: RowsCache, sequences: torch.Tensor, n_prompt: int, ends: Any) -> Job:
@@ -99,35 +95,21 @@ class StoreQueue:
             job.outcome.refused = "the engine is closed"
             job.release()
             return
-        too_much = self._too_much(job)
-        if too_much:
-            self._skip(job, too_much)
+        if why := too_much(job.cache, self.held()):
+            self._skip(job, why)
             return
         try:
-            if not started(self._thread):
-                self._thread = threading.Thread(target=self._run, name="impress-store", daemon=True)
-                start(self._thread)
+            if self._line.begin():
                 atexit.register(self._end)
-            self._jobs.put_nowait(job)
-        except queue.Full:
-            self._skip(job, "too many requests wait to be stored")
         except MediumError as err:  # no more threads: the answer is there all the same
             self._skip(job, str(err))
+            return
+        if not self._line.offer(job):
+            self._skip(job, "too many requests wait to be stored")
 
-    def _too_much(self, job: Job) -> str:
-        """Why a job's rows may not wait on the device they are on; "" where they may."""
-        mine = job.cache.device_bytes()
-        with self._jobs.mutex:
-            others = [one.cache for one in (self._at, *self._jobs.queue) if one is not None]
-        for device, n_bytes in mine.items():
-            held = n_bytes + sum(cache.device_bytes()[device] for cache in others)
-            free = _free_bytes(device)
-            if held > _MOST_OF_FREE * free:
-                return (
-                    f"what waits to be stored would hold {held:,} bytes of {device}, and only "
-                    f"{free:,} are free there"
-                )
-        return ""
+    def held(self) -> list[RowsCache]:
+        """Caches that wait to be stored, or are being stored."""
+        return [job.cache for job in self._line.held()]
 
     def _skip(self, job: Job, why: str) -> None:
         self.n_skipped += 1
@@ -136,14 +118,14 @@ class StoreQueue:
 
     def drain(self) -> None:
         """Wait until every job offered is done. Raises the first failure since the last call."""
-        self._jobs.join()
+        self._line.drain()
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
 
     def _end(self) -> None:
         """The program ends, and nobody closed the engine: do it before the interpreter is gone."""
-        if self._thread is not None and self._thread.is_alive():  # it is not in a fork's child
+        if self._line.alive:
             try:
                 self.close()
             except Exception as err:
@@ -153,26 +135,18 @@ class StoreQueue:
         """Finish the jobs offered and end the thread. Idempotent; raises as `drain` does."""
         atexit.unregister(self._end)
         self._is_closed = True
-        if started(self._thread):
-            finish(self._thread, self._jobs)
-            self._thread = None
+        self._line.close()
         self.drain()
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._at = job
-            try:
-                with self._beside(job):
-                    self._store_rows(job)
-            except Exception as err:  # kept for drain(): there is no caller here to tell
-                self._failed = self._failed or err
-                job.outcome.refused = str(err)
-            finally:
-                job.release()
-                self._at = None
-                del job  # else what it holds of the device is held until the next one comes
-                self._jobs.task_done()
-        self._jobs.task_done()
+    def _done(self, job: Job) -> None:
+        try:
+            with self._beside(job):
+                self._store_rows(job)
+        except Exception as err:  # kept for drain(): there is no caller here to tell
+            self._failed = self._failed or err
+            job.outcome.refused = str(err)
+        finally:
+            job.release()
 
     @contextmanager
     def _beside(self, job: Job) -> Iterator[None]:
@@ -213,6 +187,21 @@ class StoreQueue:
                 job.outcome.refused = writer.stored.refused
             else:
                 job.outcome.n_new += writer.stored.n_new
+
+
+def too_much(cache: RowsCache, others: Sequence[RowsCache]) -> str:
+    """Why a request's rows may not wait, beside others, on the device they are on; "" where they
+    may. One that is among the others counts once."""
+    others = list({id(one): one for one in others if one is not cache}.values())
+    for device, n_bytes in cache.device_bytes().items():
+        held = n_bytes + sum(one.device_bytes()[device] for one in others)
+        free = _free_bytes(device)
+        if held > _MOST_OF_FREE * free:
+            return (
+                f"what waits to be stored would hold {held:,} bytes of {device}, and only "
+                f"{free:,} are free there"
+            )
+    return ""
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -102,7 +102,7 @@ class IfWhole:
             return i
         i = len(self._at)
         if i < _MOST:
-            self._keys.append(key)
+            self._keys[i:] = [key]  # not behind one that Ctrl-C left without its place
         else:
             i = int(self._rank.argmin())
             del self._at[self._keys[i]]

@@ -62,9 +62,10 @@ class Decision(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """A shadow: the missing mass of its worst layer, true and as its selector estimated it.
+    """A shadow: the true missing mass of its worst layer, and what its selector made of it.
 
-    Of the mean head or of the worst one, as the policy bounds it; an estimate of nan is none.
+    Of the mean head or of the worst one, as the policy bounds it. `estimate`: the true mass less
+    the most by which a layer was over its own estimate; nan where one has none.
     """
 
     true_mass: float

@@ -20,8 +20,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import fields
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import xxhash
 
 from impress.config import Config
@@ -138,14 +140,31 @@ def target_of(policy: Any, config: Config) -> float:
 
 def name_of(policy: Any) -> str:
     """A policy with its settings, the same in every process."""
-    if "__dataclass_params__" in vars(type(policy)):
-        return repr(policy)
+    params = vars(type(policy)).get("__dataclass_params__")
+    if params is not None and params.repr:
+        named = (f"{f.name}={_told(getattr(policy, f.name))}" for f in fields(policy) if f.repr)
+        return f"{type(policy).__qualname__}({', '.join(named)})"
     # A class that is none itself may have a base's repr, which knows nothing of its own settings.
     state = object.__getstate__(policy)
     parts = state if isinstance(state, tuple) else (state,)  # its dict, its slots
     own = {name: value for part in parts for name, value in (part or {}).items()}
-    settings = (f" {name}={own[name]!r}" for name in sorted(own))
+    settings = (f" {name}={_told(own[name])}" for name in sorted(own))
     return f"{type(policy).__qualname__} {policy.name}{''.join(settings)}"
+
+
+def _told(value: Any) -> str:
+    """A setting's repr, but in full: that of an array or a tensor leaves out rows and digits."""
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):
+        said = repr(value.tolist()).encode()  # floats in full, of whatever device and dtype
+        digest = xxhash.xxh3_128_hexdigest(said)
+        return f"{type(value).__name__}({value.dtype}, {tuple(value.shape)}, {digest})"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{_told(key)}: {_told(one)}' for key, one in value.items())}}}"
+    if type(value) is list:
+        return f"[{', '.join(map(_told, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(_told, value))}{',' if len(value) == 1 else ''})"
+    return repr(value)
 
 
 def shown(key: bytes, entry: Entry) -> dict[str, Any]:
@@ -184,7 +203,7 @@ def decoded(values: Iterable[tuple[bytes, bytes]]) -> list[dict[str, Any]]:
 def encode(entry: Entry) -> bytes:
     """The value; see above."""
     ledger, name = entry.ledger, entry.policy.encode()
-    bits = sum(over << i for i, over in enumerate(ledger.recent))
+    bits = np.packbits(np.fromiter(ledger.recent, dtype=bool), bitorder="little")
     n_recent = len(ledger.recent)
     head = _HEADS[_VERSION].pack(
         _VERSION, STATES.index(ledger.state), ledger.n_wanted, ledger.target, n_recent, len(name),
@@ -192,7 +211,7 @@ def encode(entry: Entry) -> bytes:
         ledger.n_dropped, ledger.n_sent_back, ledger.n_reruns, ledger.n_flips, ledger.n_compared,
         ledger.worst_mass, ledger.worst_kl, ledger.n_before,
     )  # fmt: skip
-    raw = head + bits.to_bytes((n_recent + 7) // 8, "little") + name
+    raw = head + bits.tobytes() + name
     return raw + _sum(raw)
 
 
@@ -217,11 +236,12 @@ def _decoded(raw: bytes) -> Entry:
         raise FormatError("guard: a value of another version")
     # Version 1 does not say: what was sent back has all its tries again.
     before = rest[11] if version > 1 else shadows + dropped if sent_back else 0
-    bits = int.from_bytes(raw[head.size : end], "little")
+    bits = np.frombuffer(raw, dtype=np.uint8, count=end - head.size, offset=head.size)
+    recent = np.unpackbits(bits, count=n_recent, bitorder="little").astype(bool).tolist()
     ledger = Ledger(
         target, n_wanted, STATES[state], requests, shadows, exceeded, understated, dropped,
         sent_back, rest[9], reruns, rest[10], flips, compared,
-        deque(bool(bits >> i & 1) for i in range(n_recent)), before,
+        deque(recent), before,
     )  # fmt: skip
     return Entry(raw[end : end + n_name].decode(), ledger)
 

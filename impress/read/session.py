@@ -149,6 +149,8 @@ class Lease:
 class Session:
     """Brings a leased prefix layer by layer. For one thread; close it when done."""
 
+    _lane = Lane.DEMAND  # of what is read, also to choose by
+
     def __init__(
         self, lease: Lease, policy: Policy, reading: Reading, first: int = 0, in_order: bool = True
     ) -> None:
@@ -162,8 +164,7 @@ class Session:
             )
         self.n_tokens = lease.n_tokens - first
         self.policy = policy
-        self._first = first
-        self._lease = lease
+        self._lease, self._first = lease, first
         self._sources = behind(lease.sources, first // self._window) if first else lease.sources
         if not in_order:
             self._sources = as_they_lie(self._sources)
@@ -296,8 +297,7 @@ class Session:
         """Stop reading ahead, give buffers back. True when nothing touches `outs` any more.
 
         False when a read is stuck past the time limit: then drop the tensors, reuse none of them
-        before `is_untouched`.
-        What has yet to climb from `outs` is copied here: its turn in the pool may be far off.
+        before `is_untouched`. What has yet to climb from `outs` is copied now: its turn may be far.
         """
         if not self._closed:
             self._closed = True
@@ -364,8 +364,8 @@ class Session:
         if outs is not None:
             self._touching.append(tickets)  # past the time limit, too
             self._touching_s = monotonic()
-        chunks = self._r.copies.chunks
-        load = Load(self._r, self._sources, layer, chunks, (K, V), None, outs, tickets=tickets)
+        r, chunks = self._r, self._r.copies.chunks
+        load = Load(r, self._sources, layer, chunks, (K, V), None, outs, None, self._lane, tickets)
         if outs is not None and load.flight is not None:
             self._flights.append(load.flight)
         return load

@@ -91,7 +91,10 @@ class ShadowSession(SparseSession):
 
 
 class RerunSession(Session):
-    """Brings all rows as an exact request's would; copies nothing up, teaches nothing."""
+    """Brings all rows as an exact request's would, behind all requests; copies nothing up, teaches
+    nothing."""
+
+    _lane = Lane.PROMOTE
 
     def __init__(self, lease: Lease, policy: Policy) -> None:
         super().__init__(lease, policy, lease.reading)

@@ -62,8 +62,6 @@ LAYERS_AHEAD: Final = 2
 class SparseSession(Session):
     """A session under a policy with an identifier (`impress.selection.identify`)."""
 
-    _lane = Lane.DEMAND  # of what is read to choose by
-
     def __init__(
         self, lease: Lease, policy: Policy, reading: Reading, in_order: bool = True
     ) -> None:

@@ -1,0 +1,141 @@
+"""A line of jobs and the one thread that does them.
+
+A signal may cut off what is called here anywhere, and leaves no lock taken: `queue.Queue` goes by
+conditions, which are in Python, and whose lock a signal just behind its taking leaves taken for
+ever; and a thread whose `join` or `is_alive` was cut off counts as ended to CPython before 3.13.
+Here is nothing but what is done in one step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Final, Generic, TypeVar
+
+from tiers.threads import start, started
+
+log = logging.getLogger("impress")
+
+T = TypeVar("T")
+
+_LOOK_S: Final = 1.0  # whether the thread that is waited for is alive
+
+
+class _Mark:
+    """Reached once all before it in the line is done."""
+
+    def __init__(self) -> None:
+        self._is_reached = False
+        self._wake = threading.Lock()
+        self._wake.acquire()
+
+    def reach(self) -> None:
+        self._is_reached = True
+        self._wake.release()
+
+    def reached(self, timeout_s: float) -> bool:
+        """Whether it is, by then at the latest."""
+        return self._is_reached or self._wake.acquire(timeout=timeout_s)
+
+
+class Line(Generic[T]):
+    """Does jobs in the order offered, in a thread started with the first of them."""
+
+    def __init__(self, name: str, work: Callable[[T], None], limit: int) -> None:
+        """Room for `limit` jobs, beside the one that is being done."""
+        self.limit = limit
+        self._name = name
+        self._work = work
+        self._thread: threading.Thread | None = None
+        self._jobs: deque[T | _Mark | None] = deque()  # None: no more will come
+        self._wake: SimpleQueue[None] = SimpleQueue()  # at least as many as jobs that wait
+        self._at: T | None = None
+        self._end = _Mark()
+        self._pid = os.getpid()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread is there; not in a fork's child."""
+        return self._is_ours() and not self._end.reached(0)
+
+    def held(self) -> list[T]:
+        """Jobs that wait, and the one being done."""
+        jobs = [self._at, *self._jobs]
+        return [job for job in jobs if job is not None and not isinstance(job, _Mark)]
+
+    def begin(self) -> bool:
+        """See to it that there is a thread; whether it was started now. Raises MediumError."""
+        if started(self._thread):
+            return False
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        start(self._thread)  # last: cut off behind it, the next call finds it
+        return True
+
+    def offer(self, job: T) -> bool:
+        """Take a job, behind `begin`; False where there is no room. Never waits."""
+        if len(self._jobs) >= self.limit:
+            return False
+        self._put(job)
+        return True
+
+    def drain(self) -> None:
+        """Wait until every job offered is done."""
+        if self.alive:
+            mark = _Mark()
+            self._put(mark)
+            while not mark.reached(_LOOK_S) and self.alive:
+                pass  # it may have been closed meanwhile
+
+    def close(self) -> None:
+        """Do what is offered and end the thread. Idempotent, also cut off; no job comes behind."""
+        if self._is_ours():
+            self._put(None)
+            while not self._end.reached(_LOOK_S):
+                pass
+            if self._thread is not None:
+                self._thread.join()
+            self._thread = None
+            self._jobs.clear()  # one None for each time this was called
+
+    def _is_ours(self) -> bool:
+        """Whether there is a thread, and this is no fork's child."""
+        return started(self._thread) and self._pid == os.getpid()
+
+    def _put(self, job: T | _Mark | None) -> None:
+        try:
+            self._jobs.append(job)
+        finally:
+            self._wake.put(None)  # whatever cut that off: one too many does no harm
+
+    def _run(self) -> None:
+        try:
+            while self._do_all():
+                self._wake.get()
+        finally:
+            self._end.reach()
+
+    def _do_all(self) -> bool:
+        """What there is now; False where it is the last."""
+        while self._jobs:
+            job = self._jobs.popleft()
+            if job is None:
+                return False
+            if isinstance(job, _Mark):
+                job.reach()
+            else:
+                self._do(job)
+            del job  # else what it holds is held until the next one comes
+        return True
+
+    def _do(self, job: T) -> None:
+        self._at = job
+        try:
+            self._work(job)
+        except Exception:  # the next job is done all the same
+            log.exception("%s: a job failed", self._name)
+        finally:
+            self._at = None
