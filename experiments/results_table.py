@@ -40,13 +40,12 @@ class Reports:
 
     def figure(self, ours: Ours) -> str:
         """One figure as text."""
-        report, value = None, None
-        for name in (ours.report, ours.instead):
-            if value is None and name in self.by_name:
-                report = self.by_name[name]
-                value = ours.of(report) if ours.of else report["figures"].get(ours.figure)
-        if report is None or value is None:
-            withdrawn = report and report["figures"].get("emulator_error", 0.0) > MOST_ERROR
+        report = self.by_name.get(ours.report)
+        if report is None:
+            return _NOT_RUN
+        value = ours.of(report) if ours.of else report["figures"].get(ours.figure)
+        if value is None:
+            withdrawn = report["figures"].get("emulator_error", 0.0) > MOST_ERROR
             return "withdrawn" if withdrawn else _NOT_RUN
         text = ours.form.format(value)
         ends = [report["figures"].get(_end(ours.figure, end)) for end in ("low", "high")]
@@ -180,31 +179,6 @@ def across_table(report: Mapping[str, Any]) -> str:
     return "\n".join(made) + "\n"
 
 
-#: What the paper's system is held against, where its baselines' chosen keys cost no copy.
-_RIVALS: Final = (
-    "recompute", "as_h2o_lru", "as_h2o_lfu", "impress", "impress_no_identification", "contiguous",
-)  # fmt: skip
-
-
-def rivals_table(report: Mapping[str, Any]) -> str:
-    """p50 of the paper's system and of those that look at all keys, a line for each cell, and how
-    many times as fast as AS+H2O+LFU it is."""
-    by = ("p50_ms", "mean_ms", "p90_ms")
-    heads = ["cell", "fell back", "disk GB/s", "commit", *_RIVALS, "AS+H2O+LFU ÷ impress",
-             "by the mean", "by p90"]  # fmt: skip
-    made = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for label, systems in by_cell(report["rows"]).items():
-        if not {"as_h2o_lfu", "impress"} <= systems.keys():
-            continue
-        lfu, ours = systems["as_h2o_lfu"], systems["impress"]
-        p50 = [systems[name]["p50_ms"] if name in systems else "" for name in _RIVALS]
-        ratios = [_with_interval(times(lfu, ours, of)) for of in by]
-        about = [ours.get(name, "") for name in ("fell_back", "disk_gb_s", "commit")]
-        values = [*about, *p50, *ratios]
-        made.append(f"| {label} | {' | '.join(_cell(value) for value in values)} |")
-    return "\n".join(made) + "\n"
-
-
 def _with_interval(found: Times | None) -> str:
     if found is None:
         return ""
@@ -293,8 +267,6 @@ def _made(reports: Reports, name: str) -> str | None:
         return None
     if part == "cells":
         return across_table(reports.by_name[report])
-    if part == "rivals":
-        return rivals_table(reports.by_name[report])
     if name not in _COLUMNS:
         return None
     return rows_table(reports.by_name[report], _COLUMNS[name], *filter(None, [_ONLY.get(name)]))

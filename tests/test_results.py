@@ -52,29 +52,6 @@ def test_a_figure_stands_beside_the_papers(tmp_path: Path) -> None:
     assert text.count("not yet run") >= len(LINES) / 2
 
 
-def test_a_cell_that_was_not_run_again_is_told_of_the_run_before(tmp_path: Path) -> None:
-    in_a_row = "in_a_row 8.p50_vs_as_h2o_lfu"
-    reports = {
-        "ttft": {"figures": {"p50_vs_as_h2o_lfu": 1.75}},
-        "ttft_h2o": {"figures": {"p50_vs_as_h2o_lfu": 1.25, in_a_row: 1.125}},
-    }
-    text = _filled(tmp_path, "paper", reports)
-    (line,) = [row for row in text.splitlines() if "p50 against AS+H2O+LFU" in row]
-    assert "1.75×" in line and "1.25×" not in line
-    (line,) = [row for row in text.splitlines() if "eight requests in a row" in row]
-    assert "1.12×" in line
-
-
-def test_rivals_stand_in_a_table_of_their_own(tmp_path: Path) -> None:
-    rows = [
-        {"part": "cell", "cell": "base", "system": name, "fell_back": 0.05, "disk_gb_s": 3.5,
-         "commit": "abc", **dict.fromkeys(("p50_ms", "mean_ms", "p90_ms"), ms)}
-        for name, ms in (("as_h2o_lfu", 30.0), ("impress", 20.0))
-    ]  # fmt: skip
-    text = _filled(tmp_path, "ttft_h2o.rivals", {"ttft_h2o": {"figures": {}, "rows": rows}})
-    assert "| base | 0.05 | 3.5 | abc |  |  | 30 | 20 |  |  | 1.5 | 1.5 | 1.5 |" in text
-
-
 def test_figures_of_cells_stand_in_the_lines_they_are_for(tmp_path: Path) -> None:
     """`experiments.all` measured OPT-30B and requests in a row, and the page said "not yet run"."""
     text = _filled(tmp_path, "paper", {
@@ -86,8 +63,8 @@ def test_figures_of_cells_stand_in_the_lines_they_are_for(tmp_path: Path) -> Non
         }},
     })  # fmt: skip
     lines = text.splitlines()
-    assert [row for row in lines if "OPT-30B" in row and "without it 1.50×" in row]
-    assert [row for row in lines if "400 GB" in row and "without it 1.75×" in row]
+    assert [row for row in lines if "OPT-30B" in row and "| 1.50×; " in row]
+    assert [row for row in lines if "400 GB" in row and "| 1.75×; " in row]
     assert [row for row in lines if "eight requests in a row" in row and " 1.25× " in row]
     (line,) = [row for row in lines if "the chosen mode" in row]
     assert "| p50 1.25×; mean 1.12× |" in line
@@ -449,7 +426,7 @@ def test_figures_set_the_papers_system_against_its_rivals(tmp_path: Path) -> Non
 
 README_ROWS = {
     "| Llama-3-8B on": ("ttft", "shape llama-3-8b"),
-    "| OPT-30B": ("ttft_before", "shape opt-30b"),
+    "| OPT-30B": ("ttft", "shape opt-30b"),
     "| OPT-6.7B": ("ttft", "base"),
 }
 
