@@ -40,7 +40,8 @@ def write_report(
 
 def write_text(target: Path, text: str) -> None:
     """A file that is whole, or as it was. Raises OSError."""
-    if target.exists() and not target.is_file():  # a pipe or a device cannot be replaced
+    # A pipe or a device cannot be replaced, and a link (/dev/stdout) is not what is meant.
+    if target.is_symlink() or (target.exists() and not target.is_file()):
         target.write_text(text)
         return
     draft = target.with_name(f".{target.name}.{os.getpid()}")

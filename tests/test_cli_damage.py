@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import lmdb
 import pytest
 from console import (
     FORK,
@@ -76,7 +77,9 @@ def test_nothing_is_purged_where_a_shard_cannot_be_read(half_lost):
 
 
 def test_a_shard_that_is_just_being_made_is_no_failure(path):
-    (path / "shards/1").mkdir()
+    (path / "shards/1/segments").mkdir(parents=True)
+    with lmdb.open(str(path / "shards/1/index")):
+        pass  # its tables come a moment later
     done, found = run_json("inspect", "--store", path)
     assert (done.returncode, done.stderr, found["failed_shards"]) == (0, "", [])
 
@@ -148,6 +151,14 @@ def test_an_index_of_weights_that_names_no_files_is_one_line(tmp_path):
         weight_files(tmp_path)
 
 
+def test_a_link_is_written_through(tmp_path):
+    """As to /dev/stdout, which a report would have taken the place of."""
+    (tmp_path / "link.json").symlink_to(tmp_path / "report.json")
+    options.write_json(tmp_path / "link.json", {"a": 1})
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "report.json").read_text()) == {"a": 1}
+
+
 def test_an_answer_is_printed_as_it_is(capsys):
     """A Makefile's tabs became spaces."""
     found = {
@@ -165,6 +176,7 @@ def test_a_full_disk_leaves_the_report_of_before(tmp_path, monkeypatch):
     report.write_text("{}")
 
     def full(self, text):
+        self.open("w").close()
         raise OSError(28, "No space left on device", str(self))
 
     monkeypatch.setattr(Path, "write_text", full)
@@ -177,17 +189,51 @@ def test_a_full_disk_leaves_the_report_of_before(tmp_path, monkeypatch):
         assert report.read_text() == "{}" and [*tmp_path.iterdir()] == [report]
 
 
-def test_rebuild_does_not_go_by_an_identity_that_no_header_fits(path):
-    """A bit of impress.json, which has no checksum: all headers counted as cut off, and an index of
-    no spans took the old one's place."""
+@pytest.mark.parametrize("what", ["n_layers", "window", "uuid"])
+def test_rebuild_does_not_go_by_an_identity_that_no_header_fits(path, what):
+    """A bit of impress.json, which has no checksum: all headers counted as cut off, or as another
+    store's, and an index of no spans took the old one's place."""
     identity = path / "impress.json"
     was = identity.read_text()
-    assert '"n_layers": 2' in was
-    identity.write_text(was.replace('"n_layers": 2', '"n_layers": 3'))
+    found = json.loads(was)
+    place = found if what in found else found["geometry"]
+    before = place[what]
+    place[what] = 2 * before if isinstance(before, int) else before[:-1] + "0123"[before[-1] < "1"]
+    identity.write_text(json.dumps(found))
     done = run("rebuild", "--store", path)
-    assert_refused(done, "impress.json says", "3 layers", "2 spans", "2 layers", "move that file")
+    assert_refused(done, "impress.json says", "all 2 headers in shard main say", "else that file")
     identity.unlink()
     assert run("rebuild", "--store", path).returncode == 0
     assert json.loads(identity.read_text()) == json.loads(was)
+    with opened(path, "r") as store:
+        assert store.lookup(PROMPT) == len(PROMPT)
+
+
+def test_verify_and_rebuild_name_a_folder_that_was_renamed(path):
+    """`sound`, though nobody was served any of it; and headers "that do not read back whole"."""
+    main, other = path / "shards/main", path / "shards/1"
+    main.rename(other)
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1 and not found["sound"]
+    (problem,) = found["problems"]
+    assert "2 spans are numbered as another folder's" in problem["what"]
+    done, found = run_json("rebuild", "--store", path, "--dry-run")
+    assert found["torn"] == 0 and any("2 headers in shard 1" in note for note in found["notes"])
+    other.rename(main)
+    assert run("verify", "--store", path).returncode == 0
+
+
+def test_an_identity_is_made_again_from_what_most_headers_say(path, tmp_path):
+    """From that of the highest number: a shard's that was copied here from another store."""
+    with opened(tmp_path / "other") as main, opened(tmp_path / "other") as second:
+        put(main, FORK)
+        put(second, PROMPT)
+    shutil.copytree(tmp_path / "other/shards/1", path / "shards/1")
+    was = (path / "impress.json").read_text()
+    done = run("rebuild", "--store", path)
+    assert done.returncode == 1 and "move the folder away" in done.stdout
+    (path / "impress.json").unlink()
+    assert run("rebuild", "--store", path).returncode == 1
+    assert json.loads((path / "impress.json").read_text()) == json.loads(was)
     with opened(path, "r") as store:
         assert store.lookup(PROMPT) == len(PROMPT)

@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 import math
-import signal
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fire import of_fire, under_fire
 from masked_reference import HIT, LOGITS, Watched, model_of, request_ids
 from test_engine_hf import (
     CONFIG,
@@ -476,27 +476,17 @@ def test_a_request_that_waits_is_not_forgotten_when_another_ends():
     turn.check()
 
 
+@of_fire
 def test_signals_leave_a_turn_that_works():
     """An event's condition is in Python: a signal just behind the taking of its lock left that
     taken, and the next request hung. Or one stayed counted, and no audit ever had its turn."""
-    turn, n_struck = Turn(), 0
+    turn = Turn()
 
-    def struck(*_):
-        raise KeyboardInterrupt
+    def act():
+        with turn.request(), turn.request():
+            pass
 
-    before = signal.signal(signal.SIGALRM, struck)
-    try:
-        while n_struck < 300:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + n_struck % 7))
-                while True:
-                    with turn.request(), turn.request():
-                        pass
-            except KeyboardInterrupt:
-                n_struck += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    under_fire(act, 300)
     assert (turn.n_wanted, turn._inside) == (0, set())
     with ThreadPoolExecutor(1) as threads, turn.audit():
         turn.check()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import impress
-from impress.policy import Paper, Quality, Recency
+from impress.policy import AllHeads, Exact, Paper, Quality, Recency, StaticH2O
 from impress.quality.guard import STATES, Ledger, Rerun, Weighed, upper_limit
 from impress.quality.ledgers import Entry, Ledgers, decode, decoded, encode, name_of
 
@@ -278,6 +278,18 @@ def test_a_name_is_the_same_in_every_process():
     assert name_of(Paper(keep=0.5)).startswith("Paper(keep=0.5")
 
 
+@pytest.mark.parametrize(
+    "policy", [Quality(np.float64(0.05)), Paper(keep=0.5), Exact(), AllHeads(), StaticH2O()]
+)
+def test_a_name_that_trust_was_earned_under_stays(policy):
+    assert name_of(policy) == repr(policy)
+
+
+def test_settings_that_cannot_be_told_in_full_are_told_as_they_say():
+    assert name_of(Top(np.float32)) == "Top top keep=<class 'numpy.float32'>"
+    assert "device='meta'" in name_of(Top(torch.empty(2, device="meta")))
+
+
 class Top:
     """A policy of the user's that is no dataclass."""
 
@@ -317,6 +329,17 @@ class Quiet:
     name = "quiet"
 
 
+class Pair(NamedTuple):
+    weights: Any
+    keep: float
+
+
+@dataclass(frozen=True)
+class Hidden:
+    weights: Any = field(repr=False)
+    name = "hidden"
+
+
 def weights(page, n=2048):
     made = np.zeros((n // 64, 64), dtype=np.float32)
     made[n // 128, 10] = 1 + 1e-6 * page
@@ -330,6 +353,9 @@ def weights(page, n=2048):
         lambda page: Learned(weights=weights(page)),
         lambda page: Learned(weights={"of": [(torch.tensor(weights(page, 128)),)]}),
         lambda page: Top(weights(page)),
+        lambda page: Top(Pair(weights(page), 0.5)),
+        lambda page: Top(OrderedDict(of=Learned(weights(page)))),
+        lambda page: Hidden(weights(page)),
         lambda page: Quiet(page=page),
     ],
 )  # fmt: skip

@@ -14,6 +14,7 @@ import impress
 from impress.engines.hf_audit import Auditor, Turn, Watch
 from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_storing import Job, StoreQueue
+from impress.policy import Quality
 from tiers.line import Line
 from tiers.slots import BufferPool
 
@@ -75,7 +76,7 @@ def test_rows_that_wait_to_be_stored_leave_a_device_half_of_what_it_has_free():
 
 
 @pytest.mark.usefixtures("played")
-def test_what_waits_to_be_weighed_leaves_a_device_half_of_what_it_has_free():
+def test_what_waits_to_be_weighed_leaves_a_device_half_of_what_it_has_free(caplog):
     """Under a policy that earns trust each hit's rows stay for the guard: beside three of them the
     next request found no memory."""
     freed, dropped, stored = [], [], [Held(20)]
@@ -92,7 +93,7 @@ def test_what_waits_to_be_weighed_leaves_a_device_half_of_what_it_has_free():
 
     def offer(name, cache):
         lease = SimpleNamespace(release=lambda: freed.append(name))
-        auditor.offer(Watch(name, None, lease, 0, cache=cache))
+        auditor.offer(Watch(name, Quality(), lease, 0, cache=cache))
 
     offer(b"first", Held(30))
     assert busy.wait(60)
@@ -102,6 +103,10 @@ def test_what_waits_to_be_weighed_leaves_a_device_half_of_what_it_has_free():
         offer(b"stored, too", stored[0])
         offer(b"sparse", None)
         assert dropped == freed == [b"too much"]
+        offer(b"again", Held(1))
+        assert dropped.pop() == freed.pop() == b"again"
+        (said,) = caplog.messages  # once
+        assert "no shadow under quality" in said and "41 bytes of cuda:0" not in said
     finally:
         may_end.set()
         auditor.close()

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +380,31 @@ def test_what_was_wanted_of_a_full_file_system_and_fits_no_more_keeps_nothing_sm
     room[0] = 1
     clock[0] += RETRY_S
     assert put_prompt(store, prompt(128, 3)).wait(60)
+    sound(store)
+
+
+def test_a_prompt_without_room_keeps_out_none_that_has_it_and_drives_none_out(
+    open_store: Open, geometry: impress.Geometry, room: list[int], clock: list[float]
+) -> None:
+    """Every store was refused for 30 s, with room in hand; then a trial of the large one's size
+    took out what was stored, in vain."""
+    store, room[0] = open_store(geometry, window=WINDOW, dram_bytes=0), 6
+    for seed in range(11):
+        assert put_prompt(store, prompt(128, seed)).wait(60)
+    large = prompt(128 * 9, 99)
+    with ExitStack() as leases:
+        for seed in range(5):
+            leases.enter_context(store.lease(prompt(128, seed)))
+        assert put_prompt(store, large).refused.startswith("read-only")
+        for seed in range(20, 24):  # there is room for these
+            assert put_prompt(store, prompt(128, seed)).wait(60)
+        assert put_prompt(store, large).refused.startswith("read-only")
+        spans = store.stats()["spans"]
+        clock[0] += RETRY_S
+        assert put_prompt(store, prompt(128, 24)).wait(60)
+        assert store.stats()["spans"] == spans + 1
+    clock[0] += RETRY_S
+    assert put_prompt(store, large).wait(60)
     sound(store)
 
 
@@ -813,21 +839,39 @@ def test_a_rebuild_keeps_what_is_spent(
 def test_it_is_left_alone_and_then_tried() -> None:
     now, tried, answer = [0.0], [], [MediumError("still bad")]
 
-    def probe(n_bytes: int) -> None:
-        tried.append(n_bytes)
+    def probe() -> None:
+        tried.append(now[0])
         if answer:
             raise answer[0]
 
     health = Health(Path("store"), probe, lambda: now[0])
-    assert health.refusal() == "" and not tried
-    health.trouble("it broke", 77)
-    assert health.refusal() == "read-only: it broke" and not tried
+    assert health.refusal(1) == "" and not tried
+    health.trouble("it broke")
+    assert health.refusal(1) == health.refusal(0) == "read-only: it broke" and not tried
     now[0] += RETRY_S
-    assert health.refusal() == "read-only: still bad" and tried == [77]
-    assert health.refusal() == "read-only: still bad" and tried == [77]
+    assert health.refusal(1) == "read-only: still bad" == health.refusal(1)
+    assert tried == [RETRY_S] and health.failing
     now[0] += RETRY_S
     answer.clear()
-    assert health.refusal() == "" and tried == [77, 77] and not health.reason
+    assert health.refusal(1) == "" and tried == [RETRY_S, 2 * RETRY_S] and not health.reason
+
+
+def test_what_has_no_room_keeps_out_what_is_as_large_and_no_more() -> None:
+    now = [0.0]
+    health = Health(Path("store"), lambda: pytest.fail("the medium has not failed"), lambda: now[0])
+    health.trouble("full", 77)
+    assert health.refusal(77) == health.refusal(99) == "read-only: full"
+    assert not health.refusal(76) and not health.failing and health.reason == "full"
+    health.found_room(76)
+    assert health.refusal(77)
+    health.trouble("full", 50)  # one of those finds none, either
+    assert health.refusal(76) and not health.refusal(49)
+    now[0] += RETRY_S
+    assert not health.refusal(99) and health.refusal(99)  # the first finds out for itself
+    health.trouble("full", 99)
+    assert health.refusal(50)
+    health.found_room(60)
+    assert not health.reason and not health.refusal(99)
 
 
 @pytest.mark.parametrize("where", ["write", "sync", "commit"])

@@ -1,9 +1,9 @@
 """A line of jobs and the one thread that does them.
 
-A signal may cut off what is called here anywhere, and leaves no lock taken: `queue.Queue` goes by
-conditions, which are in Python, and whose lock a signal just behind its taking leaves taken for
-ever; and a thread whose `join` or `is_alive` was cut off counts as ended to CPython before 3.13.
-Here is nothing but what is done in one step.
+A signal may cut off what is called here anywhere, and leaves a line that works. `queue.Queue` goes
+by conditions, which are in Python, and whose lock a signal just behind its taking leaves taken for
+ever; a thread whose `join` or `is_alive` was cut off counts as ended to CPython before 3.13; one
+whose `start` was cut off may run, or hang before it does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Final, Generic, TypeVar
 
-from tiers.threads import start, started
+from tiers.threads import start
 
 log = logging.getLogger("impress")
 
@@ -50,60 +50,67 @@ class Line(Generic[T]):
         self.limit = limit
         self._name = name
         self._work = work
-        self._thread: threading.Thread | None = None
+        # That came first to `_run`: of those that were begun one may hang, and another come late.
+        self._worker: dict[str, threading.Thread] = {}
         self._jobs: deque[T | _Mark | None] = deque()  # None: no more will come
         self._wake: SimpleQueue[None] = SimpleQueue()  # at least as many as jobs that wait
         self._at: T | None = None
-        self._end = _Mark()
+        self._begun, self._end = _Mark(), _Mark()
+        self._is_begun = False
         self._pid = os.getpid()
 
     @property
     def alive(self) -> bool:
         """Whether its thread is there; not in a fork's child."""
-        return self._is_ours() and not self._end.reached(0)
+        return self._is_ours() and bool(self._worker)
 
     def held(self) -> list[T]:
         """Jobs that wait, and the one being done."""
-        jobs = [self._at, *self._jobs]
+        at = self._at
+        return [*([] if at is None else [at]), *self._waiting()]
+
+    def _waiting(self) -> list[T]:
+        jobs = [*self._jobs]  # in one step
         return [job for job in jobs if job is not None and not isinstance(job, _Mark)]
 
-    def begin(self) -> bool:
-        """See to it that there is a thread; whether it was started now. Raises MediumError."""
-        if started(self._thread):
-            return False
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        start(self._thread)  # last: cut off behind it, the next call finds it
-        return True
+    def begin(self) -> None:
+        """See to it that there is a thread. Raises MediumError."""
+        if not self._worker:
+            self._is_begun = True
+            start(threading.Thread(target=self._run, name=self._name, daemon=True))
+            self._begun.reached(_LOOK_S)
 
     def offer(self, job: T) -> bool:
         """Take a job, behind `begin`; False where there is no room. Never waits."""
-        if len(self._jobs) >= self.limit:
+        if len(self._waiting()) >= self.limit:
             return False
         self._put(job)
         return True
 
     def drain(self) -> None:
         """Wait until every job offered is done."""
-        if self.alive:
-            mark = _Mark()
+        mark = _Mark()
+        if self._has_any():
             self._put(mark)
-            while not mark.reached(_LOOK_S) and self.alive:
-                pass  # it may have been closed meanwhile
+        while self._has_any() and not mark.reached(_LOOK_S):  # it may be closed meanwhile
+            self.begin()
 
     def close(self) -> None:
         """Do what is offered and end the thread. Idempotent, also cut off; no job comes behind."""
-        if self._is_ours():
-            self._put(None)
-            while not self._end.reached(_LOOK_S):
-                pass
-            if self._thread is not None:
-                self._thread.join()
-            self._thread = None
-            self._jobs.clear()  # one None for each time this was called
+        has_any = self._has_any()
+        self._put(None)  # also for a thread that comes late
+        while has_any and self._is_ours() and not self._end.reached(_LOOK_S):
+            self.begin()
+        for worker in self._worker.values() if self._pid == os.getpid() else ():
+            worker.join()
+
+    def _has_any(self) -> bool:
+        """Whether there is a thread, or something for one to do."""
+        return self._is_ours() and bool(self._worker or self._jobs)
 
     def _is_ours(self) -> bool:
-        """Whether there is a thread, and this is no fork's child."""
-        return started(self._thread) and self._pid == os.getpid()
+        """Whether there is a thread, or may be one, that has not ended; not in a fork's child."""
+        return self._is_begun and self._pid == os.getpid() and not self._end.reached(0)
 
     def _put(self, job: T | _Mark | None) -> None:
         try:
@@ -112,6 +119,10 @@ class Line(Generic[T]):
             self._wake.put(None)  # whatever cut that off: one too many does no harm
 
     def _run(self) -> None:
+        this = threading.current_thread()
+        if self._worker.setdefault("", this) is not this:
+            return
+        self._begun.reach()
         try:
             while self._do_all():
                 self._wake.get()

@@ -80,8 +80,8 @@ class SsdTier:
             self._space.add(int(path.stem), size_of(path, kept=not self._read_only) // PAGE * PAGE)
         if n_others := len(paths) - len(mine):
             log.warning(
-                "ssd: %s: %d segments numbered as another folder's are left alone: give a folder "
-                "that was renamed its name back, delete them in a copy", self.folder, n_others,
+                "ssd: %s: %d segments numbered as another folder's are left alone: give a renamed "
+                "one its name back and run impress rebuild, delete a copy", self.folder, n_others,
             )  # fmt: skip
 
     def join(self, number: int, folder: Path) -> None:

@@ -61,6 +61,6 @@ def demo(
     """
     from impress.demo.story import tell
 
-    check_json(json_file, replaced=True)
+    check_json(json_file)
     if not tell(folder, quick=quick, json_file=json_file):
         raise typer.Exit(1)

@@ -164,10 +164,10 @@ def _text(value: Any) -> str:
     return json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
 
 
-def check_json(file: Path | None, *, replaced: bool = False) -> None:
+def check_json(file: Path | None) -> None:
     """Raises BadInput where --json's FILE cannot be written: before the work, not after it.
 
-    `replaced`: a file that is there is not written into, another takes its place.
+    A file that is there is not written into, another takes its place.
     """
     if file is None or str(file) == "-":
         return
@@ -175,7 +175,7 @@ def check_json(file: Path | None, *, replaced: bool = False) -> None:
         raise BadInput(f"--json {file}: a directory; name a file, or - for stdout")
     if not (folder := file.absolute().parent).is_dir():
         raise BadInput(f"--json {file}: no such folder")
-    into = file.exists() and not (replaced and file.is_file())
+    into = file.exists() and (file.is_symlink() or not file.is_file())
     if not os.access(file if into else folder, os.W_OK):
         raise BadInput(f"--json {file}: cannot be written; name another file, or - for stdout")
 

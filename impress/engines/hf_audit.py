@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -205,15 +206,16 @@ class Auditor:
         self._line = Line("impress-guard", self._weighed, _MOST_WAITING)
         self._is_closed = False
         self._is_ending = False
-        self._said: set[str] = set()  # of what a policy cannot do
+        self._said: set[str] = set()  # of what a policy or a device cannot do
 
     def offer(self, watch: Watch) -> None:
         """Take a watch, or drop it at once when the line is full or closed. Never waits."""
         taken = False
         with suppress(MediumError):  # without more threads the next watch tries again
             if not self._is_closed and not self._too_much(watch):
-                if self._line.begin():
-                    atexit.register(self._end)
+                if not self._line.alive:
+                    atexit.register(self._end)  # before: cut off behind it, nobody would
+                self._line.begin()
                 taken = self._line.offer(watch)
         if not taken:
             self._store.ledgers.dropped(watch.ledger)
@@ -221,8 +223,19 @@ class Auditor:
 
     def _too_much(self, watch: Watch) -> bool:
         """Whether a device would lack for the next request what its rows take there."""
+        if watch.cache is None:
+            return False
         held = [other.cache for other in self._line.held() if other.cache is not None]
-        return watch.cache is not None and bool(too_much(watch.cache, [*held, *self._stored()]))
+        why = too_much(watch.cache, [*held, *self._stored()])
+        if why:
+            self._say(f"guard: no shadow under {watch.policy.name}: {why}")
+        return bool(why)
+
+    def _say(self, why: str) -> None:
+        """Once: what follows tells nothing new, but for the numbers."""
+        if (said := re.sub(r"[\d,]+", "#", why)) not in self._said:
+            self._said.add(said)
+            log.warning(why)
 
     def drain(self) -> None:
         """Wait until every watch offered has been weighed or dropped."""
@@ -258,10 +271,8 @@ class Auditor:
         except Interrupted:
             weighed = None
         except ImpressError as err:
-            said = f"guard: no shadow under {watch.policy.name}: {err}"
-            if not isinstance(err, PrefixLost) and said not in self._said:
-                self._said.add(said)
-                log.warning(said)
+            if not isinstance(err, PrefixLost):
+                self._say(f"guard: no shadow under {watch.policy.name}: {err}")
             weighed = None
         if weighed is None:
             self._store.ledgers.dropped(watch.ledger)

@@ -99,8 +99,9 @@ class StoreQueue:
             self._skip(job, why)
             return
         try:
-            if self._line.begin():
-                atexit.register(self._end)
+            if not self._line.alive:
+                atexit.register(self._end)  # before: cut off behind it, nobody would
+            self._line.begin()
         except MediumError as err:  # no more threads: the answer is there all the same
             self._skip(job, str(err))
             return

@@ -93,7 +93,7 @@ class Ledger:
     n_shadows: int = 0
     n_exceeded: int = 0
     n_understated: int = 0  # the truth was over the estimate, where that is of the same rows
-    n_dropped: int = 0  # that came to nothing: the machine busy, the prefix gone, all rows taken
+    n_dropped: int = 0  # came to nothing: machine busy, device full, prefix gone, all rows taken
     n_sent_back: int = 0
     worst_mass: float = 0.0
     n_reruns: int = 0

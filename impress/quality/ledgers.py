@@ -18,9 +18,9 @@ import logging
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -142,8 +142,7 @@ def name_of(policy: Any) -> str:
     """A policy with its settings, the same in every process."""
     params = vars(type(policy)).get("__dataclass_params__")
     if params is not None and params.repr:
-        named = (f"{f.name}={_told(getattr(policy, f.name))}" for f in fields(policy) if f.repr)
-        return f"{type(policy).__qualname__}({', '.join(named)})"
+        return _told(policy)
     # A class that is none itself may have a base's repr, which knows nothing of its own settings.
     state = object.__getstate__(policy)
     parts = state if isinstance(state, tuple) else (state,)  # its dict, its slots
@@ -154,17 +153,41 @@ def name_of(policy: Any) -> str:
 
 def _told(value: Any) -> str:
     """A setting's repr, but in full: that of an array or a tensor leaves out rows and digits."""
-    if hasattr(value, "tolist") and hasattr(value, "dtype"):
-        said = repr(value.tolist()).encode()  # floats in full, of whatever device and dtype
-        digest = xxhash.xxh3_128_hexdigest(said)
-        return f"{type(value).__name__}({value.dtype}, {tuple(value.shape)}, {digest})"
-    if type(value) is dict:
-        return f"{{{', '.join(f'{_told(key)}: {_told(one)}' for key, one in value.items())}}}"
-    if type(value) is list:
-        return f"[{', '.join(map(_told, value))}]"
-    if type(value) is tuple:
-        return f"({', '.join(map(_told, value))}{',' if len(value) == 1 else ''})"
-    return repr(value)
+    if _is_array(value):
+        with suppress(Exception):  # of no device, say: then its repr has to do
+            said = repr(value.tolist()).encode()  # floats in full, of whatever dtype
+            digest = xxhash.xxh3_128_hexdigest(said)
+            return f"{type(value).__name__}({value.dtype}, {tuple(value.shape)}, {digest})"
+    return _in_full(value) if _holds_array(value) else repr(value)
+
+
+def _in_full(value: Any) -> str:
+    parts = (_told(part) if name is None else f"{name}={_told(part)}" for name, part in _of(value))
+    return f"{type(value).__qualname__}({', '.join(parts)})"
+
+
+def _of(value: Any) -> list[tuple[str | None, Any]]:
+    """What a value is made of, with the names of fields."""
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = [(f, getattr(value, f.name)) for f in fields(value)]
+        return [
+            (f.name, part) for f, part in parts
+            if f.repr or (f.init and (_is_array(part) or _holds_array(part)))
+        ]  # fmt: skip
+    if isinstance(value, Mapping):
+        return [(None, part) for pair in value.items() for part in pair]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [(None, part) for part in value]
+    return []
+
+
+def _is_array(value: Any) -> bool:
+    known = hasattr(value, "tolist") and hasattr(value, "dtype") and hasattr(value, "shape")
+    return known and not isinstance(value, type | np.generic)
+
+
+def _holds_array(value: Any) -> bool:
+    return any(_is_array(part) or _holds_array(part) for _, part in _of(value))
 
 
 def shown(key: bytes, entry: Entry) -> dict[str, Any]:

@@ -233,7 +233,7 @@ class Repacker:
             return "larger than repack_space_bytes"
         if most is not None and so_far.n_bytes + move.n_bytes > most:
             return "over this pass's bytes"
-        if health.reason if so_far.dry_run else health.refusal():  # which may write, to find out
+        if health.failing if so_far.dry_run else health.refusal(0):  # which may write, to find out
             return "read-only"
         if so_far.dry_run:
             return self._would(move, so_far)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -155,20 +156,19 @@ def _identity(
     if (path / IDENTITY).exists():
         return read_identity(path)
     # Counted and noted by the scan of each shard that comes after.
-    first: SpanHeader | None = None
+    said = Counter[Identity]()  # what most say: a shard of another store may have been copied here
     errors = list[OSError]()
     for shard in shards:
         try:
             for header in scan(shard.segments, Rebuilt(), say):
-                if first is None or header.record.span_id > first.record.span_id:
-                    first = header
+                said[Identity(1, header.store_uuid, header.geometry, header.record.window)] += 1
         except OSError as err:
             errors.append(err)
-    if first is None:
+    if not said:
         if errors:
             raise errors[0]
         raise FormatError(f"{path}: no store here: no {IDENTITY}, and no span to make it from")
-    identity = Identity(1, first.store_uuid, first.geometry, first.record.window)
+    ((identity, _),) = said.most_common(1)
     found.notes.append(f"{IDENTITY} was missing: made again from a span's header")
     if not dry_run:
         restore_identity(path, identity)
@@ -220,27 +220,43 @@ def _ours(
     headers: Sequence[SpanHeader], identity: Identity, shard: Shard, found: Rebuilt
 ) -> list[SpanHeader]:
     """Those of this store and shard that make sense."""
-    ours, other = [], []
+    ours, other = [], []  # the latter of another store, or another geometry than it has
+    n_strange = 0
     for header in headers:
         record = header.record
         if header.store_uuid != identity.uuid:
             found.foreign += 1
+            other.append(header)
             continue
         if (header.geometry, record.window) != (identity.geometry, identity.window):
             other.append(header)
             found.torn += 1
             continue
+        if record.span_id not in shard.spans:
+            n_strange += 1
+            continue
         wrong = len(header.sums) != header.layout.n_sums
-        wrong = wrong or record.span_id not in shard.spans
         if wrong or wrong_record(record, identity.geometry, identity.window):
             found.torn += 1
         else:
             ours.append(header)
     if other and not ours:  # a header has a checksum, that file has none
-        theirs = f"{other[0].geometry} in windows of {other[0].record.window}"
+        its, theirs = (
+            f"store {uuid.hex()[:8]}…, {geometry} in windows of {window}"
+            for uuid, geometry, window in (
+                (identity.uuid, identity.geometry, identity.window),
+                (other[0].store_uuid, other[0].geometry, other[0].record.window),
+            )
+        )
         raise StoreFailed(
-            f"{IDENTITY} says {identity.geometry} in windows of {identity.window}, the headers of "
-            f"{len(other)} spans {theirs}: move that file away, and rebuild makes it from a header"
+            f"{IDENTITY} says {its}, all {len(other)} headers in shard {shard.name} say {theirs}: "
+            "move the folder away if it was copied here, else that file, which rebuild makes again "
+            "from headers"
+        )
+    if n_strange:
+        found.notes.append(
+            f"{n_strange} headers in shard {shard.name} are numbered as another folder's: give a "
+            "folder that was renamed its name back and rebuild again, or delete a copy"
         )
     return ours
 

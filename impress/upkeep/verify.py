@@ -209,6 +209,12 @@ class _Verification:
             else:
                 records.append(record)
         self._verdict.spans = len(self._values)
+        if strange := sum(span not in self._shard.spans for span in self._values):
+            self._report(
+                f"shard {self._shard.name}: {strange} spans are numbered as another folder's, so "
+                "that nobody is served them: give a folder that was renamed its name back and run "
+                "impress rebuild, or delete a copy"
+            )
         return records
 
     def _check_space(self, records: list[SpanRecord]) -> None:

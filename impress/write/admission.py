@@ -175,7 +175,7 @@ class Admission:
         if not ssd.in_one(header):  # first: nothing goes for the rows of what has no place
             why = f"a header of {header} bytes must fit in one; raise segment_bytes"
             return f"segments too small: {why}"
-        refused = home.health.refusal()
+        refused = home.health.refusal(layout.data_bytes)
         if refused:
             return refused
         if not home.budget.allow(n_bytes):
@@ -187,6 +187,7 @@ class Admission:
                 header = meta_bytes(len(slot.parts), *sizes)  # one extent, for scans
                 meta = home.leaving.reserve(header, n_bytes, header)
             if slot is not None and meta is not None:
+                home.health.found_room(layout.data_bytes)
                 return meta.parts[0], slot
         except (StoreFailed, MediumError) as err:
             home.health.trouble(str(err))
@@ -194,10 +195,12 @@ class Admission:
             self._give_back(n_bytes, slot, meta)
             raise
         self._give_back(n_bytes, slot, meta)
-        # Of a store that has nothing yet no size is to blame.
-        if ssd.no_room and (home.leaving.could_hold(n_bytes) or not ssd.usage().total):
+        # Of a store that has nothing yet no size is to blame. What readers hold up comes by itself.
+        fits = home.leaving.could_hold(n_bytes) or not ssd.usage().total
+        if ssd.no_room and fits and not home.leaving.held_up(layout.data_bytes):
             home.health.trouble(ssd.no_room, layout.data_bytes)
-        return home.health.refusal() or ": ".join(filter(None, ("disk full", ssd.no_room)))
+        refused = home.health.refusal(layout.data_bytes)
+        return refused or ": ".join(filter(None, ("disk full", ssd.no_room)))
 
     def _give_back(self, n_bytes: int, *reserved: Slot | None) -> None:
         """What was reserved for a store that is none, and its part of the day's writes."""

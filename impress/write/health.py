@@ -2,6 +2,8 @@
 
 writes ok ──trouble──> read-only ──RETRY_S──> one store tries ──ok──> writes ok
                           ^──────────────────────────┘ not yet
+A medium that failed is tried with a page. Where there was no room for a store, one as large tries
+for itself; smaller ones need not wait for that.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ RETRY_S: Final = 30.0
 
 
 class Health:
-    """Thread-safe. `probe`: write so many bytes' worth of proof, or raise what is in the way."""
+    """Thread-safe. `probe`: write a page as a proof, or raise what is in the way."""
 
-    def __init__(self, path: Path, probe: Callable[[int], None], clock: Clock) -> None:
+    def __init__(self, path: Path, probe: Callable[[], None], clock: Clock) -> None:
         self.reason = ""
         """Why nothing is written; empty while all is well."""
         self._path = path
@@ -33,12 +35,19 @@ class Health:
         self._clock = clock
         self._lock = threading.Lock()
         self._retry_at_s = 0.0
-        self._wanted = 0
+        self._wanted = 0  # bytes for which there was no room; 0: the medium failed
+
+    @property
+    def failing(self) -> str:
+        """Why nothing is written, however small; empty where only room is lacking."""
+        return "" if self._wanted else self.reason
 
     def trouble(self, reason: str, n_bytes: int = 0) -> None:
         """A write failed, or no room was found for n_bytes: no more of them for a while."""
         with self._lock:
             begins = not self.reason
+            if not begins:
+                n_bytes = min(n_bytes, self._wanted)
             self.reason, self._wanted = reason, n_bytes
             self._retry_at_s = self._clock() + RETRY_S
         if begins:
@@ -46,17 +55,29 @@ class Health:
                 "%s: read-only from here on: %s; tried again in %g s", self._path, reason, RETRY_S
             )
 
-    def refusal(self) -> str:
-        """Why a store may not write now; empty where it may. Once in RETRY_S this tries."""
+    def found_room(self, n_bytes: int) -> None:
+        """So many bytes had room."""
         with self._lock:
-            if not self.reason or self._clock() < self._retry_at_s:
+            if not self._wanted or n_bytes < self._wanted:
+                return
+            self.reason, self._wanted = "", 0
+        log.warning("%s: takes writes again", self._path)
+
+    def refusal(self, n_bytes: int) -> str:
+        """Why a store of so many bytes may not write now; empty where it may. Once in RETRY_S this
+        tries."""
+        with self._lock:
+            if not self.reason or n_bytes < self._wanted:
+                return ""
+            if self._clock() < self._retry_at_s:
                 return self._said()
             self._retry_at_s = self._clock() + RETRY_S  # others need not wait for this one
-            wanted = self._wanted
+            if self._wanted:  # it finds out for itself, and what goes for it goes for a use
+                return ""
         try:
-            self._probe(wanted)
+            self._probe()
         except (MediumError, StoreFailed) as err:
-            self.trouble(str(err), wanted)
+            self.trouble(str(err))
             return self._said()
         with self._lock:
             self.reason = ""

@@ -226,12 +226,10 @@ class Home:
         """Which it writes; empty: none."""
         return "" if self._shard is None else self._shard.name
 
-    def _try_writing(self, n_bytes: int) -> None:
-        """Does the medium take writes again, n_bytes of them? Raises MediumError, StoreFailed."""
+    def _try_writing(self) -> None:
+        """Does the medium take writes again? Raises MediumError, StoreFailed."""
         assert self.committer is not None
-        # What can never fit any more says nothing of what is smaller.
-        n_bytes = max(n_bytes, PAGE) if self.leaving.could_hold(n_bytes) else PAGE
-        slot = self.leaving.reserve(n_bytes)
+        slot = self.leaving.reserve(PAGE)
         if slot is None:
             raise MediumError(self.ssd.no_room or "ssd: no room")
         self.committer.try_writing(slot, TRIAL_TIMEOUT_S)

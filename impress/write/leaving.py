@@ -252,6 +252,10 @@ class Leaving:
         stopped holds up all that leaves, which is no reason for everything to leave."""
         return self._ssd.missing(n_bytes, least) - self._limbo_bytes()
 
+    def held_up(self, n_bytes: int) -> bool:
+        """Whether so much would have room, were it not for what other processes still read."""
+        return 0 < self._ssd.missing(n_bytes, SMALL_PART) <= self._limbo_bytes()
+
     def _limbo_bytes(self) -> int:
         return sum(record.owned_bytes for record in self.in_limbo)
 

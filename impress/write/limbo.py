@@ -5,9 +5,10 @@ out of tree and index ─add→ limbo ─take→ no reader may read it, or the l
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from impress.spans.format import SpanRecord
@@ -68,6 +69,13 @@ class Limbo:
             self._waiting = kept
             self._leaving.update({record.span_id: record for record in free})
         return free
+
+    def put_back(self, records: Iterable[SpanRecord]) -> None:
+        """Taken, and not freed, as an exception came between: the next to take gets them."""
+        with self._lock:
+            for record in records:
+                self._leaving.pop(record.span_id, None)
+                self._waiting.appendleft(InLimbo(record, 0, -math.inf))
 
     def left(self, span: int) -> None:
         """Its space is free."""

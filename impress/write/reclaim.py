@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Final
@@ -172,15 +173,23 @@ class Reclaim:
             yield
 
     def _bury(self, records: Sequence[SpanRecord]) -> None:
-        self._wipe(records)
-        for record in records:
-            # On a failing disk, or without memory for a call, the header's generation and its rows'
-            # sums still give it away.
-            with contextlib.suppress(MediumError, MemoryError):
-                self._ssd.write(Slot((record.meta,)), 0, _BLANK)
-            self._ssd.free(Slot((record.meta,)))
-            self._ssd.free(Slot(record.parts))
-            self.limbo.left(record.span_id)
+        spoilt = self.spoilt.intersection(record.span_id for record in records)
+        left = deque(records)
+        try:
+            self._wipe(records)
+            while left:
+                # On a failing disk, or without memory for a call, the header's generation and its
+                # rows' sums still give it away.
+                with contextlib.suppress(MediumError, MemoryError):
+                    self._ssd.write(Slot((left[0].meta,)), 0, _BLANK)
+                record = left.popleft()
+                self.limbo.left(record.span_id)
+                self._ssd.free(Slot((record.meta,)))
+                self._ssd.free(Slot(record.parts))
+        except BaseException:  # Ctrl-C: nobody else knows of these
+            self.spoilt.update(spoilt.intersection(record.span_id for record in left))
+            self.limbo.put_back(left)
+            raise
 
     def finish(self) -> None:
         """At opening: erase what was left to be, where nothing else lies by now."""
