@@ -39,7 +39,7 @@ def write_report(
 
 
 def write_text(target: Path, text: str) -> None:
-    """A file that is whole, or as it was. Raises OSError."""
+    """A file that is whole, or as it was; through a link it is written into. Raises OSError."""
     # A pipe or a device cannot be replaced, and a link (/dev/stdout) is not what is meant.
     if target.is_symlink() or (target.exists() and not target.is_file()):
         target.write_text(text)

@@ -159,6 +159,13 @@ def test_a_link_is_written_through(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text()) == {"a": 1}
 
 
+def test_a_link_to_nowhere_is_said_before_the_work(tmp_path):
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "gone/report.json")
+    with pytest.raises(impress.BadInput, match="no such folder"):
+        options.check_json(link)
+
+
 def test_an_answer_is_printed_as_it_is(capsys):
     """A Makefile's tabs became spaces."""
     found = {

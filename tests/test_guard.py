@@ -286,6 +286,9 @@ def test_a_name_that_trust_was_earned_under_stays(policy):
 
 
 def test_settings_that_cannot_be_told_in_full_are_told_as_they_say():
+    turns: list[Any] = []
+    turns.append(turns)
+    assert name_of(Learned(turns)) == "Learned(weights=[[...]])"
     assert name_of(Top(np.float32)) == "Top top keep=<class 'numpy.float32'>"
     assert "device='meta'" in name_of(Top(torch.empty(2, device="meta")))
 
@@ -335,6 +338,16 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Called:
+    page: int
+    lazy: Any = field(init=False, repr=False)
+    name = "called"
+
+    def __repr__(self):
+        return "<called>"
+
+
+@dataclass(frozen=True)
 class Hidden:
     weights: Any = field(repr=False)
     name = "hidden"
@@ -355,7 +368,7 @@ def weights(page, n=2048):
         lambda page: Top(weights(page)),
         lambda page: Top(Pair(weights(page), 0.5)),
         lambda page: Top(OrderedDict(of=Learned(weights(page)))),
-        lambda page: Hidden(weights(page)),
+        lambda page: Hidden(weights(page)), Called,
         lambda page: Quiet(page=page),
     ],
 )  # fmt: skip

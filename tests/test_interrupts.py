@@ -660,7 +660,9 @@ def test_space_on_its_way_back_that_is_cut_off_comes_back_later(
 ) -> None:
     """It counted as free and never was, so that nothing more was evicted, and every later store was
     refused, until a restart."""
-    store = open_store(geometry, disk_bytes=8 * MIB, disk_high=1, disk_low=1, dram_bytes=0)
+    # By nobody but who is interrupted: no thread follows.
+    limits = {"disk_bytes": 8 * MIB, "disk_high": 1, "disk_low": 1, "dram_bytes": 0}
+    store = open_store(geometry, follow_every_s=0, **limits)
     for seed in (1, 2, 3):
         assert put_prompt(store, prompt(256, seed)).wait(60)
     with open_store(geometry, follow_every_s=0) as reader:  # has yet to hear of it

@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 from fire import of_fire, under_fire
 
+from tiers.errors import MediumError
 from tiers.line import Line
 
 
@@ -69,6 +70,25 @@ def test_who_waits_for_a_line_that_is_closed_meanwhile_does_not_wait_for_ever() 
     line: Line[int] = Line("test-line", lambda job: None, 1)
     line.begin()
     line._put(None)  # as by another thread's close, just before
+    line.drain()
+    line.close()
+    assert not line.alive
+
+
+def test_a_line_that_gets_no_thread_has_nothing_to_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Closing, with nothing offered, raised that no more threads can be started."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise MediumError("no more threads")
+
+    line: Line[int] = Line("test-line", lambda job: None, 1)
+    monkeypatch.setattr("tiers.line.start", refuse)
+    with pytest.raises(MediumError):
+        line.begin()
+    line.drain()
+    line.close()
     line.drain()
     line.close()
     assert not line.alive

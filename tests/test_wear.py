@@ -872,6 +872,25 @@ def test_what_has_no_room_keeps_out_what_is_as_large_and_no_more() -> None:
     assert health.refusal(50)
     health.found_room(60)
     assert not health.reason and not health.refusal(99)
+    health.trouble("full", 77)
+    health.found_room(1)
+    assert health.reason
+    now[0] += RETRY_S  # else it would be said for ever where nothing as large comes any more
+    health.found_room(1)
+    assert not health.reason
+
+
+def test_a_disk_that_fails_while_it_is_full_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    health = Health(Path("store"), lambda: None, lambda: 0.0)
+    health.trouble("full", 77)
+    health.trouble("full", 50)
+    health.trouble("it broke")
+    health.trouble("it broke")
+    assert [message.split(": ")[-1].split(";")[0] for message in caplog.messages] == [
+        "full",
+        "it broke",
+    ]
+    assert health.failing and health.refusal(1)
 
 
 @pytest.mark.parametrize("where", ["write", "sync", "commit"])

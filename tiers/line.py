@@ -106,7 +106,8 @@ class Line(Generic[T]):
 
     def _has_any(self) -> bool:
         """Whether there is a thread, or something for one to do."""
-        return self._is_ours() and bool(self._worker or self._jobs)
+        jobs = [job for job in [*self._jobs] if job is not None]
+        return self._is_ours() and bool(self._worker or jobs)
 
     def _is_ours(self) -> bool:
         """Whether there is a thread, or may be one, that has not ended; not in a fork's child."""

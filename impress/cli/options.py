@@ -173,7 +173,9 @@ def check_json(file: Path | None) -> None:
         return
     if file.is_dir():
         raise BadInput(f"--json {file}: a directory; name a file, or - for stdout")
-    if not (folder := file.absolute().parent).is_dir():
+    dangles = file.is_symlink() and not file.exists()
+    folder = (file.resolve() if dangles else file.absolute()).parent
+    if not folder.is_dir():
         raise BadInput(f"--json {file}: no such folder")
     into = file.exists() and (file.is_symlink() or not file.is_file())
     if not os.access(file if into else folder, os.W_OK):

@@ -15,7 +15,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -211,12 +211,14 @@ class Auditor:
     def offer(self, watch: Watch) -> None:
         """Take a watch, or drop it at once when the line is full or closed. Never waits."""
         taken = False
-        with suppress(MediumError):  # without more threads the next watch tries again
+        try:
             if not self._is_closed and not self._too_much(watch):
                 if not self._line.alive:
                     atexit.register(self._end)  # before: cut off behind it, nobody would
                 self._line.begin()
                 taken = self._line.offer(watch)
+        except MediumError:  # without more threads the next watch tries again
+            atexit.unregister(self._end)
         if not taken:
             self._store.ledgers.dropped(watch.ledger)
             watch.drop()

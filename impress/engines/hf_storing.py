@@ -103,6 +103,7 @@ class StoreQueue:
                 atexit.register(self._end)  # before: cut off behind it, nobody would
             self._line.begin()
         except MediumError as err:  # no more threads: the answer is there all the same
+            atexit.unregister(self._end)
             self._skip(job, str(err))
             return
         if not self._line.offer(job):

@@ -142,7 +142,10 @@ def name_of(policy: Any) -> str:
     """A policy with its settings, the same in every process."""
     params = vars(type(policy)).get("__dataclass_params__")
     if params is not None and params.repr:
-        return _told(policy)
+        try:
+            return _in_full(policy)  # whatever repr its class has
+        except RecursionError:  # it leads back to itself
+            return repr(policy)
     # A class that is none itself may have a base's repr, which knows nothing of its own settings.
     state = object.__getstate__(policy)
     parts = state if isinstance(state, tuple) else (state,)  # its dict, its slots
@@ -169,10 +172,10 @@ def _in_full(value: Any) -> str:
 def _of(value: Any) -> list[tuple[str | None, Any]]:
     """What a value is made of, with the names of fields."""
     if is_dataclass(value) and not isinstance(value, type):
-        parts = [(f, getattr(value, f.name)) for f in fields(value)]
+        parts = [(f, getattr(value, f.name, None)) for f in fields(value) if f.repr or f.init]
         return [
             (f.name, part) for f, part in parts
-            if f.repr or (f.init and (_is_array(part) or _holds_array(part)))
+            if f.repr or _is_array(part) or _holds_array(part)
         ]  # fmt: skip
     if isinstance(value, Mapping):
         return [(None, part) for pair in value.items() for part in pair]

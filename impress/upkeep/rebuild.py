@@ -240,7 +240,7 @@ def _ours(
             found.torn += 1
         else:
             ours.append(header)
-    if other and not ours:  # a header has a checksum, that file has none
+    if other and not ours and not n_strange:  # a header has a checksum, that file has none
         its, theirs = (
             f"store {uuid.hex()[:8]}…, {geometry} in windows of {window}"
             for uuid, geometry, window in (

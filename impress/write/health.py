@@ -45,8 +45,8 @@ class Health:
     def trouble(self, reason: str, n_bytes: int = 0) -> None:
         """A write failed, or no room was found for n_bytes: no more of them for a while."""
         with self._lock:
-            begins = not self.reason
-            if not begins:
+            begins = not self.reason or (self._wanted > 0 and not n_bytes)  # nothing fits, by now
+            if self.reason:
                 n_bytes = min(n_bytes, self._wanted)
             self.reason, self._wanted = reason, n_bytes
             self._retry_at_s = self._clock() + RETRY_S
@@ -56,9 +56,11 @@ class Health:
             )
 
     def found_room(self, n_bytes: int) -> None:
-        """So many bytes had room."""
+        """So many bytes had room. After a while that will do, however few: what is larger finds out
+        for itself."""
         with self._lock:
-            if not self._wanted or n_bytes < self._wanted:
+            soon = self._clock() < self._retry_at_s
+            if not self._wanted or (n_bytes < self._wanted and soon):
                 return
             self.reason, self._wanted = "", 0
         log.warning("%s: takes writes again", self._path)

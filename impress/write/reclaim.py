@@ -182,10 +182,12 @@ class Reclaim:
                 # rows' sums still give it away.
                 with contextlib.suppress(MediumError, MemoryError):
                     self._ssd.write(Slot((left[0].meta,)), 0, _BLANK)
-                record = left.popleft()
-                self.limbo.left(record.span_id)
-                self._ssd.free(Slot((record.meta,)))
-                self._ssd.free(Slot(record.parts))
+                record = left.popleft()  # before: it is never freed twice
+                try:
+                    self._ssd.free(Slot((record.meta,)))
+                    self._ssd.free(Slot(record.parts))
+                finally:
+                    self.limbo.left(record.span_id)
         except BaseException:  # Ctrl-C: nobody else knows of these
             self.spoilt.update(spoilt.intersection(record.span_id for record in left))
             self.limbo.put_back(left)
