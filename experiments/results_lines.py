@@ -166,9 +166,8 @@ LINES: Final = (
          tuple(Ours("ablation", f"{model}.{name}.share", "{:.0%}", f"{model} {name} ")
                for model in ("opt-30b", "opt-13b")
                for name in ("identification", "reordering", "caching")), "emulated",
-         "each is left out alone here: the three losses are more than the whole gain; "
-         "identification with a copy on the host; caching is "
-         "left out for LRU in this older run (against LFU it is worth little in time: `ttft`); it "
+         "each is left out alone here: the three losses are more than the whole gain; caching is "
+         "left out for LFU, which for OPT-13B is faster at p50 (by the mean a tenth slower); it "
          "hangs on how requests look at rows (knobs) and on the cache ratio"),
     Line("Fig 20", "chunks touched, before ÷ after reordering", "1.2×",
          (Ours("chunks", "chunks_times_fewer.64"),), "computed", _AT),
