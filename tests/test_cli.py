@@ -54,6 +54,7 @@ def test_help_names_every_command_and_the_exit_status():
     for word in ("demo", "run", "inspect", "explain", "verify", "Exit status"):
         assert word in done.stdout
     assert run("--version").stdout == f"impress {impress.__version__}\n"
+    assert ended([sys.executable, "-m", "impress", "--version"]).stdout == run("--version").stdout
 
 
 @pytest.mark.parametrize("command", ["demo", "run", "inspect", "explain", "verify"])
