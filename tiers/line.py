@@ -8,6 +8,7 @@ whose `start` was cut off may run, or hang before it does.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Final, Generic, TypeVar
 
+from tiers.errors import MediumError
 from tiers.threads import start
 
 log = logging.getLogger("impress")
@@ -45,9 +47,16 @@ class _Mark:
 class Line(Generic[T]):
     """Does jobs in the order offered, in a thread started with the first of them."""
 
-    def __init__(self, name: str, work: Callable[[T], None], limit: int) -> None:
-        """Room for `limit` jobs, beside the one that is being done."""
+    def __init__(
+        self, name: str, work: Callable[[T], None], limit: int,
+        at_exit: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Room for `limit` jobs, beside the one that is being done.
+
+        `at_exit`: called as the program ends, where there is a thread that nobody closed.
+        """
         self.limit = limit
+        self._at_exit = at_exit
         self._name = name
         self._work = work
         # That came first to `_run`: of those that were begun one may hang, and another come late.
@@ -77,7 +86,12 @@ class Line(Generic[T]):
         """See to it that there is a thread. Raises MediumError."""
         if not self._worker:
             self._is_begun = True
-            start(threading.Thread(target=self._run, name=self._name, daemon=True))
+            atexit.register(self._at_exit)  # before: cut off behind it, nobody would
+            try:
+                start(threading.Thread(target=self._run, name=self._name, daemon=True))
+            except MediumError:
+                atexit.unregister(self._at_exit)
+                raise
             self._begun.reached(_LOOK_S)
 
     def offer(self, job: T) -> bool:
@@ -97,6 +111,7 @@ class Line(Generic[T]):
 
     def close(self) -> None:
         """Do what is offered and end the thread. Idempotent, also cut off; no job comes behind."""
+        atexit.unregister(self._at_exit)
         has_any = self._has_any()
         self._put(None)  # also for a thread that comes late
         while has_any and self._is_ours() and not self._end.reached(_LOOK_S):

@@ -9,13 +9,12 @@ forward of its own ends at the next layer once a request has come, to whichever 
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -203,7 +202,7 @@ class Auditor:
         self._stored = stored
         self._store = store
         self._turn = turn
-        self._line = Line("impress-guard", self._weighed, _MOST_WAITING)
+        self._line = Line("impress-guard", self._weighed, _MOST_WAITING, self._end)
         self._is_closed = False
         self._is_ending = False
         self._said: set[str] = set()  # of what a policy or a device cannot do
@@ -211,14 +210,10 @@ class Auditor:
     def offer(self, watch: Watch) -> None:
         """Take a watch, or drop it at once when the line is full or closed. Never waits."""
         taken = False
-        try:
+        with suppress(MediumError):  # without more threads the next watch tries again
             if not self._is_closed and not self._too_much(watch):
-                if not self._line.alive:
-                    atexit.register(self._end)  # before: cut off behind it, nobody would
                 self._line.begin()
                 taken = self._line.offer(watch)
-        except MediumError:  # without more threads the next watch tries again
-            atexit.unregister(self._end)
         if not taken:
             self._store.ledgers.dropped(watch.ledger)
             watch.drop()
@@ -254,7 +249,6 @@ class Auditor:
 
     def close(self) -> None:
         """Weigh what is waiting and end the thread. Idempotent."""
-        atexit.unregister(self._end)
         self._is_closed = True
         self._line.close()
 

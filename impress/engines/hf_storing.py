@@ -8,7 +8,6 @@ Rows on a device are copied from there on a stream of its own, beside what later
 
 from __future__ import annotations
 
-import atexit
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -67,7 +66,7 @@ class StoreQueue:
         self.n_skipped = 0
         self._store = store
         self._wait_s = wait_s
-        self._line = Line("impress-store", self._done, limit)
+        self._line = Line("impress-store", self._done, limit, self._end)
         self._streams: dict[torch.device, Any] = {}
         self._failed: Exception | None = None
         self._stored: dict[bytes, Stored] = {}  # of the last job, by first window
@@ -99,11 +98,8 @@ class StoreQueue:
             self._skip(job, why)
             return
         try:
-            if not self._line.alive:
-                atexit.register(self._end)  # before: cut off behind it, nobody would
             self._line.begin()
         except MediumError as err:  # no more threads: the answer is there all the same
-            atexit.unregister(self._end)
             self._skip(job, str(err))
             return
         if not self._line.offer(job):
@@ -135,7 +131,6 @@ class StoreQueue:
 
     def close(self) -> None:
         """Finish the jobs offered and end the thread. Idempotent; raises as `drain` does."""
-        atexit.unregister(self._end)
         self._is_closed = True
         self._line.close()
         self.drain()
