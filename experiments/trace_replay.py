@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from impress.config import Config
 from impress.read.parts import Source
 from impress.read.worth import judge, ranks_if_used
 from impress.spans.format import SpanRecord
-from impress.tree.catalog import Catalog, Held
+from impress.tree.catalog import Catalog, Held, Leave
 from impress.tree.eviction import score_of
 from impress.types import Geometry
 from impress.usage.history import History, Note
@@ -78,7 +79,7 @@ class Replay:
         if n_found < n_blocks:
             self._store(labels, n_found, n_blocks)
         self._catalog.release(held)
-        self._reclaim(self._catalog.unheld())
+        self._reclaim(self._catalog.unheld)
         self._history.request(_note(source) for source in sources)
         for source in sources:
             judge(self._reading, source, 0, _chunks(source))
@@ -152,7 +153,7 @@ class Replay:
             used = self._used
             spans = self._catalog.evict(over * PAGE, self._score)
             self.tally.evicted += len(spans)
-            self._reclaim(self._catalog.deleted(spans))
+            self._reclaim(partial(self._catalog.deleted, spans))
             self._rewrite()
             if self._used == used:
                 return False
@@ -171,12 +172,14 @@ class Replay:
                 new = replace(new, labels=bytes(4 * _WINDOW * count))
                 self._history.carry(old, new.span_id, skip, count)
                 self._catalog.replace(old, new)
-                self._reclaim(self._catalog.deleted([old]))
+                self._reclaim(partial(self._catalog.deleted, [old]))
                 self._catalog.release(held)
-                self._reclaim(self._catalog.unheld())
+                self._reclaim(self._catalog.unheld)
 
-    def _reclaim(self, records: Sequence[SpanRecord]) -> None:
-        for record in records:
+    def _reclaim(self, leave: Leave) -> None:
+        free: list[SpanRecord] = []
+        leave(free)
+        for record in free:
             self._used -= _n_blocks(record)
             self._history.forget(record.span_id)
             for cache in self._caches:

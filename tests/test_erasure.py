@@ -428,11 +428,10 @@ def test_a_purge_reaches_a_span_between_tree_and_limbo(
     forgotten, looking = threading.Event(), threading.Event()
     letting_go = threading.Thread(target=lease.release)
 
-    def late(catalog: MergedCatalog) -> list[SpanRecord]:
-        free = unheld(catalog)
+    def late(catalog: MergedCatalog, free: list[SpanRecord]) -> None:
+        unheld(catalog, free)
         forgotten.set()
         assert looking.wait(60)
-        return free
 
     def looks(reclaim: Reclaim) -> Any:
         looking.set()

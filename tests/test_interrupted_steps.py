@@ -26,10 +26,12 @@ import impress
 from impress.cache.chunks import ChunkCache, Ids
 from impress.cache.heap import MinHeap
 from impress.read.tickets import nothing
+from impress.spans.format import SpanRecord
+from impress.tree.catalog import Catalog
 from impress.tree.radix import RadixTree
 from impress.tree.views import Views
 from impress.write.home import Home
-from tiers.base import Slot
+from tiers.base import PAGE, Extent, Slot
 from tiers.iopool import IoPool, Lane
 from tiers.ssd import SsdTier
 from tiers.ticket import Ticket
@@ -101,6 +103,59 @@ def test_an_interrupted_reserve_takes_nothing(tmp_path: Path, in_holes: bool) ->
         tier.close()
 
     at_each_step(make, reserve, check)
+
+
+def test_an_interrupted_erasing_of_what_is_free_takes_none_of_it(tmp_path: Path) -> None:
+    """What it had claimed nobody gave back: it was missing until a restart."""
+    names = count()
+
+    def make() -> tuple[SsdTier, list[Slot | None]]:
+        tier = SsdTier(tmp_path / str(next(names)), 4 * HOLE, 4 * HOLE)
+        slots = [tier.reserve(HOLE) for _ in range(4)]
+        for slot in slots[::2]:
+            assert slot is not None
+            tier.free(slot)
+        return tier, slots[1::2]
+
+    def check(state: tuple[SsdTier, list[Slot | None]]) -> None:
+        tier, _ = state
+        tier.check()
+        assert tier.usage().used == 2 * HOLE
+        assert tier.reserve(2 * HOLE, HOLE)
+        tier.close()
+
+    at_each_step(make, lambda state: state[0].erase_free(state[0].turns()[0]), check)
+
+
+def test_spans_that_are_let_go_of_step_by_step_are_noted_once_each() -> None:
+    """They had left the catalog, and nobody had been given them: their space was taken until a
+    restart. Noted before they left, they came a second time, and their space was freed twice."""
+
+    def make() -> tuple[Catalog, list[SpanRecord]]:
+        catalog = Catalog(1)
+        for span in (1, 2, 3):
+            where = b"n" * 32, b"root", b"b" * 32, bytes([span]) * 32, 0, 1, 1
+            record = SpanRecord(span, *where, Extent(0, 0, PAGE), (), bytes([span] * 4))
+            assert catalog.publish(record, record.labels) == 1
+        held = catalog.hold(b"root", bytes([2] * 4), count=True)
+        for span in (1, 2, 3):
+            catalog.quarantine(span)
+        catalog.deleted([1, 2, 3], free := list[SpanRecord]())
+        assert {record.span_id for record in free} == {1, 3}
+        catalog.release(held)
+        return catalog, free
+
+    def act(state: tuple[Catalog, list[SpanRecord]]) -> None:
+        state[0].unheld(state[1])
+
+    def check(state: tuple[Catalog, list[SpanRecord]]) -> None:
+        catalog, free = state
+        catalog.unheld(free)
+        assert sorted(record.span_id for record in free) == [1, 2, 3]
+        assert not catalog.all_records()
+        catalog.check()
+
+    at_each_step(make, act, check)
 
 
 @pytest.mark.parametrize("how", ["pin", "unpin", "unpin and drop"])

@@ -22,6 +22,7 @@ class Space:
         # Extents that were in use while all that was free was erased (`sweep`). Where their owner
         # never writes, they still hold what lay there before: they are erased when given back.
         self._stale: list[Extent] = []
+        self._swept: tuple[Extent, ...] = ()  # claimed by `sweep`
 
     @property
     def total_bytes(self) -> int:
@@ -71,6 +72,12 @@ class Space:
     def claim(self, extents: Iterable[Extent]) -> None:
         """Mark extents as used. Raises ValueError when one is not wholly free; whatever is raised,
         Ctrl-C too, none is marked then."""
+        free, n_bytes = self._without(extents)
+        # No signal comes between: that is looked for behind calls.
+        self._free, self.free_bytes = free, self.free_bytes - n_bytes
+
+    def _without(self, extents: Iterable[Extent]) -> tuple[dict[int, list[tuple[int, int]]], int]:
+        """What is free but for these, and their bytes. Raises as `claim`."""
         changed: dict[int, list[tuple[int, int]]] = {}
         n_bytes = 0
         for segment, off, length in extents:
@@ -82,8 +89,7 @@ class Space:
             rest = [(start, off - start), (off + length, start + size - off - length)]
             free[at : at + 1] = [piece for piece in rest if piece[1]]
             n_bytes += length
-        # No signal comes between: that is looked for behind calls.
-        self._free, self.free_bytes = self._free | changed, self.free_bytes - n_bytes
+        return self._free | changed, n_bytes
 
     def claim_all(self, extents: Iterable[Extent]) -> None:
         """Claim many extents of wholly free segments at once, in any order: one sort, one pass.
@@ -108,9 +114,28 @@ class Space:
             self.free_bytes += sum(n for _, n in free)
 
     def give(self, extents: Iterable[Extent]) -> None:
-        """Mark used extents as free again and merge neighbours."""
+        """Mark used extents as free again and merge neighbours; all of them or, whatever is raised,
+        none."""
+        free, n_bytes = self._with(extents)
+        # No signal comes between, as in `claim`.
+        self._free, self.free_bytes = free, self.free_bytes + n_bytes
+
+    @property
+    def swept_bytes(self) -> int:
+        """Claimed while they are erased: as good as free."""
+        return sum(part.length for part in self._swept)
+
+    def unsweep(self) -> None:
+        """What was swept is free again."""
+        free, n_bytes = self._with(self._swept)
+        self._free, self.free_bytes, self._swept = free, self.free_bytes + n_bytes, ()
+
+    def _with(self, extents: Iterable[Extent]) -> tuple[dict[int, list[tuple[int, int]]], int]:
+        """What is free with these used extents, and their bytes."""
+        changed: dict[int, list[tuple[int, int]]] = {}
+        n_bytes = 0
         for segment, off, length in extents:
-            free = self._free[segment]
+            free = changed.setdefault(segment, self._free[segment][:])
             at = bisect.bisect_left(free, (off, 0))
             after = at < len(free) and free[at][0] == off + length
             before = at > 0 and sum(free[at - 1]) == off
@@ -119,7 +144,8 @@ class Space:
             start = free[at - 1][0] if before else off
             end = sum(free[at]) if after else off + length
             free[at - before : at + after] = [(start, end - start)]
-            self.free_bytes += length
+            n_bytes += length
+        return self._free | changed, n_bytes
 
     def free_parts(self, extents: Iterable[Extent]) -> list[Extent]:
         """What of these extents is free; of a segment that is gone, nothing."""
@@ -131,14 +157,18 @@ class Space:
                     found.append(Extent(segment, first, end - first))
         return found
 
-    def sweep(self, within: Extent, kept: Sequence[Extent]) -> list[Extent]:
-        """Claim what is free in `within`, and return it to be erased. The rest of `within` is stale
-        from now on, except for `kept` (sorted), which its owners have written whole."""
-        free = self.free_parts([within])
-        self.claim(free)
-        stale = outside(outside([within], kept), free)
-        self._stale = sorted([*outside(self._stale, [within]), *stale])
-        return free
+    def sweep(self, within: Extent, kept: Sequence[Extent]) -> tuple[Extent, ...]:
+        """Claim what is free in `within`, to be erased, until `unsweep`. The rest of `within` is
+        stale from now on, except for `kept` (sorted), which its owners have written whole."""
+        self.unsweep()  # what an exception left
+        found = tuple(self.free_parts([within]))
+        free, n_bytes = self._without(found)
+        stale = outside(outside([within], kept), found)
+        stale = sorted([*outside(self._stale, [within]), *stale])
+        # No signal comes between, as in `claim`.
+        self._free, self.free_bytes = free, self.free_bytes - n_bytes
+        self._stale, self._swept = stale, found
+        return found
 
     def stale_parts(self, extents: Iterable[Extent]) -> list[Extent]:
         """What of these used extents is stale: to be erased before `give`."""

@@ -60,7 +60,6 @@ class SsdTier:
         self._space = Space()
         self._lock = threading.Lock()  # of the space; nothing waits for a file under it
         self._growing = threading.Lock()  # held while segments are made or deleted, before others
-        self._erasing = 0  # bytes that are claimed while they are erased, and still free
         self._files = SegmentFiles(folder, number, read_only=read_only)
         self._local = threading.local()  # of each thread: a queue, a bounce buffer
         self._made: list[ReadQueue] = []
@@ -119,6 +118,8 @@ class SsdTier:
             self._take(n_bytes, large, taken)
             if not taken and min(n_bytes, large) <= self._segment_bytes:  # else none holds it
                 with self._growing:  # who waited for another's segment may find room in it
+                    with self._lock:
+                        self._space.unsweep()  # what Ctrl-C left of an erasing
                     while not self._take(n_bytes, large, taken) and self._grow():
                         pass
             return Slot(tuple(taken)) if taken or self._take(n_bytes, least, taken) else None
@@ -245,15 +246,13 @@ class SsdTier:
         A `reserve` that finds no room meanwhile waits, as for a new segment. Raises MediumError.
         """
         with self._growing:
-            with self._lock:
-                slot = Slot(tuple(self._space.sweep(within, kept)))
-                self._erasing = slot.n_bytes
             try:
-                self._erase_now(slot)
+                with self._lock:
+                    swept = self._space.sweep(within, kept)
+                self._erase_now(Slot(swept))
             finally:
                 with self._lock:
-                    self._space.give(slot.parts)
-                    self._erasing = 0
+                    self._space.unsweep()
 
     def _erase_now(self, slot: Slot) -> None:
         self.erase(slot)
@@ -267,7 +266,7 @@ class SsdTier:
 
     def usage(self) -> Usage:
         with self._lock:
-            total, free = self._space.total_bytes, self._space.free_bytes + self._erasing
+            total, free = self._space.total_bytes, self._space.free_bytes + self._space.swept_bytes
         return Usage(total, total - free, free)
 
     def check(self) -> None:

@@ -6,7 +6,7 @@ Decides nothing about media and does no I/O; every method returns soon.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from impress.spans.format import SpanRecord, decode_index, encode_index, place_of, split_index
@@ -16,6 +16,9 @@ from impress.tree.radix import Match, RadixTree, View
 from impress.tree.trace import Branch, Trace, path_of, trace, walk
 from impress.tree.views import Views
 from impress.types import Prefix
+
+#: Takes spans out of a catalog, and notes each in the list that it is given.
+Leave = Callable[[list[SpanRecord]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +91,12 @@ class Catalog:
                 del self._heirs[free[0]]
             return not self._gone <= self._pins.keys()
 
-    def unheld(self) -> list[SpanRecord]:
-        """Out of tree and index, and held no more: their space is the caller's to reclaim."""
+    def unheld(self, free: list[SpanRecord]) -> None:
+        """Out of tree and index, and held no more: their space is the caller's to reclaim. Noted in
+        `free` one by one: what an exception cuts off is still here, for the next call."""
         with self.lock:
-            return [self._forget(span) for span in [*self._gone] if span not in self._pins]
+            for span in self._gone - self._pins.keys():
+                self._forget(span, free)
 
     # ---- a commit -------------------------------------------------------------------------
 
@@ -146,17 +151,15 @@ class Catalog:
                         retired.append(gone)
         return retired
 
-    def deleted(self, spans: Iterable[int]) -> list[SpanRecord]:
-        """Their index values are gone for good; those of them that can be reclaimed now."""
-        free = []
+    def deleted(self, spans: Iterable[int], free: list[SpanRecord]) -> None:
+        """Their index values are gone for good. Takes out those that are held no more: `unheld`."""
         with self.lock:
             for span in spans:
                 if span not in self._kept:
                     continue  # damaged: it never had space of its own here
                 self._gone.add(span)
                 if span not in self._pins:
-                    free.append(self._forget(span))
-        return free
+                    self._forget(span, free)
 
     def roots(self) -> set[bytes]:
         """Root keys that have something in the tree."""
@@ -169,10 +172,11 @@ class Catalog:
             roots = {place_of(self._kept[span])[1] for span in spans if span in self._kept}
             return roots - self._tree.roots.keys()
 
-    def let_go(self) -> list[SpanRecord]:
+    def let_go(self, free: list[SpanRecord]) -> None:
         """At the end: one's own that are out of the index, held or not: they can be reclaimed."""
         with self.lock:
-            return [self._forget(span) for span in list(self._gone) if span in self.own]
+            for span in [span for span in self._gone if span in self.own]:
+                self._forget(span, free)
 
     # ---- a repack -------------------------------------------------------------------------
 
@@ -386,9 +390,10 @@ class Catalog:
         """Take a leaf out; True when that retired its span."""
         return self._views.remove(self._tree, node)
 
-    def _forget(self, span: int) -> SpanRecord:
-        record = self._record(span)
-        self._gone.discard(span)
+    def _forget(self, span: int, free: list[SpanRecord]) -> None:
+        if span in self._kept:  # else an exception cut this off before
+            record = self._record(span)
+            del self._kept[span]
+            free += [record]  # no signal comes between
         self._views.forget(span)
-        del self._kept[span]
-        return record
+        self._gone.discard(span)

@@ -227,7 +227,8 @@ class Batches:
             self._undone = Batch()
             self.undone = _NOT_FOUND if self._unseen or self._left else ""
             strays, self._strays = self._strays, []
-            self._duties.reclaim(lambda: strays)  # who follows this index may have read them
+            # Who follows this index may have read them.
+            self._duties.reclaim(lambda free: free.extend(strays))
         for root in bare:
             self.names.pop(root, None)
         self.names.update(names)
@@ -244,7 +245,7 @@ class Batches:
                 self._unseen.pop(span, None)
         own = self._catalog.own  # an index that was copied names another shard's, too
         mine = [span for span in batch.deletes if span in own]
-        self._duties.reclaim(lambda: self._catalog.deleted(mine))
+        self._duties.reclaim(lambda free: self._catalog.deleted(mine, free))
 
     def _nameless(self, bare: set[bytes]) -> set[bytes]:
         """Of roots with nothing below them those whose name goes: users come and go. One root of

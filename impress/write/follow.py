@@ -298,7 +298,7 @@ class Follower:
         self._catalog.retry(self._catalog.n_heirs(gone), self.value, gone)
         self._orphaned(self._catalog.withdraw(gone, self._orphans))
         self._orphans = []
-        self._catalog.deleted(gone)
+        self._catalog.deleted(gone, [])
         for span in gone:
             if not self._catalog.knows(span):  # else somebody here holds it yet
                 self._forget(span)

@@ -21,7 +21,7 @@ from impress.errors import FormatError, StoreFailed
 from impress.quality.ledgers import Ledgers
 from impress.spans.format import SpanRecord
 from impress.stats import Counters
-from impress.tree.catalog import Held
+from impress.tree.catalog import Held, Leave
 from impress.tree.merged import MergedCatalog
 from impress.usage.history import History, budget_of
 from impress.write.budget import WriteBudget
@@ -248,18 +248,18 @@ class Home:
             if self.committer is not None:
                 self.committer.settle()
 
-    def reclaim(self, leave: Callable[[], Iterable[SpanRecord]]) -> None:
+    def reclaim(self, leave: Leave) -> None:
         """Nobody here views or holds any more what `leave` takes out of the catalog: copies go, and
         space in its time."""
         self._let_go(leave)
         self._settle()
 
-    def _let_go(self, leave: Callable[[], Iterable[SpanRecord]]) -> None:
+    def _let_go(self, leave: Leave) -> None:
         """One's own of such spans are in limbo, then copies go, which may take a while."""
         free: list[SpanRecord] = []
         try:
             if self.reclaimer is None:
-                free += leave()
+                leave(free)
             else:
                 self.reclaimer.take_over(leave, free)
             for record in free:

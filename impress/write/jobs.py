@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from impress.spans.format import SpanHeader, SpanRecord
+from impress.tree.catalog import Leave
 from impress.write.draft import Draft, Stored
 from tiers.base import Slot
 from tiers.ticket import Signal
@@ -104,7 +105,7 @@ class Duties:
     deleted; `spoil` adds to them. `settle`: reclaim what was let go.
     """
 
-    reclaim: Callable[[Callable[[], Iterable[SpanRecord]]], None]
+    reclaim: Callable[[Leave], None]
     scrap: Callable[[Iterable[SpanRecord]], None]
     overfull: Callable[[Iterable[int]], list[int]]
     trouble: Callable[[str], None]

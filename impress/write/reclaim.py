@@ -20,6 +20,7 @@ from typing import Final
 from impress.errors import FormatError, StoreFailed
 from impress.spans.format import SpanRecord, decode_extents
 from impress.stats import Counters
+from impress.tree.catalog import Leave
 from impress.write.batches import WRITE_TIMEOUT_S
 from impress.write.directory import Shard
 from impress.write.index import Index
@@ -67,15 +68,15 @@ class Reclaim:
         """Erase these spans' bytes before their space is free."""
         self.spoilt.update(spans)
 
-    def take_over(self, leave: Callable[[], Iterable[SpanRecord]], free: list[SpanRecord]) -> None:
-        """What `leave` takes out of the catalog, out of the index by now, is noted in `free`; one's
+    def take_over(self, leave: Leave, free: list[SpanRecord]) -> None:
+        """What `leave` takes out of the catalog, out of the index by now, it notes in `free`; one's
         own of it is to be settled. Who is `at_rest` finds each of these in one of both places."""
         if os.getpid() != self._pid:  # as in `_ours`
-            free += leave()
+            leave(free)
             return
         with self._lock:
             try:
-                free += leave()
+                leave(free)
                 self._add(free)
             except BaseException:  # Ctrl-C: nobody else knows of those that did not come so far
                 there = {record.span_id for record in self.limbo.records()}

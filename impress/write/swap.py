@@ -93,7 +93,7 @@ class Swaps:
         if not is_shown:
             return Swapped.GONE
         job.spoil([job.old])
-        self._duties.reclaim(lambda: self._catalog.deleted([job.old]))
+        self._duties.reclaim(lambda free: self._catalog.deleted([job.old], free))
         return Swapped.YES
 
     def _spoilt(self, job: SwapJob, record: SpanRecord, outcome: Swapped) -> Swapped:
