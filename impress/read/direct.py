@@ -115,16 +115,25 @@ def direct_of(
     them. Else they have some from the start, beside what is read of home: where all rows are
     wanted, of many layers at once, only where memory has some of them.
     """
-    cached = any((ids >= 0).any() for of_cache in entries for ids in of_cache)
-    if not all(shape.dense for shape in shapes) or not (cached or into_place or chosen):
+    if not all(shape.dense for shape in shapes):
         return None
     if all(part.is_whole for part in parts):
-        return Whole(parts, entries) if any(part.is_packed for part in parts) else None
+        if not any(part.is_packed for part in parts):
+            return None
+        wanted = chosen or into_place or _cached(entries)
+        return Whole(parts, entries) if wanted else None
     if any(part.ordinals is None for part in parts):
         return None
-    if chosen and cached and any(shape.piece_rows > 1 for shape in shapes):
+    if chosen:
+        if any(shape.piece_rows > 1 for shape in shapes) and _cached(entries):
+            return None
+    elif not into_place and not _cached(entries):
         return None
     return divided(parts, entries, spare=not into_place)
+
+
+def _cached(entries: Sequence[Sequence[Ids]]) -> bool:
+    return any((ids >= 0).any() for of_cache in entries for ids in of_cache)
 
 
 def divided(
@@ -141,12 +150,12 @@ def divided(
     for i, part in enumerate(parts):
         assert part.ordinals is not None, "all rows are not chosen rows"
         n = len(part.ordinals)
-        if not any((by_part[i] >= 0).any() for by_part in entries):  # of a cold one, all
+        levels = levels_of([by_part[i] for by_part in entries])
+        if not len(levels) or np.minimum.reduce(levels) == len(entries):  # of a cold one, all
             left.append(part)
             home.append(np.arange(begin, begin + n))
             begin += n
             continue
-        levels = levels_of([by_part[i] for by_part in entries])
         window = part.source.held.record.window
         of_row = levels.repeat(window).take(part.ordinals)  # by bytes: cheaper than to divide
         for level in range(len(entries)):

@@ -349,9 +349,13 @@ def pieces_of(
     """Pieces of a part's chunks, all of which the cache has, to these pieces of dest."""
     layout = part.source.layout
     shape = layout.planes[plane]
-    windows, within = np.divmod(pieces, shape.pieces) if shape.pieces > 1 else (pieces, 0)
-    starts = cache.plane_at(plane, entries[windows]) + within * shape.piece_bytes
-    sums = part.source.sums[layout.sums_at(layer, plane, part.first) + pieces]
+    # Of chunk c, less what is before it: its piece p is p pieces further on.
+    begins = cache.plane_at(plane, entries)
+    begins -= np.arange(len(entries)) * shape.chunk_bytes
+    starts = begins.take(pieces // shape.pieces if shape.pieces > 1 else pieces)
+    starts += pieces * shape.piece_bytes
+    at = layout.sums_at(layer, plane, part.first)
+    sums = part.source.sums[at : at + len(entries) * shape.pieces].take(pieces)
     return Pieces(starts, dest, to, sums, shape.piece_bytes)
 
 
