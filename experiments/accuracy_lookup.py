@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 import impress
-from experiments.accuracy_measure import Prompts, Query
+from experiments.accuracy_measure import Prompts, Query, check_stored
 from experiments.arms import Arm, probes
 from experiments.common import Row
 from experiments.harness import Cell, Options
@@ -71,7 +71,7 @@ def _measure(
     def measure() -> list[Row]:
         server, doc = engine(checkpoint), document("test", index, N_TOKENS)
         server.generate(torch.tensor([doc.tokens]), max_new_tokens=1, policy=Exact())
-        server.flush()
+        check_stored(server)
         prompts = Prompts(server.model, server.store, arms, doc.tokens)
         rows = []
         for q in asked(doc):

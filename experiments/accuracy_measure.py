@@ -13,7 +13,7 @@ from torch import Tensor
 
 from experiments.arms import EXACT, Arm, Quantised
 from experiments.behind import Behind, GivenRows, behind, stored_prefix, stored_rows
-from experiments.common import Row
+from experiments.common import Row, Unable
 from impress.engines.hf_request import totals
 from impress.store import PrefixStore
 from impress.types import DTYPES
@@ -36,6 +36,13 @@ class Query:
     choices: tuple[tuple[int, ...], ...]
     gold: int
     lengths: tuple[int, ...] = ()
+
+
+def check_stored(engine: Any) -> None:
+    """That what was generated last is stored by now. Raises Unable."""
+    engine.flush()
+    if refused := engine.last_request.refused:
+        raise Unable(f"not stored: {refused}")
 
 
 class Prompts:

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import impress
-from experiments.accuracy_measure import N_DECODED, Prompts, Query
+from experiments.accuracy_measure import N_DECODED, Prompts, Query, check_stored
 from experiments.arms import Arm, probes
 from experiments.common import Row, Unable
 from experiments.harness import Cell, Options
@@ -148,7 +148,7 @@ def _opened(
     options.exits.enter_context(engine)
     ids = torch.tensor([shared], device=device)
     engine.generate(ids, max_new_tokens=1, policy=Exact())
-    engine.flush()
+    check_stored(engine)
     return Asking(Prompts(model, engine.store, arms, shared), queries)
 
 

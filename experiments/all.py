@@ -82,10 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     _say(ran)
+    status = 1 if any(r.status for r in ran) else 0
     if args.out.resolve() == (_ROOT / "docs" / "results").resolve():  # however it was named
-        for page in results_table.PAGES:
-            results_table.fill(_ROOT / "docs" / page, args.out)
-    return 1 if any(r.status for r in ran) else 0
+        status = results_table.fill_all(_ROOT / "docs") or status
+    return status
 
 
 def _of_a_file(report: Path) -> bool:

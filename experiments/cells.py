@@ -122,9 +122,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             cell = json.loads(line)
-            if not {"params", "rows", "commit"} <= cell.keys():
+            if not isinstance(cell["params"], dict) or not isinstance(cell["rows"], list):
                 raise ValueError
-        except (ValueError, AttributeError):
+            cell["commit"]
+        except (ValueError, KeyError, TypeError):
             if number == text.count("\n") + 1:  # the last, without its end
                 break
             raise Unable(f"{path} line {number} is no finished cell: remove that line") from None

@@ -55,21 +55,22 @@ def run(
         "--seed", type=int, default=1, metavar="N", help="of what is drawn (default 1)"
     )
     args = parser.parse_args()
-    try:
-        check_given(args.json, args.seed)
-        console.print(f"{about} Estimated time: {estimate(args.quick)}.")
-        with scratch(args.dir) as folder, named(args.dir):
-            figures, rows = experiment(Options(args.quick, args.json, folder, args.seed))
-        if args.json is not None:
-            with named(args.json):
-                write_report(args.json, figures, rows, seed=args.seed, quick=args.quick, **meta)
-    except KeyboardInterrupt:
-        console.print("stopped; the temporary data is gone")
-        return 130
-    except (Unable, OSError, ImpressError) as err:
-        print(f"error: {err}", file=sys.stderr)
-        return 2
-    return 0
+    with beside(args.json):
+        try:
+            check_given(args.json, args.seed)
+            console.print(f"{about} Estimated time: {estimate(args.quick)}.")
+            with scratch(args.dir) as folder, named(args.dir):
+                figures, rows = experiment(Options(args.quick, args.json, folder, args.seed))
+            if args.json is not None:
+                with named(args.json):
+                    write_report(args.json, figures, rows, seed=args.seed, quick=args.quick, **meta)
+        except KeyboardInterrupt:
+            console.print("stopped; the temporary data is gone")
+            return 130
+        except (Unable, OSError, ImpressError) as err:
+            print(f"error: {err}", file=sys.stderr)
+            return 2
+        return 0
 
 
 def check_given(report: Path | None, seed: int) -> None:
@@ -84,6 +85,17 @@ def check_given(report: Path | None, seed: int) -> None:
         into = report.exists() and not report.is_file()  # as `write_report`: a file is replaced
         if not os.access(report if into else report.absolute().parent, os.W_OK):
             raise Unable(f"--json {report}: cannot be written")
+
+
+@contextmanager
+def beside(report: Path | None) -> Iterator[None]:
+    """What is said goes to stderr where the report goes to stdout, for whoever reads that."""
+    before = console.stderr
+    console.stderr = before or str(report) == "-"
+    try:
+        yield
+    finally:
+        console.stderr = before
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from rich.progress import (
 
 from experiments import fio
 from experiments.cells import Cells, state_file
-from experiments.common import Row, Unable, check_given, console, named, scratch
+from experiments.common import Row, Unable, beside, check_given, console, named, scratch
 from experiments.figures import check_plotting, plot_all
 from impress.errors import ImpressError
 from impress.report import write_report
@@ -132,23 +132,24 @@ class Experiment:
 
 
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
-    """Run an experiment from a command line. The exit status: 0, 2 on what is wrong, 130 stopped.
+    """Run an experiment from a command line. The exit status: 0, 1 where cells gave no rows, 2 on
+    what is wrong, 130 stopped.
 
     Effects: the state file beside `--json`, the report, the plots. Data goes to a directory that
     is removed at the end.
     """
     args = _parser(experiment).parse_args(argv)
-    try:
-        _check(args)
-        with scratch(args.dir) as folder, ExitStack() as exits, named(args.dir):
-            _run(experiment, args, folder, exits)
-    except KeyboardInterrupt:
-        console.print(_stopped(args.json))
-        return 130
-    except (Unable, OSError, ImpressError) as err:
-        print(f"error: {err}", file=sys.stderr)
-        return 2
-    return 0
+    with beside(args.json):
+        try:
+            _check(experiment, args)
+            with scratch(args.dir) as folder, ExitStack() as exits, named(args.dir):
+                return 1 if _run(experiment, args, folder, exits) else 0
+        except KeyboardInterrupt:
+            console.print(_stopped(args.json))
+            return 130
+        except (Unable, OSError, ImpressError) as err:
+            print(f"error: {err}", file=sys.stderr)
+            return 2
 
 
 def _parser(experiment: Experiment) -> argparse.ArgumentParser:
@@ -178,20 +179,24 @@ def _parser(experiment: Experiment) -> argparse.ArgumentParser:
     return parser
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(experiment: Experiment, args: argparse.Namespace) -> None:
     """Everything that can be refused before a second is spent. Raises Unable."""
     check_given(args.json, args.seed)
     if args.resume and state_file(args.json) is None:
         raise Unable("--resume goes on from what lies beside --json FILE: name that file")
     if args.disk_gb_s is not None and not 0 < args.disk_gb_s < math.inf:
         raise Unable(f"--disk-gb-s must be a rate above 0, got {args.disk_gb_s:g}")
+    if args.plot is not None and not experiment.plots:
+        console.print(f"--plot: {experiment.name} draws nothing")
+        args.plot = None
     if args.plot is not None:
         check_plotting(args.plot)
 
 
 def _run(
     experiment: Experiment, args: argparse.Namespace, folder: Path, exits: ExitStack
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
+    """How many cells gave no rows."""
     disk = _disk(args, folder, experiment.uses_disk)
     options = Options(
         args.quick, args.json, args.plot, args.resume, folder, args.seed, disk, args, exits
@@ -223,6 +228,8 @@ def _run(
         console.print(f"{others} finished cells are not among these: the report leaves them out")
     for params, cell in cells:
         _say_rates(cell, done[params])
+    if n_empty := sum(params not in done for params, cell in cells if not cell.again):
+        console.print(f"{n_empty} of {len(cells)} cells gave nothing: --resume measures them again")
     rows = [{**cell.params, **row} for params, cell in cells for row in done[params]]
     figures, lines = experiment.figures(rows, options)
     if args.json is not None:
@@ -230,17 +237,19 @@ def _run(
             write_report(
                 args.json, figures, lines, experiment=experiment.name, seed=args.seed,
                 quick=args.quick, disk={**asdict(disk), "after_gb_s": after.gb_s},
-                cells={"n": len(cells), "kept": len(cells) - len(todo),
+                cells={"n": len(cells), "kept": len(cells) - len(todo), "empty": n_empty,
                        "commits": done.commits([params for params, _ in cells])},
                 **experiment.meta(options),
             )  # fmt: skip
     if args.plot is not None:
         with named(args.plot):
             plot_all(args.plot, experiment.name, experiment.plots, figures, lines)
+    return n_empty
 
 
 def _chosen(cells: Sequence[Cell], words: Sequence[str] | None) -> list[Cell]:
-    """Cells that have one of these words among their parameters; None: all. Raises Unable."""
+    """Cells that have one of these words among their parameters, and what says whether they can be
+    believed; None: all. Raises Unable."""
     if words is None:
         return list(cells)
     values = [cell.words() for cell in cells]
@@ -249,7 +258,9 @@ def _chosen(cells: Sequence[Cell], words: Sequence[str] | None) -> list[Cell]:
             known = list(dict.fromkeys(value for said in values for value in said))
             raise Unable(f"--cells {word}: no cell has that; there are: {', '.join(known)}")
     return [
-        cell for cell, said in zip(cells, values, strict=True) if not set(words).isdisjoint(said)
+        cell
+        for cell, said in zip(cells, values, strict=True)
+        if cell.again or not set(words).isdisjoint(said)
     ]
 
 
@@ -317,7 +328,7 @@ def check_fio() -> None:
 
 def _stopped(report: Path | None) -> str:
     kept = state_file(report)
-    if kept is None:
+    if kept is None or not kept.exists():
         return "stopped; the temporary data is gone (with --json FILE, --resume would go on)"
     return f"stopped; finished cells are kept in {kept}: --resume goes on from them"
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from experiments.common import Unable
 from experiments.results_lines import LINES, Line, Ours
 from experiments.systems.clock import MOST_ERROR, PAPER_DISK_GB_S
 from experiments.systems.paired import Times, times, worst_of
@@ -27,6 +28,16 @@ _NOT_RUN: Final = "not yet run"
 PAGES: Final = ("RESULTS.md", "LINEAGE.md")
 
 
+def _report(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as err:
+        raise Unable(f"{path} is no report ({err}): remove it, or measure it again") from None
+    if not isinstance(found, dict):
+        raise Unable(f"{path} is no report: remove it, or measure it again")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Reports:
     """What experiments reported, by name."""
@@ -35,7 +46,8 @@ class Reports:
 
     @classmethod
     def of(cls, folder: Path) -> Reports:
-        found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+        """Raises Unable where a file is no report."""
+        found = {path.stem: _report(path) for path in sorted(folder.glob("*.json"))}
         return cls({name: report for name, report in found.items() if "figures" in report})
 
     def figure(self, ours: Ours) -> str:
@@ -112,7 +124,9 @@ def _ours(line: Line, reports: Reports) -> str:
 
 
 #: What rows of older reports lack, and were; None: nobody knows.
-_BEFORE: Final = {"policy": "exact", "emulated_ms": None, "stated_ms": None}
+_BEFORE: Final = {
+    "policy": "exact", "emulated_ms": None, "stated_ms": None, "before_share": None,
+}  # fmt: skip
 
 
 def rows_table(
@@ -226,7 +240,8 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
     "threshold": {"model": "model", "threshold": "threshold", "rows": "rows", "right": "right",
                   "exact": "exact", "fell back": "fell_back"},
     "zero_hit": {"hit %": "hit", "storing": "storing", "policy": "policy", "TTFT ms": "ttft_ms",
-                 "without a store": "plain_ttft_ms", "share before the forward": "share",
+                 "without a store": "plain_ttft_ms", "checks, lookup and mode": "share",
+                 "all before the forward": "before_share",
                  "TTFT ÷ without": "ttft_ratio", "throughput": "throughput_share"},
     "vbuffers.memory": {"system": "system", "MiB, mean": "mib_mean", "most": "mib_most",
                         "÷ static": "vs_static", "fragmentation": "fragmentation",
@@ -288,9 +303,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(
         prog="python -m experiments.results_table", description=__doc__
     ).parse_args(argv)
-    docs = Path(__file__).resolve().parent.parent / "docs"
-    for page in PAGES:
-        fill(docs / page, docs / "results")
+    return fill_all(Path(__file__).resolve().parent.parent / "docs")
+
+
+def fill_all(docs: Path) -> int:
+    """Every page of this folder, from the reports in its `results`. 2 where one is none, else 0."""
+    try:
+        for page in PAGES:
+            fill(docs / page, docs / "results")
+    except Unable as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -4,8 +4,10 @@ The Transformers engine with a small trained model, beside the same model withou
 prompts each in turn: nothing hits (storing on and off), and 37 % and 49 % of a prompt's tokens hit,
 as in vLLM V1's table. Where nothing hits, an engine whose policy chooses rows too: it reads nothing
 then, but watches the attention of the prompt's last rows inside the forward, and stores importance
-and probes. What comes before the forward ("share") holds none of that; the whole way to the first
-token (`ttft_ratio`) and the throughput do. All is real.
+and probes. Of what comes before the forward, "share" is checks, lookup and choosing a mode, and
+`before_share` all that the store adds to the model's own, where something hits the planning and
+sending of reads, too. Neither holds what is watched or waited for inside the forward; the whole way
+to the first token (`ttft_ratio`) and the throughput do. All is real.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -94,6 +96,15 @@ def _prompt(shared: list[int], i: int) -> torch.Tensor:
     return torch.tensor([[*shared, *document("calibration", i, N_TOKENS).tokens[len(shared) :]]])
 
 
+class Timed(NamedTuple):
+    """Seconds of one prompt, from its call: to the first token's logits; of these, what the store
+    takes to check, look up and choose a mode; and to the forward."""
+
+    ttft_s: float
+    store_s: float
+    to_forward_s: float
+
+
 def _compared(engine: hf.Engine, model: Any, prompts: list[torch.Tensor]) -> Row:
     """Blocks of prompts with a store and without, in turn; the first two do not count.
 
@@ -101,8 +112,8 @@ def _compared(engine: hf.Engine, model: Any, prompts: list[torch.Tensor]) -> Row
     none of the others'.
     """
     ours: list[tuple[float, float, float]] = []  # seconds of a block, of it flush; without a store
-    firsts: list[tuple[float, float]] = []  # to the first token, of it the store's
-    plain_firsts: list[float] = []
+    firsts: list[Timed] = []
+    plain_firsts: list[Timed] = []
     for turn in range(0, len(prompts), BLOCK):
         block = prompts[turn : turn + BLOCK]
         took: dict[int, tuple[float, float]] = {}
@@ -121,16 +132,18 @@ def _compared(engine: hf.Engine, model: Any, prompts: list[torch.Tensor]) -> Row
     block_s, flush_s, plain_s = np.median(np.array(ours[1:]), axis=0)
     # A block's first prompt has nothing behind it that is still being stored: it is left out.
     told = [at for at in range(BLOCK, len(firsts)) if at % BLOCK]
-    mine = np.array(firsts)[told]
-    first, before = np.median(mine, axis=0)
-    plain = np.array(plain_firsts)[told]  # of the same prompts
+    mine, plain = np.array(firsts)[told], np.array(plain_firsts)[told]  # of the same prompts
+    first, before, to_forward = np.median(mine, axis=0)
+    more = mine[:, 2] - plain[:, 2]
     request = engine.last_request
     assert request is not None
     return {
         "n": len(told), "hit_tokens": request.hit_tokens, "ttft_ms": first * 1e3,
-        "plain_ttft_ms": float(np.median(plain)) * 1e3,
+        "plain_ttft_ms": float(np.median(plain[:, 0])) * 1e3,
         "before_first_token_ms": before * 1e3, "share": float(np.median(mine[:, 1] / mine[:, 0])),
-        **_median("ttft_ratio", list(mine[:, 0] / plain), BLOCK - 1),
+        "to_forward_ms": to_forward * 1e3, "more_to_forward_ms": float(np.median(more)) * 1e3,
+        **_median("before_share", list(more / mine[:, 0]), BLOCK - 1),
+        **_median("ttft_ratio", list(mine[:, 0] / plain[:, 0]), BLOCK - 1),
         **_median("throughput_share", [plain / mine for mine, _, plain in ours[1:]]),
         "block_s": block_s, "plain_block_s": plain_s, "flush_s": flush_s,
     }  # fmt: skip
@@ -142,20 +155,20 @@ def _median(name: str, values: Sequence[float], in_a_row: int = 1) -> Row:
     return {name: float(np.median(values)), f"{name}_low": low, f"{name}_high": high}
 
 
-def _stored(engine: hf.Engine, prompt: torch.Tensor) -> tuple[float, float]:
-    """With a store: seconds to the first token, and what of them was the store's."""
-    begin = time.perf_counter()
-    with _timed() as calls:
+def _stored(engine: hf.Engine, prompt: torch.Tensor) -> Timed:
+    """With a store."""
+    with _timed() as calls, _forwards() as forwards:
+        begin = time.perf_counter()
         engine.generate(prompt, max_new_tokens=N_NEW, do_sample=False)
     request = engine.last_request
     assert request is not None
     ttft_s = request.ttft_ms / 1e3
-    return ttft_s, sum(took for at, took in calls if at < begin + ttft_s)
+    mine = sum(took for at, took in calls if at < begin + ttft_s)
+    return Timed(ttft_s, mine, forwards[0] - begin)
 
 
-def _plain(model: Any, prompt: torch.Tensor) -> float:
-    """The model alone: seconds to the first token's logits."""
-    begin = time.perf_counter()
+def _plain(model: Any, prompt: torch.Tensor) -> Timed:
+    """The model alone."""
     first: list[float] = []
 
     def note(_ids: Any, scores: Any) -> Any:
@@ -163,11 +176,31 @@ def _plain(model: Any, prompt: torch.Tensor) -> float:
             first.append(time.perf_counter() - begin)
         return scores
 
-    model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=N_NEW, do_sample=False,
-        logits_processor=[note],
-    )  # fmt: skip
-    return first[0]
+    with _forwards() as forwards:
+        begin = time.perf_counter()
+        model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=N_NEW, do_sample=False,
+            logits_processor=[note],
+        )  # fmt: skip
+    return Timed(first[0], 0.0, forwards[0] - begin)
+
+
+@contextmanager
+def _forwards() -> Iterator[list[float]]:
+    """When forwards began, by their first module. Of the class: an engine refuses a module with a
+    hook."""
+    begun: list[float] = []
+    real = torch.nn.Embedding.forward
+
+    def forward(module: torch.nn.Embedding, *args: Any, **options: Any) -> Any:
+        begun.append(time.perf_counter())
+        return real(module, *args, **options)
+
+    setattr(torch.nn.Embedding, "forward", forward)  # noqa: B010 - mypy knows its type
+    try:
+        yield begun
+    finally:
+        setattr(torch.nn.Embedding, "forward", real)  # noqa: B010
 
 
 @contextmanager
@@ -205,8 +238,8 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
             "hit": f"{row['hit']} %", "storing": row["storing"], "policy": _policy(row),
             "TTFT ms": row["ttft_ms"],
             "without": row["plain_ttft_ms"], "ratio": row["ttft_ratio"],
-            "before, ms": row["before_first_token_ms"], "share": row["share"],
-            "throughput": row["throughput_share"],
+            "checks, ms": row["before_first_token_ms"], "share": row["share"],
+            "before": row.get("before_share", ""), "throughput": row["throughput_share"],
         }
         for row in rows
     ])  # fmt: skip
@@ -214,9 +247,10 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     for row in rows:
         label = f"{row['hit']}{'' if row['storing'] else '_not_storing'}"
         label += "" if _policy(row) == "exact" else f"_{_policy(row)}"
-        for name in ("throughput_share", "ttft_ratio"):
+        for name in ("throughput_share", "ttft_ratio", "before_share"):
             for end in ("", "_low", "_high"):
-                said[f"{name}{end}.{label}"] = row[name + end]
+                if name + end in row:  # reports of before there was one lack it
+                    said[f"{name}{end}.{label}"] = row[name + end]
     for policy, name in (("exact", "zero_hit"), ("quality", "zero_hit_quality")):
         nothing = [row for row in rows if row["hit"] == 0 and _policy(row) == policy]
         if nothing:
@@ -238,9 +272,11 @@ EXPERIMENT: Final = Experiment(
     meta=lambda _options: {
         "policy": "the engine's; one that chooses rows watches attention inside the forward, and "
         "stores importance and probes",
-        "share": "checks, lookup and choosing a mode, all before the forward, ÷ time to first "
-        "token; of the weights, where something hits: else they are looked at behind the answer, "
-        "in the throughput's time",
+        "share": "checks, lookup and choosing a mode, ÷ time to first token; of the weights, where "
+        "something hits: else they are looked at behind the answer, in the throughput's time",
+        "before_share": "time from the call to the forward with a store less without, ÷ time to "
+        "first token: the share, and where something hits the planning and sending of reads; "
+        "median and interval of 95 %",
         "ttft_ratio": "time to first token with a store ÷ without, of the same prompt, what is "
         "watched inside the forward included; median and interval of 95 %",
         "throughput_share": f"time of {BLOCK} prompts without a store ÷ with one, until all is "

@@ -139,6 +139,16 @@ def test_lost_points_have_an_interval_where_no_question_flipped() -> None:
     assert {line["lost_points_high"] for line in lines if line["arm"] == "exact"} == {0}
 
 
+def test_who_lost_an_answer_is_known_no_better_than_who_lost_none() -> None:
+    """One flip of 408 ended at 0.7 points, none at 8.4."""
+    rows = [
+        row("a", i, task, i + len(task) > 3, 0.0) for i in range(34) for task in ("rte", "copa")
+    ]
+    figures, _ = all_figures(rows, seed=1)
+    assert figures["a.all.x.flips"] == 1
+    assert figures["a.all.x.lost_points_high"] == figures["a.copa.x.lost_points_high"] > 8.4
+
+
 def test_of_selections_without_a_flip_the_interval_has_a_width_too() -> None:
     """It said 0.0 [0.0, 0.0] of a few documents, which nobody can know."""
     none = np.empty((0, 4))

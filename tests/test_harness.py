@@ -112,9 +112,45 @@ def test_a_withdrawn_run_is_measured_again_by_resume_and_checked_again(
     for nothing, measured in ((True, [1, 2, 3]), (False, [1, 2, 3]), (False, [])):
         again = Doubling([1, 2, 3], nothing=nothing)
         again.check = 1
-        assert again.run(tmp_path, "--json", str(report), "--resume") == 0
+        assert again.run(tmp_path, "--json", str(report), "--resume") == nothing
         assert again.measured == measured
+        assert json.loads(report.read_text())["meta"]["cells"]["empty"] == 2 * nothing
     assert json.loads(report.read_text())["figures"] == {"of1": 2.0, "of2": 4.0, "of3": 6.0}
+
+
+def test_what_says_whether_others_can_be_believed_is_measured_with_any_of_them(
+    tmp_path: Path, report: Path
+) -> None:
+    """`ttft --cells base` left the emulator's check out, and said nothing of it."""
+    made = Doubling([1, 2, 3])
+    made.check = 1
+    assert made.run(tmp_path, "--json", str(report), "--cells", "2") == 0
+    assert made.measured == [1, 2]
+
+
+def test_a_report_on_stdout_is_all_that_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Estimates and tables stood before it, and no reader of JSON took that."""
+    assert Doubling([1]).run(tmp_path, "--json", "-") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["figures"] == {"of1": 2.0}
+    assert "Estimated time" in said.err
+    assert Doubling([1]).run(tmp_path) == 0
+    assert "Estimated time" in capsys.readouterr().out
+
+
+def test_a_run_that_is_stopped_before_it_kept_anything_names_no_file(
+    tmp_path: Path, report: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """As fio runs, say: it named a file of finished cells that was not there."""
+
+    def stopped() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fio, "version", stopped)
+    assert Doubling([1]).run(tmp_path, "--json", str(report), uses_disk=True) == 130
+    assert "the temporary data is gone" in capsys.readouterr().out
 
 
 def test_the_check_of_every_run_is_kept(tmp_path: Path, report: Path) -> None:
@@ -279,7 +315,10 @@ def test_a_line_cut_short_is_measured_again(tmp_path: Path, report: Path) -> Non
     assert again.measured == [2]
 
 
-@pytest.mark.parametrize("line", [b'{"params": {}}', b"\0\0", b"\xff"])
+@pytest.mark.parametrize(
+    "line",
+    [b'{"params": {}}', b"\0\0", b"\xff", b'{"params": {}, "rows": 5, "commit": "x"}', b"[]"],
+)
 def test_a_line_that_is_no_cell_is_named(
     tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str], line: bytes
 ) -> None:
@@ -382,6 +421,17 @@ def test_a_full_disk_is_named(
     assert made.run(tmp_path, "--json", str(report)) == 2
     err = capsys.readouterr().err
     assert f"No space left on device: '{where}'" in err and err.count("\n") == 1
+
+
+def test_an_experiment_that_draws_nothing_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It wanted matplotlib, made the folder and left it empty."""
+    monkeypatch.setattr(plotting, "find_spec", lambda name: None)
+    made = Experiment("plain", "Draws nothing.", Doubling([1])._cells, Doubling([1])._figures)
+    plots = tmp_path / "plots"
+    assert main(made, ["--dir", str(tmp_path), "--plot", str(plots)]) == 0
+    assert "plain draws nothing" in capsys.readouterr().out and not plots.exists()
 
 
 def test_plots_without_matplotlib_are_refused_at_once(

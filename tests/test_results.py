@@ -41,6 +41,17 @@ def _filled(tmp_path: Path, name: str, reports: dict) -> str:
     return page.read_text()
 
 
+@pytest.mark.parametrize("text", ['{"figures": ', "[]"])
+def test_a_file_that_is_no_report_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """A traceback named neither it nor what to do, at the very end of `experiments.all`."""
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "ttft.json").write_text(text)
+    assert results_table.fill_all(tmp_path) == 2
+    assert f"{tmp_path}/results/ttft.json is no report" in capsys.readouterr().err
+
+
 def test_a_figure_stands_beside_the_papers(tmp_path: Path) -> None:
     text = _filled(tmp_path, "paper", {"ttft": {"figures": {"p50_vs_as_h2o_lfu": 1.75}}})
     (line,) = [row for row in text.splitlines() if "p50 against AS+H2O+LFU" in row]

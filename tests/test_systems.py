@@ -458,11 +458,17 @@ def test_zero_hit_leaves_decoding_out_of_what_storing_costs() -> None:
 
     asked: list[int] = []
 
-    def stored(_prompt: object, *, max_new_tokens: int, **_options: object) -> None:
-        asked.append(max_new_tokens)
+    forward = torch.nn.Embedding(1, 1)
 
-    def plain(_prompt: object, *, max_new_tokens: int, logits_processor: list, **_: object) -> None:
+    def stored(prompt: torch.Tensor, *, max_new_tokens: int, **_options: object) -> None:
         asked.append(max_new_tokens)
+        forward(prompt)
+
+    def plain(
+        prompt: torch.Tensor, *, max_new_tokens: int, logits_processor: list, **_: object
+    ) -> None:
+        asked.append(max_new_tokens)
+        forward(prompt)
         logits_processor[0](None, None)
 
     engine = SimpleNamespace(
@@ -473,5 +479,7 @@ def test_zero_hit_leaves_decoding_out_of_what_storing_costs() -> None:
     row = zero_hit._compared(engine, SimpleNamespace(generate=plain), prompts)
     assert set(asked) == {1} and len(asked) == 2 * len(prompts)
     assert row["n"] == 2 * (zero_hit.BLOCK - 1)  # but the first of each block
+    assert row["to_forward_ms"] > 0
     said, _ = zero_hit.figures([{"hit": 0, "storing": True, **row}], None)
     assert said["zero_hit_throughput_share"] == row["throughput_share"] > 0
+    assert said["before_share.0"] == row["before_share"]

@@ -111,6 +111,7 @@ def test_a_malformed_row_is_named_by_file_line_and_field(
     [
         (b"{not json\n", "line 1: not JSON"),
         (b"[1]\n", "got list"),
+        (b"\n", "no rows"),  # it was told that "-1" shots could be had
         (b"\n\xff\n", "line 2: not UTF-8 at its byte 0"),
         (b"[" * 100_000 + b"\n", "line 1: not JSON"),
     ],

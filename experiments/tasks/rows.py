@@ -36,7 +36,9 @@ def load(task: str, data: str) -> Rows:
         raise BadInput(f"task must be one of {', '.join(FORMATS)}, got {task!r}")
     path = Path(data)
     if path.is_file():
-        return Rows(task, (), tuple(_of_file(path, form)))
+        if not (rows := tuple(_of_file(path, form))):
+            raise BadInput(f"{path}: no rows")
+        return Rows(task, (), rows)
     if path.is_dir():
         train, validation = (_of_folder(path, names, form) for names in _SPLITS.values())
         if not validation:
