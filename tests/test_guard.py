@@ -381,6 +381,16 @@ def test_a_policy_that_is_no_dataclass_is_named_by_its_settings_too(make):
     assert len(keys) == 2
 
 
+@pytest.mark.parametrize("make", [Top, Learned])
+def test_a_setting_that_is_a_set_is_told_in_one_order(make):
+    """It was told in that of the process: trust was lost with every restart."""
+    names = ["a", "policy", "of", "many", "layers"]
+    policies = [make(frozenset(order)) for order in (names, names[::-1])] + [make({*names})]
+    one, other, mutable = map(name_of, policies)
+    assert one == other and "frozenset('a', 'layers', 'many', 'of', 'policy')" in one
+    assert "set('a', " in mutable
+
+
 def test_policies_that_are_dataclasses_keep_their_ledgers():
     named = [repr(policy) for policy in (Paper(), Quality(0.1), Recency(), Layered((0.5,)))]
     assert [

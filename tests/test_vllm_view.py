@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from conftest import SMALL, prompt, put_prompt, soon
@@ -15,6 +16,7 @@ import impress
 from impress.engines.vllm import shared
 from impress.engines.vllm.shared import View, acquire, opened, release
 from impress.errors import FormatError, StoreFailed, StoreMismatch
+from impress.write.home import Home
 from impress.write.readers import present
 
 Open = Callable[..., impress.PrefixStore]
@@ -167,6 +169,29 @@ def test_a_release_after_all_was_closed_is_nothing(
     view.close()
     release(where)
     assert acquire(where, *model, None) is None
+
+
+def test_a_store_whose_close_ctrl_c_cut_off_is_closed_by_the_next_engine(
+    tmp_path: Path, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knew of it any more: with a shard of its own the next engine of the process was told
+    that it is locked, and what was queued was lost at exit."""
+    config = impress.Config(**SMALL, shard=0)
+
+    def opener() -> impress.PrefixStore:
+        return impress.PrefixStore.open(tmp_path / "s", geometry, NAMESPACE, config)
+
+    first = acquire(tmp_path / "s", geometry, NAMESPACE, opener)
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(Home, "settle", Mock(side_effect=KeyboardInterrupt))
+        release(tmp_path / "s")
+    second = acquire(tmp_path / "s", geometry, NAMESPACE, opener)
+    assert second is not None and second is not first and not shared._closing
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(Home, "settle", Mock(side_effect=KeyboardInterrupt))
+        release(tmp_path / "s")
+    shared._close_all()  # as at exit
+    opener().close()
 
 
 def test_a_server_that_only_reads_says_what_to_start_first(

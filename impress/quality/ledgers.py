@@ -161,7 +161,9 @@ def _told(value: Any) -> str:
             said = repr(value.tolist()).encode()  # floats in full, of whatever dtype
             digest = xxhash.xxh3_128_hexdigest(said)
             return f"{type(value).__name__}({value.dtype}, {tuple(value.shape)}, {digest})"
-    return _in_full(value) if _holds_array(value) else repr(value)
+    if isinstance(value, set | frozenset):  # in an order that is the same in every process
+        return f"{type(value).__qualname__}({', '.join(sorted(map(_told, value)))})"
+    return _in_full(value) if _is_told_by_parts(value) else repr(value)
 
 
 def _in_full(value: Any) -> str:
@@ -175,7 +177,7 @@ def _of(value: Any) -> list[tuple[str | None, Any]]:
         parts = [(f, getattr(value, f.name, None)) for f in fields(value) if f.repr or f.init]
         return [
             (f.name, part) for f, part in parts
-            if f.repr or _is_array(part) or _holds_array(part)
+            if f.repr or _is_own(part) or _is_told_by_parts(part)
         ]  # fmt: skip
     if isinstance(value, Mapping):
         return [(None, part) for pair in value.items() for part in pair]
@@ -189,8 +191,13 @@ def _is_array(value: Any) -> bool:
     return known and not isinstance(value, type | np.generic)
 
 
-def _holds_array(value: Any) -> bool:
-    return any(_is_array(part) or _holds_array(part) for _, part in _of(value))
+def _is_own(value: Any) -> bool:
+    """Whether its repr is not all of it, or not the same in every process."""
+    return _is_array(value) or isinstance(value, set | frozenset)
+
+
+def _is_told_by_parts(value: Any) -> bool:
+    return any(_is_own(part) or _is_told_by_parts(part) for _, part in _of(value))
 
 
 def shown(key: bytes, entry: Entry) -> dict[str, Any]:

@@ -200,7 +200,23 @@ def test_an_adapter_whose_files_change_is_not_reused_until_a_restart(
     assert len(caplog.records) == 1
     with pytest.raises(Unsupported, match="other files"):  # a number has one adapter
         _adapter_key(_adapter_in(tmp_path / "b", 2), adapters)
-    assert _adapter_key(_adapter_in(tmp_path / "b", 2, number=2), adapters) != first
+    with pytest.raises(Unsupported, match="other files"):  # in vLLM's cache under that path, too
+        _adapter_key(_adapter_in(tmp_path / "b", 2, number=2), adapters)
+    assert _adapter_key(_adapter_in(tmp_path / "c", 2, number=3), adapters) != first
+
+
+def test_an_adapter_loaded_anew_from_its_path_is_not_reused_until_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unloaded, saved again and loaded, it has another number in vLLM, and the same place in its
+    prefix cache: blocks that the old weights had computed were stored under the new ones' name."""
+    adapters = Adapters()
+    first = _adapter_key(_adapter_in(tmp_path / "a", 1), adapters)
+    assert _adapter_key(_adapter_in(tmp_path / "a", 1, number=2), adapters) == first
+    for number in (3, 4):
+        with pytest.raises(Unsupported, match="other files than when it was first used"):
+            _adapter_key(_adapter_in(tmp_path / "a", 2, number=number), adapters)
+    assert len(caplog.records) == 1
 
 
 def _served(

@@ -24,7 +24,7 @@ import torch
 import vllm._custom_ops  # noqa: F401  # the kernels that this processor has
 
 from impress.config import Config
-from impress.engines.vllm import saving
+from impress.engines.vllm import hanging, saving, uses
 from impress.engines.vllm.blocks import BlockLayout, slots_of
 from impress.engines.vllm.connector import ImpressConnector
 from impress.engines.vllm.metrics import COUNTS
@@ -38,8 +38,10 @@ from impress.read.session import Session
 from impress.store import PrefixStore
 from impress.types import Geometry
 from impress.write.draft import Stored
+from impress.write.index import Index
 from tests.vllm.served import MIB, SMALL, Served, params, tokens, words
 from tests.vllm.test_vllm_blocks import _isas
+from tiers.segments import SegmentFiles
 from tiers.slots import BufferPool
 from tiers.ssd import SsdTier
 
@@ -766,6 +768,55 @@ def test_behind_a_commit_that_hangs_one_request_waits_and_no_other(
     assert said.endswith("until an earlier store has ended")
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["a new segment", "an eviction"])
+def test_behind_space_that_is_never_made_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """A new segment is made on the disk, and a full store evicts behind a commit: where that hung,
+    every request that had ended kept its blocks, vLLM had none left for another, and its shutdown
+    did not end."""
+    go = threading.Event()
+    limits = {"write_buffer_bytes": 8 * MIB, "segment_bytes": 4 * MIB}
+    limits |= {"disk_bytes": 4 * MIB, "disk_high": 1.0, "disk_low": 1.0} if full else {}
+    where, name = (Index, "commit") if full else (SegmentFiles, "make")
+    real = getattr(where, name)
+
+    def stuck(*args: Any, **named: Any) -> Any:
+        assert go.wait(120)
+        return real(*args, **named)
+
+    prompts = [
+        Prompt(np.arange(9999 * i, 9999 * i + 2048, dtype=np.int32), {}, "") for i in range(6)
+    ]
+    with PrefixStore.open(
+        tmp_path / "s",
+        Geometry(2, 2, 2, 32, "float32"),
+        b"x" * 32,
+        Config(**{**SMALL, **limits}),
+        "rw",
+    ) as store:
+        layout: Any = _Zeros()
+        saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
+        if full:
+            _offered(saver, prompts, 0)
+            saver.flush()
+        monkeypatch.setattr(where, name, stuck)
+        monkeypatch.setattr(hanging, "KEEPS_S", 0.2)
+        monkeypatch.setattr(saving, "_FLUSH_S", 0.2)
+        try:
+            for i in (1, 2, 3):
+                saver.offer(SaveSpec(f"{i}", f"{i}#0", prompts[i], 2048, [1] * 64))
+            while any(saver.busy(f"{i}") for i in (1, 2, 3)):
+                saver.pause(0.05)
+            assert saver.n_skipped == 3 and not saver.reads()
+            saver.close()
+            assert saver._thread.is_alive()
+        finally:
+            go.set()
+        saver._thread.join(60)
+        assert [store.lookup(prompt.tokens) for prompt in prompts[1:4]] == [0, 0, 0]
+
+
 def test_a_request_with_the_id_of_one_that_ended_is_stored_under_its_own_name(
     tmp_path: Path,
 ) -> None:
@@ -844,7 +895,7 @@ def test_an_answer_is_no_second_use_however_many_requests_come_before_it(
 ) -> None:
     """With "admit": "second". What a request had noted was forgotten once so many others had come:
     its own answer, where that took long, was its prompt's second use, and all of it was stored."""
-    monkeypatch.setattr(saving, "_MOST_NOTED", 2)
+    monkeypatch.setattr(uses, "_MOST_NOTED", 2)
     config = Config(**{**SMALL, "admit": "second"})
     a, b, c, d, answer = (np.arange(at, at + 128, dtype=np.int32) for at in range(0, 1000, 200))
     with PrefixStore.open(

@@ -82,6 +82,85 @@ def test_an_adapter_saved_again_in_a_requests_own_step_ends_nothing(tmp_path: Pa
     assert plan.saves == []
 
 
+def test_blocks_of_a_prompt_that_was_lost_as_it_was_handed_over_are_held_to_its_end() -> None:
+    """The step that computed them was cut short, and the next took its rows back: nothing of the
+    request counted as handed over then, an abort freed its blocks, and another's rows in them were
+    stored under its name."""
+    side = _side()
+    request = _arrives(side, 320)
+    assert side.matched(request, 0) == 256
+    side._tracked["r"].n_stored = 0  # what it was told of is stored no more
+    assert _step(side, request, 256).saves
+    side.kv_cache_manager.evict_blocks = lambda blocks: None
+    side.hear(StepReport(), [1])
+    assert (request.num_computed_tokens, side._tracked["r"].n_saved) == (0, 0)
+    assert side.finish(request, [1, 2, 3])[0]
+
+
+def test_a_sparse_life_is_not_found_by_the_lives_after_it() -> None:
+    """Preempted, a request that got chosen rows was admitted without a load, as the store had lost
+    its prefix, and kept the names of the blocks before: preempted again it built on rows that were
+    computed on chosen ones, and they were stored as exact."""
+    import torch
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request
+
+    size = 64
+    init_none_hash(sha256)
+    spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    config = KVCacheConfig(64, [], [KVCacheGroupSpec(["l"], spec)])
+    manager = KVCacheManager(
+        config, max_model_len=2048, scheduler_block_size=size, hash_block_size=size
+    )
+    found = [128]
+    view: Any = SimpleNamespace(lookup=lambda *_: found[0], current=True)
+    served: Any = SimpleNamespace(block_size=size, lora="", mixes_adapters=False)
+    settings = Settings.of({"store": "unused", "policy": {"name": "random", "keep": 0.3}})
+    side = SchedulerSide(settings, served, view, Events(enabled=False, block_size=size))
+    side.kv_cache_manager = manager
+    hasher = get_request_block_hasher(size, sha256)
+    request = Request("r", [*range(140)], SamplingParams(max_tokens=400), None, block_hasher=hasher)
+    side.add(request)
+    assert side._tracked["r"].private
+
+    def lives() -> tuple[int, list[int]]:
+        """It is admitted, decodes and is preempted: what it found of its own, and its blocks."""
+        blocks, n_local, _ = manager.get_computed_blocks(request)
+        n = side.matched(request, n_local)
+        n_new = request.num_tokens - n_local - n
+        assert manager.allocate_slots(
+            request, n_new, n_local, blocks, num_external_computed_tokens=n
+        )
+        side.allocated(request, n)
+        request.num_computed_tokens = n_local + n
+        output = SimpleNamespace(
+            total_num_scheduled_tokens=n_new, num_scheduled_tokens={"r": n_new}
+        )
+        side.plan(output)
+        side.hear(StepReport(), [])
+        request.num_computed_tokens = request.num_tokens
+        for token in range(70):
+            request.append_output_token_ids(1000 + token)
+            manager.allocate_slots(request, 1)
+            request.num_computed_tokens += 1
+        (ids,) = manager.get_block_ids("r")
+        manager.free(request)
+        request.num_preemptions += 1
+        request.num_computed_tokens = 0
+        return n_local, [*ids]
+
+    n_local, sparse = lives()
+    assert n_local == 0 and side._tracked["r"].sparse
+    found[0] = 0
+    assert lives()[0] == 0
+    n_local, ids = lives()
+    assert n_local == 0 or not {*ids[: n_local // size]} & {*sparse}
+
+
 def test_what_vllm_may_mix_an_adapter_into_is_served_without_the_store(tmp_path: Path) -> None:
     """Beside a request with an adapter vLLM computed one without with the adapter, and what came of
     it was stored under the name of the model alone."""

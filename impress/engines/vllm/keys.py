@@ -97,32 +97,36 @@ class Adapters:
     """What the files of each adapter held when a request first named it. For one thread.
 
     vLLM loads an adapter once, by its number, and computes with that whatever the files become.
-    (Not so `load_inplace`, of which no connector hears: docs/VLLM.md, Limits.)
+    (Not so `load_inplace`, of which no connector hears: docs/VLLM.md, Limits.) Its own prefix cache
+    goes by name and path: loaded anew from there, under another number, an adapter is answered from
+    blocks that the one before computed, which must not be stored as its own.
     """
 
     def __init__(self, applied: str = "") -> None:
         """applied: how the server applies every adapter (settings.Served.lora)."""
         self._applied = applied.encode()
-        self._first: dict[int, bytes] = {}  # empty: what vLLM has loaded is no longer known
+        # By number, and by name and path; empty: what vLLM has of it is no longer known.
+        self._first: dict[int | tuple[str, str], bytes] = {}
 
     def digest(self, adapter: Any) -> bytes:
         """Of a vLLM LoRA request's weights and settings, as they are applied.
 
         Raises Unsupported where they cannot be read or are not those first seen, and from then on.
         """
-        number, path = adapter.lora_int_id, adapter.lora_path
-        first, now = self._first.get(number), b""
+        path, now = adapter.lora_path, b""
+        known: tuple[int, tuple[str, str]] = (adapter.lora_int_id, (adapter.lora_name, path))
+        firsts = {self._first[by] for by in known if by in self._first}
         why = f"adapter {path} has other files than when it was first used"
-        if first != b"":
+        if b"" not in firsts:
             try:
                 now = _adapter(path, self._applied)
             except Unsupported as err:
                 why = str(err)
-        if now and first in (None, now):
-            self._first[number] = now
+        if now and firsts <= {now}:
+            self._first.update(dict.fromkeys(known, now))
             return now
-        self._first[number] = b""
-        if first != b"":
+        self._first.update(dict.fromkeys(known, b""))
+        if b"" not in firsts:
             log.warning("%s: its requests are not reused until vLLM is started again", why)
         raise Unsupported(why)
 

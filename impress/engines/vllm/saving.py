@@ -22,8 +22,10 @@ from collections.abc import Sequence
 import torch
 
 from impress.engines.vllm.blocks import Layout
+from impress.engines.vllm.hanging import Disk
 from impress.engines.vllm.step import SaveSpec
 from impress.engines.vllm.strided import PIECE_BYTES
+from impress.engines.vllm.uses import Uses
 from impress.errors import ImpressError, StoreFailed
 from impress.store import PrefixStore
 from impress.write.draft import Stored
@@ -42,8 +44,6 @@ _BUFFER_WAIT_S = 5.0
 #: of its chunks; then what they share is written twice.
 _EARLIER_WAIT_S = 10.0
 _FLUSH_S = 120.0
-#: Requests of which it is remembered what they noted first: no part of one counts as a second use.
-_MOST_NOTED = 4096
 #: Rows copied at once, and no more of one layer's than take PIECE_BYTES.
 _MOST_ROWS = 2048
 
@@ -81,9 +81,8 @@ class Saver:
         self._lives: dict[str, _Life] = {}
         self._writing: dict[bytes, str] = {}  # root -> key of the life that stores it
         self._pending: list[tuple[str, bytes, Stored]] = []  # handed to the committer
-        self._stuck_bytes = 0  # in write buffers, as a wait for them ran out
-        self._overdue: Stored | None = None  # was waited for in vain: a commit may hang
-        self._noted: dict[str, set[tuple[int, int]]] = {}  # request -> its first new windows
+        self._disk = Disk(store)
+        self._uses = Uses(store)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._reading = threading.Lock()  # held while blocks are looked at
@@ -106,7 +105,9 @@ class Saver:
             life = self._lives.get(spec.key)
             if life is None:
                 life = self._lives[spec.key] = _Life(spec.request_id, self._root(spec))
-            if len(self._specs) >= MOST_WAITING:
+            if self._hangs():
+                self._skip(life)
+            elif len(self._specs) >= MOST_WAITING:
                 self._skip(life)
                 self._tell(f"{MOST_WAITING} parts of prompts wait already", "skipped")
             if not life.n_waiting:
@@ -114,6 +115,18 @@ class Saver:
             life.n_waiting += 1
             self._specs.append(spec)
             self._changed.notify_all()
+
+    def _hangs(self) -> bool:
+        """Whether the thread is in a call of the store that does not end: then all that waits is
+        skipped, since vLLM needs its blocks, none of which is being looked at. With the lock held.
+        """
+        if not self._disk.keeps():
+            return False
+        for life in self._lives.values():
+            if life.n_waiting and not life.dropped:
+                self._skip(life)
+        self._tell("the disk hangs as space is made on it", "skipped")
+        return True
 
     def _skip(self, life: _Life) -> None:
         """Nothing of it is read any more; with the lock held."""
@@ -140,6 +153,7 @@ class Saver:
     def busy(self, request_id: str) -> bool:
         """Whether something of a request still waits to be read from its blocks."""
         with self._lock:
+            self._hangs()
             return any(
                 life.request_id == request_id and life.n_waiting and not life.dropped
                 for life in self._lives.values()
@@ -148,6 +162,7 @@ class Saver:
     def reads(self) -> bool:
         """Whether any block is being read, or still to be."""
         with self._lock:
+            self._hangs()
             waits = any(life.n_waiting and not life.dropped for life in self._lives.values())
             return waits or self._reading.locked()
 
@@ -193,12 +208,15 @@ class Saver:
         return not any(life.n_waiting for life in self._lives.values())
 
     def close(self) -> None:
-        """Finish what waits and end the thread. Idempotent."""
+        """Finish what waits and end the thread, unless the disk hangs. Idempotent."""
         atexit.unregister(self.close)
         with self._lock:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        while self._thread.is_alive() and not self._disk.keeps(_FLUSH_S):
+            self._thread.join(1.0)
+        if self._thread.is_alive():
+            log.error("saving: the disk hangs: what waited is not stored")
 
     # ---- the thread ------------------------------------------------------------------------
 
@@ -258,7 +276,7 @@ class Saver:
 
     def _save(self, spec: SaveSpec) -> None:
         life = self._lives[spec.key]
-        if not life.dropped and self._stuck():
+        if not life.dropped and self._disk.hangs():
             with self._lock:
                 self._skip(life)
         if life.dropped:
@@ -283,7 +301,7 @@ class Saver:
         if life.n_put >= life.n_wanted or refused:
             self._finish(life)
         if refused == NO_SLOT:
-            self._note_stuck()
+            self._disk.note_full()
 
     def _end_of_put(self, begin: int, wanted: int) -> int:
         """Where the next put ends: at some _MOST_ROWS, whole windows and whole blocks."""
@@ -292,24 +310,10 @@ class Saver:
         n_rows = min(_MOST_ROWS, PIECE_BYTES // row_bytes)
         return min(wanted, (begin // unit + max(1, n_rows // unit)) * unit)
 
-    def _note_stuck(self) -> None:
-        self._stuck_bytes = self._store.write_buffers.used_bytes
-        if self._stuck_bytes:
-            log.warning("the disk hangs: nothing is stored until a write ends")
-
-    def _stuck(self) -> bool:
-        """Whether a store waited for in vain is still under way, or no write has ended since."""
-        if self._store.write_buffers.used_bytes < self._stuck_bytes:
-            self._stuck_bytes = 0
-        late = self._overdue
-        if late is not None and (late.ready or late.refused or late.error is not None):
-            self._overdue = None
-        return self._stuck_bytes > 0 or self._overdue is not None
-
     def _begin(self, life: _Life, spec: SaveSpec) -> bool:
         """Open a writer for what is admitted of a spec's prompt; False: nothing of it is."""
         life.n_asked = len(spec.prompt.tokens)
-        life.n_wanted = self._admitted(life, spec)
+        life.n_wanted = self._uses.admitted(life.whole, spec.prompt, self._under_way)
         if not life.n_wanted:
             return False
         self._writing[life.root] = spec.key
@@ -321,36 +325,18 @@ class Saver:
             except ImpressError:
                 continue
             if late:
-                self._overdue = stored
-                log.warning("the disk hangs: nothing is stored until an earlier store has ended")
+                self._disk.note_late(stored)
                 break
         cut = spec.prompt.cut(life.n_wanted)
-        life.writer = self._store.writer(cut.tokens, 0, cut.extra, _BUFFER_WAIT_S, cut.tenant)
+        with self._disk.asked():
+            life.writer = self._store.writer(cut.tokens, 0, cut.extra, _BUFFER_WAIT_S, cut.tenant)
         life.n_put = life.writer.stored.n_tokens - life.writer.stored.n_new
         return True
 
-    def _admitted(self, life: _Life, spec: SaveSpec) -> int:
-        """Tokens to be stored by Config.admit, which notes this use of each window.
-
-        A request comes here again with its answer, or after it was preempted, and with each of its
-        answers where it has several: what it noted itself does not count as used before.
-        """
-        prompt, tokens, window = spec.prompt, spec.prompt.tokens, self._store.window
-        if self._store.config.admit == "first":
-            return len(tokens)
-        found = self._store.admitted(tokens, prompt.extra, prompt.tenant)
-        noted = self._noted.setdefault(life.whole, set())
-        # A mark is where new windows begin, and what the prompt is up to the end of the first.
-        marks = {at: hash(tokens[: at + window].tobytes()) for at in {found, *dict(noted)}}
-        admitted = min([found, *(at for at, _ in marks.items() & noted)])
-        noted.add((admitted, marks[admitted]))
-        if len(self._noted) > _MOST_NOTED:
-            with self._lock:  # of these more may come, however long it takes
-                under_way = {other.whole for other in self._lives.values()}
-            over = [request for request in self._noted if request not in under_way]
-            for request in over[: len(self._noted) - _MOST_NOTED]:
-                del self._noted[request]
-        return admitted
+    def _under_way(self) -> set[str]:
+        """Requests of which more may come, however long it takes."""
+        with self._lock:
+            return {life.whole for life in self._lives.values()}
 
     def _put(self, life: _Life, spec: SaveSpec, begin: int, end: int) -> bool:
         """Rows begin..end-1 in every layer; False when its blocks are no longer its own."""
@@ -364,7 +350,8 @@ class Saver:
             if rows is None or life.dropped:  # meanwhile, by `offer`, which waits for no read
                 return False
             k, v = rows
-            life.writer.put(layer, row, k[:, : end - row], v[:, : end - row])
+            with self._disk.asked():
+                life.writer.put(layer, row, k[:, : end - row], v[:, : end - row])
         return True
 
     def _read(
@@ -379,7 +366,8 @@ class Saver:
     def _finish(self, life: _Life) -> None:
         assert life.writer is not None
         writer, life.writer = life.writer, None
-        writer.close()
+        with self._disk.asked():
+            writer.close()
         with self._lock:
             self._pending.append((life.request_id, life.root, writer.stored))
         self._free(life)

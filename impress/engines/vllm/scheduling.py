@@ -51,6 +51,7 @@ class Tracked:
         self.to_load = (0, 0)  # rows first..end-1, due in the next plan
         self.n_stored = 0  # tokens the store is known to hold
         self.n_saved = 0  # tokens handed over for saving
+        self.handed = False  # anything, since it began or was preempted: its blocks may be read
         self.n_preempted = 0
         self.served: dict[str, Any] = {}  # what was read since it began, or was preempted
         self.served_before: dict[str, Any] = {}  # for tokens that came before that
@@ -195,6 +196,8 @@ class SchedulerSide:
         if n_external:
             first = tracked.hit[0]
             tracked.to_load = (first, first + n_external)
+        if tracked.private:
+            _privatise(request)  # what it publishes from here on is not found, by itself neither
 
     # ---- a step ----------------------------------------------------------------------------
 
@@ -236,7 +239,7 @@ class SchedulerSide:
         plan.ended.append(tracked.request.request_id)
         tracked.n_preempted = tracked.request.num_preemptions
         tracked.n_saved = 0
-        tracked.sparse = False
+        tracked.handed = tracked.sparse = False
         if tracked.request.num_output_tokens > tracked.n_before:
             tracked.served_before = tracked.said
         tracked.served, tracked.n_before = {}, tracked.request.num_output_tokens
@@ -257,8 +260,6 @@ class SchedulerSide:
         plan.loads.append(
             LoadSpec(request.request_id, tracked.key, prompt, first, end, blocks, policy)
         )
-        if tracked.private:
-            _privatise(request)  # what it may publish in this step is not found, by itself neither
 
     def _save(self, tracked: Tracked, end: int, plan: StepPlan) -> None:
         """Hand over what the step adds to the prompt's whole windows."""
@@ -283,6 +284,7 @@ class SchedulerSide:
         request = tracked.request
         if not tracked.private:
             self._events.expect(request, prompt)
+        tracked.handed = True
         return SaveSpec(request.request_id, tracked.key, prompt, end, blocks)
 
     def _blocks(self, request_id: str, n_tokens: int) -> list[int]:
@@ -304,9 +306,9 @@ class SchedulerSide:
             return False, said
         if not (tracked.refused or tracked.sparse) and self._settings.store_new:
             self._save_late(tracked, block_ids)
-        if tracked.n_saved:  # refused or not by now: what was handed over is still read there
+        if tracked.handed:  # refused, lost or not by now: what was handed over is still read there
             self._held.add(request.request_id)
-        return bool(tracked.n_saved), said
+        return tracked.handed, said
 
     def _save_late(self, tracked: Tracked, block_ids: list[int]) -> None:
         """Hand over the whole windows of a request that ends, its answer's among them."""

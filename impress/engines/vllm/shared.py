@@ -14,6 +14,7 @@ import atexit
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ log = logging.getLogger("impress")
 Opener = Callable[[], PrefixStore]
 
 _stores: dict[Path, tuple[PrefixStore, int]] = {}
+_closing: list[PrefixStore] = []  # and those that Ctrl-C kept from it
 _lock = threading.Lock()
 
 
@@ -65,6 +67,8 @@ def acquire(
     `opener` does.
     """
     where = path.resolve()
+    for left in [store for store in _closing if store.path.resolve() == where]:
+        _end(left)
     with _lock:
         store, users = _stores.get(where, (None, 0))
         if store is None:
@@ -93,7 +97,15 @@ def release(path: Path) -> None:
         if users > 1:
             _stores[where] = (store, users - 1)
             return
+        _closing.append(store)
+    _end(store)
+
+
+def _end(store: PrefixStore) -> None:
+    """Close it, which the next call finishes where it is cut off."""
     store.close()
+    with _lock, suppress(ValueError):  # another thread's
+        _closing.remove(store)
 
 
 @atexit.register
@@ -103,11 +115,11 @@ def _close_all() -> None:
     Savers have ended by then: what is registered last, as they are, is called first.
     """
     with _lock:
-        left = [store for store, _ in _stores.values()]
+        left = [*(store for store, _ in _stores.values()), *_closing]
         _stores.clear()
     for store in left:
         try:
-            store.close()
+            _end(store)
         except Exception:  # the others are to be closed as well
             log.exception("a store could not be closed")
 
