@@ -245,7 +245,8 @@ def check(folder: Path, rounds: int) -> list[Row]:
 
     Every round fits once more, then serves each kind really, then emulated: what else the machine
     does falls on all of it. Real requests follow each other, as those that are fitted do: behind
-    emulated ones the next took a tenth longer. Medians are compared.
+    emulated ones the next took a tenth longer. Of the rounds' ratios
+    the median is taken.
     """
     torch.set_num_threads(1)
     real = Real.of(folder)
