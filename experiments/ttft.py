@@ -48,7 +48,11 @@ def cells(options: Options) -> list[Cell]:
     varied = {"in_a_row": VARIED["in_a_row"]} if few else VARIED
     n_of = {"in_a_row": N_IN_A_ROW[options.quick]}
     asked = _requests(options)
-    only = {} if names is None else {"systems": ",".join(names)}
+    only: dict[str, Any] = {} if names is None else {"systems": ",".join(names)}
+    if (prefixes := getattr(options.more, "prefixes", None)) is not None:
+        if prefixes < 2:
+            raise Unable(f"--prefixes: at least 2 are asked for in turn, got {prefixes}")
+        only["asked_prefixes"] = prefixes
     found = [check_cell(verdict), cell(plan, "base", asked or N_BASE[options.quick], **only)]
     for name, values in varied.items():
         n = asked or n_of.get(name, N_OTHER[options.quick])
@@ -67,6 +71,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="measured of each system in every cell, 40 at least (default: 1,000 in the "
         "base cell, 100 or 200 in others; 40 with --quick)",
+    )
+    parser.add_argument(
+        "--prefixes",
+        type=int,
+        metavar="N",
+        help="in every cell (default: 4 to 24, as many as fit the machine with these systems)",
     )
 
 

@@ -147,6 +147,8 @@ def test_fewer_requests_of_fewer_systems_can_be_asked_for(tmp_path: Path) -> Non
     assert sizes["base"] == sizes["ratio 65"] == 60
     assert sizes["in_a_row 8"] == 64  # else its rows were not whole, which was found at the end
     assert {cell.params["systems"] for cell in found[1:]} == {"as,impress"}
+    few = ttft.cells(_options(tmp_path, requests=60, systems="as, impress", prefixes=4))[1]
+    assert few.params["asked_prefixes"] == 4 and few.seconds < found[1].seconds
     assert "systems" not in ttft.cells(_options(tmp_path))[1].params
 
 
@@ -163,6 +165,7 @@ def test_cells_of_two_cards_are_two_cells(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("more", "said"),
     [({"requests": 39}, "--requests: at least 40"), ({"systems": "as,foo"}, "'foo' is none of rec"),
+     ({"prefixes": 1}, "--prefixes: at least 2"), ({"prefixes": 99}, "--prefixes 99: 5 fit, of op"),
      pytest.param({"compute": "real"}, "--compute real: ", marks=pytest.mark.skipif(
          not why_not(), reason="a device is there"))],
 )  # fmt: skip

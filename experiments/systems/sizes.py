@@ -25,18 +25,26 @@ LAYERS: Final = {False: 4, True: 2}
 MEAN_TOKENS: Final = 5250
 
 
-def n_prefixes(shape: str, ratio: int, n_systems: int, *, quick: bool) -> int:
-    """Prefixes of a cell: the data, and n_systems pairs of caches for it, fit the machine."""
+def n_prefixes(
+    shape: str, ratio: int, n_systems: int, *, quick: bool, asked: int | None = None
+) -> int:
+    """Prefixes of a cell: the data, and n_systems pairs of caches for it, fit the machine. Raises
+    Unable where more are asked for."""
     one = MEAN_TOKENS * SHAPES[shape].row_bytes * LAYERS[quick]
     most = min(MOST_DATA[quick], CACHES[quick] * ratio // (42 * max(n_systems, 1)))
-    return max(4, min(24, int(most // one)))
+    fit = max(4, min(24, int(most // one)))
+    if asked is not None and asked > fit:
+        raise Unable(f"--prefixes {asked}: {fit} fit, of {shape} and with {n_systems} systems")
+    return fit if asked is None else asked
 
 
 def data_of(
-    options: Options, shape: str, ratio: int, n_systems: int, knobs: Knobs, keep: float = 0.25
-) -> Data:
-    """Plan a cell's data; what the last cell left on disk is removed, unless it is the same."""
-    n = n_prefixes(shape, ratio, n_systems, quick=options.quick)
+    options: Options, shape: str, ratio: int, n_systems: int, knobs: Knobs, keep: float = 0.25,
+    asked: int | None = None,
+) -> Data:  # fmt: skip
+    """Plan a cell's data; what the last cell left on disk is removed, unless it is the same.
+    `asked`: of so many prefixes."""
+    n = n_prefixes(shape, ratio, n_systems, quick=options.quick, asked=asked)
     data = Data.of(
         SHAPES[shape], LAYERS[options.quick], n, options.folder / "data", knobs, options.seed
     )

@@ -75,7 +75,10 @@ def cell(plan: Plan, label: str, n: int, **factors: Any) -> Cell:
 
 def _seconds(plan: Plan, factor: Row, n: int) -> float:
     systems, quick = chosen(plan.names), plan.options.quick
-    size = n_prefixes(factor["shape"], factor["ratio"], len(systems), quick=quick)
+    size = n_prefixes(
+        factor["shape"], factor["ratio"], len(systems), quick=quick,
+        asked=factor.get("asked_prefixes"),
+    )  # fmt: skip
     load = Load(n_measured=n, n_warm=plan.n_warm, most_windows=plan.most_windows)
     return estimate(
         systems, SHAPES[factor["shape"]], LAYERS[quick], size, load, dilation(plan.options)
@@ -111,8 +114,9 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
     systems = chosen(plan.names, factor["keep"])
     knobs = replace(Knobs(), agreement=factor["agreement"], overlap=factor["overlap"])
     data = data_of(
-        plan.options, factor["shape"], factor["ratio"], len(systems), knobs, factor["keep"]
-    )
+        plan.options, factor["shape"], factor["ratio"], len(systems), knobs, factor["keep"],
+        factor.get("asked_prefixes"),
+    )  # fmt: skip
     load = Load(
         factor["ratio"], factor["zipf"], knobs, n, plan.n_warm, plan.most_windows,
         plan.options.seed, factor["in_a_row"],
