@@ -260,7 +260,7 @@ def test_close_waits_for_who_copies_out_of_the_callers_memory(
     with cold_sessions(store, prompt(256), 1) as (session,):
         session.prefetch(page_aligned_outs(small, 256))
         assert_right(session, prompt(256), small)
-        flight = session._flights[0]
+        flight = session._begun._loads[0].flight
         closing = threading.Thread(target=lambda: order.append(session.close()))
         with flight.looked_at() as there:
             assert there

@@ -26,6 +26,8 @@ import impress
 from impress.cache.chunks import ChunkCache, Ids
 from impress.cache.heap import MinHeap
 from impress.read.tickets import nothing
+from impress.repacking.drafts import Drafts
+from impress.repacking.repack import Repacker
 from impress.spans.format import SpanRecord
 from impress.tree.catalog import Catalog
 from impress.tree.radix import RadixTree
@@ -302,7 +304,8 @@ def here(real: Callable[..., Any], nth: int = 1) -> Callable[..., Any]:
     ("where", "what"),
     [
         (threading.Condition, "_acquire_restore"), (Home, "_let_go"), (SsdTier, "erase"),
-        (SsdTier, "sync"), (SsdTier, "free"),
+        (SsdTier, "sync"), (SsdTier, "free"), (Home, "release"), (Drafts, "add"),
+        (Repacker, "_move"), (Repacker, "_commit"), (Drafts, "hand"), (Drafts, "give_back_rest"),
     ],
     ids=lambda of: getattr(of, "__name__", str(of)),
 )  # fmt: skip

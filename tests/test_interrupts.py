@@ -218,6 +218,29 @@ def test_an_interrupted_close_leaves_nothing_taken(
     assert_serves(store, TOKENS, 256)
 
 
+@pytest.mark.parametrize("policy", [Exact(), Random(0.3)], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("what", ["abandon", "_unpin", "__init__"])
+def test_layers_that_were_begun_and_not_taken_are_given_up_though_it_is_cut_off(
+    store: impress.PrefixStore, what: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one was given up it was in no list any more, nor was it in one as it had just begun: its
+    copies in memory stayed pinned until a restart."""
+    before, real = taken(store), getattr(loads.Load, what)
+
+    def behind(*args: Any, **named: Any) -> None:
+        real(*args, **named)
+        raise KeyboardInterrupt
+
+    with store.lease(TOKENS) as lease, suppress(KeyboardInterrupt):
+        with monkeypatch.context() as patched, lease.session(policy) as session:
+            if what == "__init__":
+                patched.setattr(loads.Load, what, behind)
+            session.prefetch()
+            patched.setattr(loads.Load, what, once(real))
+    assert taken(store) == before
+    assert_serves(store, TOKENS, 256)
+
+
 def test_an_interrupted_close_of_an_engines_prefix_releases_its_leases(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

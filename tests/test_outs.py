@@ -109,6 +109,55 @@ def test_layers_that_share_memory_are_refused(
         assert_in((third, one), 0, geometry)
 
 
+def test_memory_that_a_layer_is_on_its_way_to_is_given_for_nothing_else(
+    store: impress.PrefixStore, geometry: impress.Geometry
+) -> None:
+    """Keys and values changed round, or a row further on, were overwritten by each other and
+    returned without a word; a second prefetch wrote where another layer was being read and
+    verified, and that one's span was dropped as bad."""
+    heads, dim = geometry.n_kv_heads, geometry.head_dim
+    memory = torch.frombuffer(aligned((N + 1) * heads * dim * 4), dtype=torch.float32)
+    longer = memory[: (N + 1) * heads * dim].view(N + 1, heads, dim).transpose(0, 1)
+    first, shifted = longer[:, :N], longer[:, 1:]
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        outs = pairs(geometry)
+        outs[0] = (first, outs[0][1])
+        session.prefetch(outs)
+        others = [pair[::-1] for pair in outs], outs[1:] + outs[:1], [(shifted, rows(geometry))] * 9
+        for other in others:
+            with pytest.raises(impress.BadInput, match=r"is being read to|share memory"):
+                session.retrieve(0, None, out=tuple(other[0]))
+        for other in others[:2]:
+            with pytest.raises(impress.BadInput, match="is being read to"):
+                session.prefetch(other)
+        session.prefetch(outs)  # its own, again
+        for layer in range(geometry.n_layers):
+            session.retrieve(layer, None, out=outs[layer])
+            assert_in(outs[layer], layer, geometry)
+    assert not store.stats()["quarantined_spans"]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_two_views_of_one_tensor_may_lie_side_by_side(
+    store: impress.PrefixStore, geometry: impress.Geometry, *, apart: bool
+) -> None:
+    """One shifted against the other was copied over it: keys came back as values."""
+    heads, dim = geometry.n_kv_heads, geometry.head_dim
+    if apart:  # token by token, as engines keep them
+        both = torch.empty(N, 2, heads, dim)
+        pair = both[:, 0].transpose(0, 1), both[:, 1].transpose(0, 1)
+    else:
+        both = torch.empty(heads, N + 100, dim)
+        pair = both[:, :N], both[:, 100:]
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        if not apart:
+            with pytest.raises(impress.BadInput, match="two tensors of outs share memory"):
+                session.retrieve(0, None, out=pair)
+            return
+        session.retrieve(0, None, out=pair)
+        assert_in(pair, 0, geometry)
+
+
 def test_another_view_of_memory_that_was_read_into_has_its_own_order(
     store: impress.PrefixStore, geometry: impress.Geometry
 ) -> None:

@@ -103,13 +103,19 @@ class SegmentFiles:
         Until then the file system keeps their blocks, and a new file of that name is another one.
         """
         now = monotonic()
-        with self._lock:
-            for segment, file in list(self._files.items()):
-                theirs = self._read_only or segment not in self.numbers
-                if theirs and os.fstat(file.fd).st_nlink == 0:
-                    self._deleted.append((now, self._files.pop(segment).fd))
-            while self._deleted and now - self._deleted[0][0] > grace_s:
-                os.close(self._deleted.pop(0)[1])
+        theirs = [s for s in [*self._files] if self._read_only or s not in self.numbers]
+        for segment in theirs:  # without the lock: others' reads do not wait for a file system
+            file = self._files.get(segment)
+            if file is not None and os.fstat(file.fd).st_nlink == 0:
+                with self._lock:
+                    if self._files.get(segment) is file:
+                        self._deleted.append((now, self._files.pop(segment).fd))
+        while True:
+            with self._lock:
+                if not self._deleted or now - self._deleted[0][0] <= grace_s:
+                    return
+                _, fd = self._deleted.pop(0)
+            os.close(fd)
 
     def close(self) -> None:
         """No read or write may be under way."""

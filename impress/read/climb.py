@@ -86,10 +86,17 @@ def climb(load: Load, told: Callable[[Ticket], object], after: Ticket | None = N
     held: list[Buffer] = []
     taken: list[int] = []
 
-    def let_go() -> None:  # once, whatever comes between the ticket and the note of it
+    def give_back() -> None:
         load.reading.waiting.give(taken)
         while held:
             held.pop().release()
+
+    def let_go() -> None:  # once, whatever comes between the ticket and the note of it
+        try:
+            give_back()
+        except BaseException:  # Ctrl-C: nobody calls it again
+            give_back()
+            raise
 
     def note(ticket: Ticket) -> None:
         for buffer in load.buffers:

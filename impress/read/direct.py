@@ -150,7 +150,8 @@ def divided(
     for i, part in enumerate(parts):
         assert part.ordinals is not None, "all rows are not chosen rows"
         n = len(part.ordinals)
-        levels = levels_of([by_part[i] for by_part in entries])
+        of_part = [by_part[i] for by_part in entries]
+        levels = levels_of(of_part) if entries else np.empty(0, dtype=np.uint8)
         if not len(levels) or np.minimum.reduce(levels) == len(entries):  # of a cold one, all
             left.append(part)
             home.append(np.arange(begin, begin + n))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Final
@@ -52,6 +52,7 @@ class Load:
     def __init__(
         self,
         reading: Reading,
+        note: Callable[[Load], object],
         sources: Sequence[Source],
         layer: int,
         caches: Sequence[ChunkCache],
@@ -60,16 +61,14 @@ class Load:
         outs: Outs | None = None,
         ahead: Ahead | None = None,
         lane: Lane = Lane.DEMAND,
-        tickets: dict[str, Ticket] | None = None,
     ) -> None:
-        """Under another lane than DEMAND it is no request's read, and not counted as one.
-
-        `sources`: of probe records in position order. `tickets`: filled with its own, by medium.
-        """
+        """`note`: of it, before it takes anything. `sources`: of probe records in position order.
+        Under another lane than DEMAND it is no request's read, and not counted as one."""
         self.layer, self._lane = layer, lane
         self.planes = tuple(planes)
         self.positions = positions  # None: every row
-        self.outs = outs  # given once it is under way: copied there
+        # The caller's: read there where it can be; what is given once it is under way is copied to.
+        self.into = self.outs = outs
         self.started_s = monotonic()
         self.reading = reading
         self.caches = caches
@@ -82,11 +81,12 @@ class Load:
             self.parts = parts_of(sources, layer, positions)
         self.entries: list[list[Ids]] = []  # by cache, of each part's chunks
         self._pinned: list[list[Ids]] = [[] for _ in caches]  # the same, -1 once they are not
-        self._over = False
+        self.is_over = False
         self.flight: Flight | None = None  # others may copy what it brings
         self._followed: Flight | None = None  # whose bytes it copies
         self._direct: Direct | Whole | None = None  # what comes from memory
-        self.tickets = {} if tickets is None else tickets
+        self.tickets: dict[str, Ticket] = {}  # by medium
+        note(self)
         try:
             for part in self.parts if caches else ():
                 used = None if part.is_whole else used_chunks(part)
@@ -368,7 +368,7 @@ class Load:
 
     def abandon(self) -> None:
         """Nobody will take it: its buffers and pins go when its last read has ended."""
-        if self._over:
+        if self.is_over:
             return
         if self.flight is not None:
             self.reading.flights.end(self._key, self.flight)
@@ -389,11 +389,11 @@ class Load:
 
     def give_back(self) -> None:
         """Nobody looks at the pieces, and at tensors of all rows, any more."""
-        if self._over:
+        if self.is_over:
             return
         self._followed = None  # what waits to climb has the load, and is to keep nobody's rows
         if self._direct is not None:
             self._direct.given.clear()
-        self._over = True
+        self.is_over = True
         for buffer in self.buffers:
             buffer.release()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from impress.errors import BadInput
 from impress.spans.rows import address_of, dense_bytes
 from impress.types import Geometry
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
 
     from tiers.base import Bytes
@@ -25,11 +29,28 @@ class Outs:
     """One layer's tensors of a caller's. `memory`: of each, where rows as they lie in a tier fill
     it; else None."""
 
-    __slots__ = ("_tensors", "memory")
+    __slots__ = ("_places", "_tensors", "memory")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self.memory = [dense_bytes(out) for out in tensors]
+        self._places: list[npt.NDArray[Any]] = []
+
+    @property
+    def places(self) -> list[npt.NDArray[Any]]:
+        """Where each lies: of some bytes, to be compared and not to be looked at."""
+        self._places = self._places or [_place(out) for out in self._tensors]
+        return self._places
+
+    def spoils(self, other: Outs, *, own: bool) -> bool:
+        """Whether what is written here would fall into where `other` is read straight to. `own`: of
+        the same layer, of which keys may go where keys are."""
+        return any(
+            memory is not None and np.shares_memory(mine, theirs)
+            for i, mine in enumerate(self.places)
+            for j, (theirs, memory) in enumerate(zip(other.places, other.memory, strict=True))
+            if not (own and i == j and address_of(mine) == address_of(theirs))
+        )
 
     def filled(self, i: int, data: Bytes, as_rows: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Tensor number i with the rows of `data`: as they were read into it, or copied."""
@@ -73,9 +94,36 @@ def _fitting(pair: Tensors, geometry: Geometry, n_tokens: int) -> Outs:
                 f"retrieve: out wants {list(want)} {geometry.dtype}, "
                 f"got {list(out.shape)} {out.dtype}"
             )
-    if pair[0].data_ptr() == pair[1].data_ptr():  # also where they are copied to
+    outs = Outs(pair)
+    keys, values = outs.places
+    if np.shares_memory(keys, values):  # also where they are copied to
         raise BadInput(_SHARED)
-    return Outs(pair)
+    return outs
+
+
+def _place(out: torch.Tensor) -> npt.NDArray[Any]:
+    size = out.element_size()
+    interface = {
+        "version": 3, "typestr": f"|V{size}", "shape": tuple(out.shape),
+        "strides": tuple(size * stride for stride in out.stride()),
+        "data": (out.data_ptr(), True),
+    }  # fmt: skip
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def check_beside(given: Mapping[int, Outs], into: Mapping[int, Outs]) -> None:
+    """That no layer's pair lies where a layer is on its way to, but for its own pair, again. Raises
+    BadInput.
+
+    Bytes that were read there, and verified, would be overwritten before anybody looks at them.
+    """
+    for layer, pair in given.items():
+        for at, other in into.items():
+            if pair.spoils(other, own=at == layer):
+                raise BadInput(
+                    f"outs of layer {layer} lie where layer {at} is being read to: give each its "
+                    "own memory, and keep it to the end of the session"
+                )
 
 
 def _check_apart(outs: Sequence[Outs]) -> None:

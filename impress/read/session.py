@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from impress.errors import BadInput, ImpressError, PrefixLost
 from impress.policy import Exact, Policy
 from impress.read.access import AccessReport, Line, line_of, report_of
+from impress.read.begun import Begun
 from impress.read.climb import Climbs
-from impress.read.flights import Flight
 from impress.read.load import Load
-from impress.read.outs import Outs, outs_of, outs_of_all
+from impress.read.outs import Outs, check_beside, outs_of, outs_of_all
 from impress.read.parts import Source, as_they_lie, behind, rows_of
 from impress.read.promote import Looked, after, count
 from impress.read.reading import Reading
@@ -173,10 +173,8 @@ class Session:
         self._untaken = [self._loads]  # who takes a load from there ends it
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
         self._came_s = 0.0  # when the last layer came in: the turn of the next
-        self._touching: list[dict[str, Ticket]] = []  # by load: what may read into `outs`
-        self._touching_s = 0.0  # when the last of these began
-        self._flights: list[Flight] = []  # others may copy from `outs`
-        self._copied: list[Ticket] = []  # until these are done
+        self._begun = Begun()
+        self._copied: list[Ticket] = []  # others may copy from `outs` until these are done
         self._climbs = Climbs()
         self._looked: list[Looked] = []  # by layers retrieved, for history
         self._layers: list[Line] = []
@@ -197,7 +195,8 @@ class Session:
         self._lease.check_active()
         given: Sequence[Outs | None] = [None] * self._r.geometry.n_layers
         if outs is not None:
-            given = outs_of_all(outs, self._r.geometry, self.n_tokens)
+            given = pairs = outs_of_all(outs, self._r.geometry, self.n_tokens)
+            check_beside(dict(enumerate(pairs)), self._into())
             self._check_free()
         with self._r.lost_for():
             for layer, pair in enumerate(given):
@@ -264,6 +263,7 @@ class Session:
         if out is not None:  # before the load is taken: who takes it ends it
             others = [load.outs for at, load in list(self._loads.items()) if at != layer]
             pair = outs_of(out, self._r.geometry, self.n_tokens, others)
+            check_beside({layer: pair}, self._into())
             self._check_free()
         begin_s = monotonic()
         load = self._loads.pop(layer, None)
@@ -307,14 +307,15 @@ class Session:
                 self._end()
                 raise
         limit_s = self._r.config.read_timeout_s
-        until_s = max(self._touching_s, self._came_s) + limit_s  # no layer was given longer
-        if not ended(self._reads(), max(until_s - monotonic(), 0.0)):
+        until_s = max(self._begun.given_s, self._came_s) + limit_s  # no layer was given longer
+        if not ended(self._begun.reads(), max(until_s - monotonic(), 0.0)):
             return False
         return ended([*self._climbs.leaving, *self._copied], limit_s)
 
     def is_untouched(self) -> bool:
         """After `close`: whether nothing touches `outs` any more. Waits for nothing."""
-        return all(one.done for one in (*self._reads(), *self._climbs.leaving, *self._copied))
+        reads = self._begun.reads()
+        return all(one.done for one in (*reads, *self._climbs.leaving, *self._copied))
 
     def _end(self) -> None:
         """What closing takes but for waiting. What an exception cut off, the next call does."""
@@ -323,14 +324,16 @@ class Session:
         for load in list(chain.from_iterable(self._given.values())):
             load.give_back()
         self._given.clear()
+        self._begun.end()  # also those that nobody was told of
         self._hand_over()
-        self._copied = [flight.over() for flight in self._flights]
+        self._copied = self._begun.over()
         if self._climbs.leaving:
             self._r.pool.run_here(Lane.PROMOTE, self._climbs.leaving)
 
-    def _reads(self) -> list[Ticket]:
-        """What may still read into `outs`."""
-        return [ticket for tickets in self._touching for ticket in tickets.values()]
+    def _into(self) -> dict[int, Outs]:
+        """By layer that is under way: memory of the caller's that it is read into."""
+        loads = list(self._loads.items())
+        return {layer: load.into for layer, load in loads if load.into is not None}
 
     def give_up(self) -> None:
         """Nothing is retrieved any more that is not there. From any thread, also beside others."""
@@ -355,20 +358,14 @@ class Session:
 
     def _check_free(self) -> None:
         """That nothing which was lost may still write to memory that is given again."""
-        if any(ticket.given_up for ticket in self._reads()):
+        if any(ticket.given_up for ticket in self._begun.reads()):
             self._r.counters.add("lost/late")
             raise PrefixLost("late", "a lost layer is still being read into memory given here")
 
     def _start(self, layer: int, outs: Outs | None) -> Load:
-        tickets: dict[str, Ticket] = {}
-        if outs is not None:
-            self._touching.append(tickets)  # past the time limit, too
-            self._touching_s = monotonic()
         r, chunks = self._r, self._r.copies.chunks
-        load = Load(r, self._sources, layer, chunks, (K, V), None, outs, None, self._lane, tickets)
-        if outs is not None and load.flight is not None:
-            self._flights.append(load.flight)
-        return load
+        note = self._begun.add
+        return Load(r, note, self._sources, layer, chunks, (K, V), outs=outs, lane=self._lane)
 
     def _climb(self, load: Load) -> None:
         """Copy what a load brought one tier up."""

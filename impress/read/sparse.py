@@ -154,14 +154,16 @@ class SparseSession(Session):
 
     def _load_keys(self, layer: int) -> Load:
         chunks = self._r.copies.chunks  # in order: rows are chosen of them by position
-        return Load(self._r, self._lease.sources, layer, chunks, (K,), lane=self._lane)
+        where = self._lease.sources, layer, chunks
+        return Load(self._r, self._begun.add, *where, (K,), lane=self._lane)
 
     def _start_probes(self, layer: int, plane: int) -> Load:
         size = self._sources[0].layout.planes[plane].chunk_bytes
         # A prefix stored with other codecs than this store's now has no cache of its records.
         cache = self._r.copies.probes.get((plane, size))
         caches = [cache] if cache else []
-        return Load(self._r, self._of_probes, layer, caches, (plane,), lane=self._lane)
+        where = self._of_probes, layer, caches
+        return Load(self._r, self._begun.add, *where, (plane,), lane=self._lane)
 
     def _bring(
         self,
@@ -183,9 +185,8 @@ class SparseSession(Session):
             planes = (K, V) if keys is None else (V,)
             sources = self._sources if keys is None else self._lease.sources  # as the keys came
             ahead = self._foresight.take(layer)
-            rows = Load(
-                self._r, sources, layer, self._r.copies.chunks, planes, positions, ahead=ahead
-            )
+            where = sources, layer, self._r.copies.chunks
+            rows = Load(self._r, self._begun.add, *where, planes, positions, ahead=ahead)
             try:
                 with suppress(MediumError):  # no memory so early: it is read when it is its turn
                     self._start_ahead(layer + 1)  # behind them

@@ -20,6 +20,7 @@ import numpy as np
 
 from impress.config import Config
 from impress.errors import StoreFailed
+from impress.repacking.drafts import Drafts
 from impress.repacking.packing import likely_chosen, plan_repack, tiled
 from impress.repacking.report import (
     LINGERING,
@@ -94,7 +95,7 @@ class Repacker:
         self._pass = threading.Lock()  # held for a whole pass; only passes take it
         self._looked: dict[int, int] = {}  # span -> its leases when the background last looked
         self._moved: set[int] = set()  # out of the tree, perhaps not reclaimed yet
-        self._drafts: dict[int, SpanRecord] = {}  # space that no span owns yet
+        self._drafts = Drafts(self._scrap)
         home.leaving.copies = self.drafts
         self._sync_failures = 0  # the tier's, when it was reserved
         self._thread: threading.Thread | None = None
@@ -125,12 +126,12 @@ class Repacker:
 
     def drafts(self) -> list[SpanRecord]:
         """Copies under way, of a late commit too: space that no span owns yet."""
-        return list(self._drafts.values())
+        return self._drafts.records()
 
     @property
     def writing(self) -> bool:
         """Whether a copy is under way."""
-        return bool(self._drafts)
+        return bool(self._drafts.records())
 
     def close(self, timeout_s: float) -> None:
         """Stop after the slice under way; what is half copied is given back."""
@@ -193,11 +194,20 @@ class Repacker:
             except Stopped:
                 break
             finally:
-                self._home.release(pinned)
+                self._tidy(pinned)
             if span in self._moved:
                 with suppress(StoreFailed):  # its space is given back by then; or it is closed
                     self._committer.barrier(COMMIT_TIMEOUT_S)
         return report
+
+    def _tidy(self, pinned: list[Held]) -> None:
+        """Whatever ended a span's turn, nothing of it stays taken."""
+        try:
+            self._drafts.give_back_rest()
+            self._home.release(pinned)
+        except BaseException:
+            self._home.release(pinned)
+            raise
 
     def _examine(
         self, held: Held, header: SpanHeader, views: list[tuple[int, int]], *, rewrite: bool
@@ -255,8 +265,9 @@ class Repacker:
         return str(outcome.value)
 
     def _lingers(self, n_bytes: int) -> bool:
-        """Whether n_bytes more are too many, with what spans that moved still take because
-        somebody holds them. Other processes are given a while to let go."""
+        """Whether n_bytes more are too many, with copies whose commit is late, and what spans that
+        moved still take because somebody holds them. Other processes are given a while to let go.
+        """
         home = self._home
         for patient in (False, True):
             if patient and home.reclaimer is not None:
@@ -265,7 +276,8 @@ class Repacker:
             found = [*home.catalog.retired_records(moved), *home.leaving.in_limbo]
             left = {r.span_id: r.owned_bytes for r in found if r.span_id in moved}
             self._moved -= moved - left.keys()
-            if sum(left.values()) + n_bytes <= self._config.repack_space_bytes:
+            late = sum(draft.owned_bytes for draft in self._drafts.records())
+            if late + sum(left.values()) + n_bytes <= self._config.repack_space_bytes:
                 return False
         return True
 
@@ -304,19 +316,18 @@ class Repacker:
             # A header is one extent, for scans.
             if data is not None and meta is not None and len(meta.parts) == 1:
                 draft = move.part.record(next(self._home.span_ids), meta.parts[0], data.parts)
-                self._drafts[draft.span_id] = draft
+                self._drafts.add(draft)
         finally:  # there is no room, no memory for it, Ctrl-C
-            if draft is None:
+            if draft is None or draft not in self._drafts.records():
                 self._home.budget.refund(move.n_bytes)
                 for slot in (data, meta):
                     if slot is not None:
                         ssd.free(slot)
         return draft
 
-    def _give_back(self, draft: SpanRecord) -> None:
+    def _scrap(self, draft: SpanRecord) -> None:
         self._home.leaving.spoil([draft.span_id])
         self._home.scrap([draft])
-        del self._drafts[draft.span_id]
 
     def _move(self, move: Move, draft: SpanRecord) -> Swapped:
         """Copy, then commit. Raises Stopped; whatever happens, the space is somebody's."""
@@ -329,7 +340,7 @@ class Repacker:
             sums = self._copier.copy(move.part, Slot(draft.parts), alive)
             header = move.part.header_of(draft, sums)
         except (StoreFailed, MediumError, MemoryError) as err:
-            self._give_back(draft)
+            self._drafts.give_back(draft)
             short = isinstance(err, MemoryError) or getattr(err, "reason", "") == "shortage"
             if short:  # of memory for a large span in each pass: it would take them all
                 self._home.budget.refund(move.n_bytes - self._copier.n_written)
@@ -342,10 +353,10 @@ class Repacker:
             log.warning("span %d was not repacked: %s", span, why)
             return Swapped.FAILED
         except Gone:
-            self._give_back(draft)
+            self._drafts.give_back(draft)
             return Swapped.GONE
         except BaseException:
-            self._give_back(draft)
+            self._drafts.give_back(draft)
             raise
         return self._commit(move, header)
 
@@ -355,7 +366,7 @@ class Repacker:
 
         def done(outcome: Swapped) -> None:
             outcomes.append(outcome)
-            del self._drafts[header.record.span_id]  # the next copy may be under way by now
+            self._drafts.over(header.record.span_id)  # the next copy may be under way by now
             if outcome is Swapped.YES:
                 self._moved.add(old)
                 self._counters.add("repacks/yes")
@@ -363,16 +374,11 @@ class Repacker:
 
         old, skip = move.held.record.span_id, move.part.first
         job = SwapJob(old, header, self._home.leaving.spoil, done, skip, self._sync_failures)
-        jobs = iter((job,))
         try:
-            self._committer.queue(jobs)
+            self._committer.queue(self._drafts.hand(job))
         except StoreFailed:  # closed
-            self._give_back(header.record)
+            self._drafts.give_back(header.record)
             raise Stopped from None
-        except BaseException:  # Ctrl-C: nobody has the copy, where it is not queued
-            if next(jobs, None) is not None:
-                self._give_back(header.record)
-            raise
         ended.wait(COMMIT_TIMEOUT_S)
         return outcomes[-1]
 
