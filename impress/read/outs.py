@@ -95,9 +95,10 @@ def _fitting(pair: Tensors, geometry: Geometry, n_tokens: int) -> Outs:
                 f"got {list(out.shape)} {out.dtype}"
             )
     outs = Outs(pair)
-    keys, values = outs.places
-    if np.shares_memory(keys, values):  # also where they are copied to
-        raise BadInput(_SHARED)
+    if any(memory is None for memory in outs.memory):  # copied to; else `_check_apart` sees it
+        keys, values = outs.places
+        if np.shares_memory(keys, values):
+            raise BadInput(_SHARED)
     return outs
 
 
