@@ -61,10 +61,13 @@ def test_a_doctor_that_is_told_to_stop_takes_its_test_data_with_it(
         "os.execv(sys.argv[1], sys.argv[1:])"
     )
     command = [sys.executable, "-c", code, str(SCRIPT), "doctor", "--store", str(tmp_path / "s")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert soon(lambda: any(tmp_path.glob(".impress-doctor-*/*.seg")))
-        process.send_signal(how)
-        shown, said = process.communicate(timeout=60)
+    for _ in range(10):  # on a busy machine it may be through before it is told
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert soon(lambda: any(tmp_path.glob(".impress-doctor-*/*.seg")))
+            process.send_signal(how)
+            shown, said = process.communicate(timeout=60)
+        if process.returncode:
+            break
     assert (process.returncode, shown, said) == (2, b"", b"impress: interrupted\n")
     assert not list(tmp_path.iterdir())
 
