@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from experiments.common import Row, Unable, named
 from impress.report import commit, host
+
+#: Of a row that stands for what could not be measured here, and says why: tried again by --resume.
+SKIPPED: Final = "skipped"
 
 
 def state_file(report: Path | None) -> Path | None:
@@ -60,7 +63,8 @@ class Cells:
             draft.replace(self._path)
 
     def __contains__(self, params: Mapping[str, Any]) -> bool:
-        return any(cell["rows"] for cell in self._done.get(_key(params), ()))
+        times = self._done.get(_key(params), ())
+        return any(SKIPPED not in row for cell in times for row in cell["rows"])
 
     def __getitem__(self, params: Mapping[str, Any]) -> list[Row]:
         """Rows of every time it was measured, the last ones last, each with its commit."""

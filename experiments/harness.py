@@ -30,7 +30,7 @@ from rich.progress import (
 )
 
 from experiments import fio
-from experiments.cells import Cells, state_file
+from experiments.cells import SKIPPED, Cells, state_file
 from experiments.common import Row, Unable, beside, check_given, console, named, scratch
 from experiments.figures import check_plotting, plot_all
 from impress.errors import ImpressError
@@ -88,7 +88,8 @@ class Options:
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One measurement. `params`, in JSON's types, say which: all that the command line decides of
-    it. Equal ones are never measured twice where `--resume` is given, unless they gave no rows.
+    it. Equal ones are never measured twice where `--resume` is given, unless they gave no rows, or
+    one that says why nothing could be measured (SKIPPED).
     `seconds`: about how long `measure` takes. `again`: it says whether this run's others can be
     believed, so it is measured with them, and what it said of other runs is kept.
     """
@@ -228,9 +229,13 @@ def _run(
         console.print(f"{others} finished cells are not among these: the report leaves them out")
     for params, cell in cells:
         _say_rates(cell, done[params])
-    if n_empty := sum(params not in done for params, cell in cells if not cell.again):
-        console.print(f"{n_empty} of {len(cells)} cells gave nothing: --resume measures them again")
-    rows = [{**cell.params, **row} for params, cell in cells for row in done[params]]
+    if n_empty := sum(not done[params] for params, cell in cells if not cell.again):
+        again = "" if state_file(args.json) is None else ": --resume measures them again"
+        console.print(f"{n_empty} of {len(cells)} cells gave nothing{again}")
+    rows = [
+        {**cell.params, **row}
+        for params, cell in cells for row in done[params] if SKIPPED not in row
+    ]  # fmt: skip
     figures, lines = experiment.figures(rows, options)
     if args.json is not None:
         with named(args.json):

@@ -19,6 +19,7 @@ import numpy as np
 
 import impress
 from experiments import fio
+from experiments.cells import SKIPPED
 from experiments.common import Row, Unable, console, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.load_content import (
@@ -78,7 +79,7 @@ def _threads(options: Options, n_threads: int, engine: str) -> list[Row]:
         store = impress.PrefixStore.open(path, GEOMETRY, NAMESPACE, config(dram_bytes, engine))
     except ImpressError as err:
         console.print(f"{engine}: skipped: {err}")
-        return [{"skipped": str(err)}]
+        return [{SKIPPED: str(err)}]
     row = measured(store, n_threads, seconds, n_prompts, options.seed)
     return [_beside_fio(path, row, before)]
 
@@ -164,7 +165,6 @@ _SHOWN: Final = {
 
 
 def _figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
-    rows = [row for row in rows if "skipped" not in row]
     shown = [{name: row[key] for key, name in _SHOWN.items()} for row in rows]
     if shown:
         print_rows("Load; 0 processes: all in one", shown)

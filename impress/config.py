@@ -85,7 +85,7 @@ class Config(BaseModel):
     """Most bytes a second that repacking reads and writes."""
     repack_space_bytes: int = Field(default=4096 * MIB, ge=0, le=MOST_BYTES)
     """Most space on disk that a copy may take while its span is repacked (one is, at a time), with
-    spans that moved and are still being read."""
+    spans that moved and are still being read, and copies whose commit is late."""
     daily_write_bytes: int | None = Field(default=None, gt=0, le=MOST_BYTES)
     """Bytes stores and repacking may write in a day, restarts included; a store beyond it is
     refused. What was left over counts for the next day, so up to twice as many in one after a rest.

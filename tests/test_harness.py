@@ -14,7 +14,7 @@ import pytest
 
 from experiments import figures as plotting
 from experiments import fio, results_table, zero_hit
-from experiments.cells import state_file
+from experiments.cells import SKIPPED, state_file
 from experiments.common import Row, Unable
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.data import Data
@@ -151,6 +151,26 @@ def test_a_run_that_is_stopped_before_it_kept_anything_names_no_file(
     monkeypatch.setattr(fio, "version", stopped)
     assert Doubling([1]).run(tmp_path, "--json", str(report), uses_disk=True) == 130
     assert "the temporary data is gone" in capsys.readouterr().out
+
+
+def test_what_could_not_be_measured_here_is_tried_again_and_is_no_failure(
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without mounts, or an I/O engine: the run was to end well, and a later one to find it."""
+    able = iter([False, True])
+
+    def cells(_options: Options) -> list[Cell]:
+        one = Cell({"part": 1}, lambda: [{"n": 1.0}])
+        return [one, Cell({"part": 2}, lambda: [{"n": 2.0} if next(able) else {SKIPPED: "why"}])]
+
+    def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
+        return {f"of{row['part']}": row["n"] for row in rows}, rows
+
+    args = ["--dir", str(tmp_path), "--json", str(report)]
+    for found in ({"of1": 1.0}, {"of1": 1.0, "of2": 2.0}):
+        assert main(Experiment("able", "Able.", cells, figures), [*args, "--resume"]) == 0
+        assert json.loads(report.read_text())["figures"] == found
+    assert "gave nothing" not in capsys.readouterr().out
 
 
 def test_the_check_of_every_run_is_kept(tmp_path: Path, report: Path) -> None:

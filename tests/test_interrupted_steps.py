@@ -28,11 +28,13 @@ from impress.cache.heap import MinHeap
 from impress.read.tickets import nothing
 from impress.repacking.drafts import Drafts
 from impress.repacking.repack import Repacker
+from impress.repacking.span_copy import Copier, Gone
 from impress.spans.format import SpanRecord
 from impress.tree.catalog import Catalog
 from impress.tree.radix import RadixTree
 from impress.tree.views import Views
 from impress.write.home import Home
+from impress.write.reclaim import Reclaim
 from tiers.base import PAGE, Extent, Slot
 from tiers.iopool import IoPool, Lane
 from tiers.ssd import SsdTier
@@ -329,6 +331,33 @@ def test_an_interrupted_repack_can_be_repeated(
     assert store.stats()["pinned_spans"] == 0
     store.evict(1 << 30)
     assert store.ssd.usage().used == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [(SsdTier, "erase"), (SsdTier, "sync"), (SsdTier, "free"), (Reclaim, "_bury")],
+    ids=lambda of: getattr(of, "__name__", str(of)),
+)  # fmt: skip
+def test_a_copy_that_comes_to_nothing_is_given_back_though_it_is_cut_off(
+    open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry, where: Any,
+    what: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It stayed among the copies under way for good, and as it counts in repack_space_bytes nothing
+    was repacked any more."""
+    store, tokens = open_store(geometry, repack_every_s=0), prompt(256)
+    put_prompt(store, tokens).wait(60)
+    look(store, tokens)
+
+    def gone(*_args: Any) -> None:
+        monkeypatch.setattr(where, what, here(getattr(where, what)))
+        raise Gone
+
+    with suppress(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(Copier, "copy", gone)
+        store.repack()
+    assert not store._repacker.drafts() and not store._repacker.writing
+    assert [span.outcome for span in store.repack().spans] == ["moved"]
+    assert_serves(store, tokens, 256)
 
 
 class Waiting(NamedTuple):

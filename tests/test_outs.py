@@ -137,6 +137,17 @@ def test_memory_that_a_layer_is_on_its_way_to_is_given_for_nothing_else(
     assert not store.stats()["quarantined_spans"]
 
 
+def test_tensors_without_memory_are_refused(
+    store: impress.PrefixStore, geometry: impress.Geometry
+) -> None:
+    shape = geometry.n_kv_heads, N, geometry.head_dim
+    nowhere, here = torch.empty(shape, device="meta"), torch.empty(shape)
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        for pair in ((nowhere, nowhere), (here, nowhere), (nowhere, here)):
+            with pytest.raises(impress.BadInput, match="tensors with memory"):
+                session.retrieve(0, None, out=pair)
+
+
 @pytest.mark.parametrize("apart", [True, False])
 def test_two_views_of_one_tensor_may_lie_side_by_side(
     store: impress.PrefixStore, geometry: impress.Geometry, *, apart: bool

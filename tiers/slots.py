@@ -325,3 +325,11 @@ def _may_be_taken(memory: Bytes) -> None:
     if isinstance(area, mmap.mmap) and _MAY_BE_TAKEN:
         with suppress(OSError):  # locked in memory, or a kernel that has no such advice
             area.madvise(mmap.MADV_FREE)
+
+
+def release_all(buffers: list[Buffer]) -> None:
+    """Empty the list, and release each once, whoever else is at it; what is cut off the next call
+    does."""
+    while buffers:
+        with suppress(IndexError):  # another thread had the last
+            buffers.pop().release()

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from experiments.cells import SKIPPED
 from experiments.common import Row, Unable, console, print_rows
 from experiments.faults.cuts import kills, power_cuts
 from experiments.faults.flips import flips
@@ -57,7 +58,7 @@ def _measured(fault: Fault, folder: Path, name: str, n: int, seed: int) -> list[
         return fault(folder, n, seed)
     except Unable as err:
         console.print(f"{name}: skipped: {err}")
-        return []
+        return [{SKIPPED: str(err)}]
 
 
 def _figures(parts: list[Row], _options: Options) -> tuple[Figures, list[Row]]:

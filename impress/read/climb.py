@@ -27,7 +27,7 @@ from impress.read.worth import ranks_if_used
 from tiers.base import Read, verify
 from tiers.errors import MediumError
 from tiers.iopool import Lane
-from tiers.slots import Buffer
+from tiers.slots import Buffer, release_all
 from tiers.ticket import Ticket
 
 log = logging.getLogger("impress")
@@ -88,8 +88,7 @@ def climb(load: Load, told: Callable[[Ticket], object], after: Ticket | None = N
 
     def give_back() -> None:
         load.reading.waiting.give(taken)
-        while held:
-            held.pop().release()
+        release_all(held)
 
     def let_go() -> None:  # once, whatever comes between the ticket and the note of it
         try:

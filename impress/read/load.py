@@ -28,7 +28,7 @@ from tiers.base import PAGE, Bytes, Pieces, Read
 from tiers.coalesce import LARGE_SLICE, STREAM, TURNS, slice_bytes, slices
 from tiers.errors import HARMLESS, MediumError
 from tiers.iopool import Lane
-from tiers.slots import Buffer
+from tiers.slots import Buffer, release_all
 from tiers.ticket import Task, Ticket
 
 if TYPE_CHECKING:
@@ -213,8 +213,8 @@ class Load:
         """What the same planes of the same windows go by; None where rows were chosen."""
         if self.positions is not None:
             return None
-        direct = self._direct is not None
-        return key_of(self.layer, self.planes, self.parts, self.entries, direct=direct)
+        where = self.layer, self.planes, self.parts, self.entries
+        return key_of(*where, direct=self._direct is not None)
 
     def _read(self, reads: list[Read], span: int) -> None:
         try:
@@ -395,5 +395,4 @@ class Load:
         if self._direct is not None:
             self._direct.given.clear()
         self.is_over = True
-        for buffer in self.buffers:
-            buffer.release()
+        release_all(self.buffers)  # another thread may be at it, whose last read has ended

@@ -94,6 +94,8 @@ def _fitting(pair: Tensors, geometry: Geometry, n_tokens: int) -> Outs:
                 f"retrieve: out wants {list(want)} {geometry.dtype}, "
                 f"got {list(out.shape)} {out.dtype}"
             )
+    if not all(out.data_ptr() or not out.numel() for out in pair):
+        raise BadInput("retrieve: out wants tensors with memory, got one of device meta")
     outs = Outs(pair)
     if any(memory is None for memory in outs.memory):  # copied to; else `_check_apart` sees it
         keys, values = outs.places

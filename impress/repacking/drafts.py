@@ -40,9 +40,10 @@ class Drafts:
         self._handed.pop(span, None)
 
     def give_back(self, draft: SpanRecord) -> None:
-        self._handed[draft.span_id] = iter(())  # not twice
-        self._scrap(draft)
-        self.over(draft.span_id)
+        try:
+            self._scrap(draft)
+        finally:  # cut off, too: what was begun of it others finish, and it may be begun but once
+            self.over(draft.span_id)
 
     def give_back_rest(self) -> None:
         """Those that the committer was not given: an exception (Ctrl-C) came between."""

@@ -12,8 +12,8 @@ from impress.write.draft import Stored
 
 log = logging.getLogger("impress")
 
-#: Of one call of the store: longer than it waits for write buffers. It has no limit of its own
-#: where space is made: for a segment, or behind a commit.
+#: Of a call of the store that makes space, for a segment or behind a commit: it has no limit of its
+#: own. (Rows wait for write buffers, which has.)
 KEEPS_S = 10.0
 
 
@@ -48,7 +48,7 @@ class Disk:
 
     @contextmanager
     def asked(self) -> Iterator[None]:
-        """A call of the store."""
+        """A call of the store that may make space."""
         self._asked_s = monotonic()
         try:
             yield
@@ -56,7 +56,6 @@ class Disk:
             self._asked_s = None
 
     def keeps(self, limit_s: float | None = None) -> bool:
-        """Whether the store has been at a call for that long, or (None) for longer than any takes.
-        For any thread."""
+        """Whether the store has been at one for that long; None: KEEPS_S. For any thread."""
         since = self._asked_s
         return since is not None and monotonic() - since >= (limit_s or KEEPS_S)

@@ -350,8 +350,7 @@ class Saver:
             if rows is None or life.dropped:  # meanwhile, by `offer`, which waits for no read
                 return False
             k, v = rows
-            with self._disk.asked():
-                life.writer.put(layer, row, k[:, : end - row], v[:, : end - row])
+            life.writer.put(layer, row, k[:, : end - row], v[:, : end - row])
         return True
 
     def _read(

@@ -91,13 +91,14 @@ def release(path: Path) -> None:
     """
     where = path.resolve()
     with _lock:
-        store, users = _stores.pop(where, (None, 0))
+        store, users = _stores.get(where, (None, 0))
         if store is None:
             return
         if users > 1:
             _stores[where] = (store, users - 1)
             return
-        _closing.append(store)
+        _closing[:] = [*_closing, store]
+        del _stores[where]  # no signal comes between
     _end(store)
 
 
