@@ -20,6 +20,7 @@ from tiers.errors import MediumError
 from tiers.iopool import COPIERS, IoPool
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
+from tiers.threads import start
 
 #: With every thread that an open may start.
 CONFIG = impress.Config(**SMALL, shard=0, io_threads=3, metrics_port=0, repack_every_s=60)
@@ -117,6 +118,20 @@ def test_an_error_that_is_not_want_of_threads_is_not_called_so(
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="at interpreter shutdown"):
         IoPool(1)
+
+
+def test_ctrl_c_as_a_thread_is_waited_for_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python's own wait for it a lock is let go that is not taken: that error came out."""
+
+    def cut_off(_thread: threading.Thread) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise RuntimeError("release unlocked lock")  # noqa: B904 - as it comes about there
+
+    monkeypatch.setattr(threading.Thread, "start", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        start(threading.Thread())
 
 
 @pytest.mark.parametrize("command", ["verify", "rebuild", "repack", "doctor"])

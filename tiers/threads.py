@@ -24,9 +24,12 @@ def start(thread: threading.Thread) -> None:
     try:
         thread.start()
     except RuntimeError as err:
-        if not no_more_threads(err):
-            raise
-        raise MediumError(MORE_THREADS) from None
+        if no_more_threads(err):
+            raise MediumError(MORE_THREADS) from None
+        cut_off = err.__context__  # what a signal raises in Python's own wait for it comes out so
+        if cut_off is not None and not isinstance(cut_off, Exception):
+            raise cut_off from None
+        raise
 
 
 def started(thread: threading.Thread | None) -> TypeGuard[threading.Thread]:

@@ -198,6 +198,9 @@ class Repacker:
             if span in self._moved:
                 with suppress(StoreFailed):  # its space is given back by then; or it is closed
                     self._committer.barrier(COMMIT_TIMEOUT_S)
+                if self._home.reclaimer is not None:  # or will be soon, by another thread
+                    with self._home.reclaimer.at_rest():
+                        pass
         return report
 
     def _tidy(self, pinned: list[Held]) -> None:
