@@ -203,7 +203,9 @@ def _with_interval(found: Times | None) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "–"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 #: Report, or REPORT.PART of one with several tables -> heading of a column -> name in its rows.
