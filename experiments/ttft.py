@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from experiments.common import Row, Unable, print_rows
+from experiments.common import Row, Unable, console, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.catalogue import chosen
 from experiments.systems.paired import Times, times, worst_of
@@ -58,7 +58,11 @@ def cells(options: Options) -> list[Cell]:
         n = asked or n_of.get(name, N_OTHER[options.quick])
         if name == "in_a_row":  # whole rows
             n += -n % max(values)
-        found += [cell(plan, f"{name} {value}", n, **{name: value}, **only) for value in values]
+        for value in values:
+            try:
+                found.append(cell(plan, f"{name} {value}", n, **{name: value}, **only))
+            except Unable as err:  # the base cell fits
+                console.print(f"{name} {value} is left out: {err}")
     return found
 
 

@@ -149,6 +149,9 @@ def test_fewer_requests_of_fewer_systems_can_be_asked_for(tmp_path: Path) -> Non
     assert {cell.params["systems"] for cell in found[1:]} == {"as,impress"}
     few = ttft.cells(_options(tmp_path, requests=60, systems="as, impress", prefixes=4))[1]
     assert few.params["asked_prefixes"] == 4 and few.seconds < found[1].seconds
+    more = ttft.cells(_options(tmp_path, systems="as, impress", prefixes=6))
+    fit = {cell.params.get("cell") for cell in more}
+    assert {"base", "ratio 65"} <= fit and "shape opt-30b" not in fit
     assert "systems" not in ttft.cells(_options(tmp_path))[1].params
 
 
