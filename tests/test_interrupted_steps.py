@@ -42,6 +42,7 @@ from tiers.ticket import Ticket
 
 State = TypeVar("State")
 HOLE = 64 << 10
+TOKENS = prompt(256)
 
 
 class Interrupted:
@@ -302,6 +303,17 @@ def here(real: Callable[..., Any], nth: int = 1) -> Callable[..., Any]:
     return interrupted
 
 
+@pytest.fixture
+def store(
+    open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry
+) -> impress.PrefixStore:
+    """Of one prompt, which a repack moves."""
+    made = open_store(geometry, repack_every_s=0)
+    put_prompt(made, TOKENS).wait(60)
+    look(made, TOKENS)
+    return made
+
+
 @pytest.mark.parametrize(
     ("where", "what"),
     [
@@ -312,14 +324,10 @@ def here(real: Callable[..., Any], nth: int = 1) -> Callable[..., Any]:
     ids=lambda of: getattr(of, "__name__", str(of)),
 )  # fmt: skip
 def test_an_interrupted_repack_can_be_repeated(
-    open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry, where: Any,
-    what: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    store: impress.PrefixStore, where: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C in its wait for the pace came out as a RuntimeError, or had the next repack and the
     close hang; elsewhere the copy or the span that it replaced kept its space until a restart."""
-    store, tokens = open_store(geometry, repack_every_s=0), prompt(256)
-    put_prompt(store, tokens).wait(60)
-    look(store, tokens)
     with suppress(KeyboardInterrupt), monkeypatch.context() as patched:
         patched.setattr(where, what, here(getattr(where, what)), raising=False)
         store.repack()
@@ -327,7 +335,7 @@ def test_an_interrupted_repack_can_be_repeated(
     store.repack()
     store.flush()
     store.check()
-    assert_serves(store, tokens, 256)
+    assert_serves(store, TOKENS, 256)
     assert store.stats()["pinned_spans"] == 0
     store.evict(1 << 30)
     assert store.ssd.usage().used == 0
@@ -339,14 +347,10 @@ def test_an_interrupted_repack_can_be_repeated(
     ids=lambda of: getattr(of, "__name__", str(of)),
 )  # fmt: skip
 def test_a_copy_that_comes_to_nothing_is_given_back_though_it_is_cut_off(
-    open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry, where: Any,
-    what: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    store: impress.PrefixStore, where: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It stayed among the copies under way for good, and as it counts in repack_space_bytes nothing
     was repacked any more."""
-    store, tokens = open_store(geometry, repack_every_s=0), prompt(256)
-    put_prompt(store, tokens).wait(60)
-    look(store, tokens)
 
     def gone(*_args: Any) -> None:
         monkeypatch.setattr(where, what, here(getattr(where, what)))
@@ -357,7 +361,7 @@ def test_a_copy_that_comes_to_nothing_is_given_back_though_it_is_cut_off(
         store.repack()
     assert not store._repacker.drafts() and not store._repacker.writing
     assert [span.outcome for span in store.repack().spans] == ["moved"]
-    assert_serves(store, tokens, 256)
+    assert_serves(store, TOKENS, 256)
 
 
 class Waiting(NamedTuple):

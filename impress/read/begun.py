@@ -32,16 +32,18 @@ class Begun:
 
     def reads(self) -> list[Ticket]:
         """What may still read into memory of the caller's."""
-        given = (load for load in self._loads if load.into is not None)
-        return [ticket for load in given for ticket in load.tickets.values()]
+        return [ticket for load in self._given() for ticket in load.tickets.values()]
 
     @property
     def given_s(self) -> float:
         """When the last read into memory of the caller's began; 0: none did."""
-        return max((load.started_s for load in self._loads if load.into is not None), default=0.0)
+        return max((load.started_s for load in self._given()), default=0.0)
 
     def over(self) -> list[Ticket]:
         """Memory of the caller's is taken back from others who copy from it: done when those who
         do have ended."""
-        given = (load for load in self._loads if load.into is not None)
-        return [load.flight.over() for load in given if load.flight is not None]
+        return [load.flight.over() for load in self._given() if load.flight is not None]
+
+    def _given(self) -> list[Load]:
+        """Those of the caller's memory."""
+        return [load for load in self._loads if load.into is not None]
