@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments import reliability_table
 from experiments.common import Row
 from experiments.faults import __main__ as faults
-from experiments.faults import flips
+from experiments.faults import cuts, flips
 
 
 def test_prompts_missed_beside_the_flipped_ones_are_lost(
@@ -47,6 +50,22 @@ def test_a_flip_costs_no_prompt_but_those_that_need_its_bytes(
     (row,) = flips.flips(tmp_path, 12, 1)
     assert row["missed"] > 0
     assert row["lost"] == row["wrong"] == 0
+
+
+def test_a_worker_that_ends_by_itself_is_counted() -> None:
+    """It passed for one that was killed: 500 of 500 tried, nothing acknowledged, nothing lost."""
+    program = "print('open'); print(0); print('kept 0'); print(3, flush=True)"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert cuts.acknowledged(process, 3) == (3, "ended")
+
+
+def test_a_store_that_does_not_open_again_has_lost_what_was_acknowledged(tmp_path: Path) -> None:
+    total = cuts._total("kill -9", 1)
+    (tmp_path / "impress.json").write_text("{")
+    rng = np.random.default_rng(1)
+    cuts._note(total, tmp_path, 0, cuts.Heard(3, "ended"), [7], rng)
+    assert (total["acknowledged"], total["lost"], total["refused"], total["ended"]) == (4, 5, 1, 1)
 
 
 def test_what_was_not_counted_is_no_zero(tmp_path: Path, capsys: Any) -> None:

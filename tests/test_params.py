@@ -334,6 +334,27 @@ def test_forgotten_parameters_are_overwritten_on_the_disk_however_small(
     assert len(synced) == 2 and not any(synced[0]) and synced[0]  # the other: current.json
 
 
+def test_parameters_that_two_namespaces_share_go_with_the_last_of_them(tmp_path: Path) -> None:
+    """Of the same keys the same basis is made, and it is one file: the purge of the first took it
+    from the second, whose records then had none, and which was fitted none until a restart."""
+    one, two, codec = b"1" * 32, b"2" * 32, "pca25-v1"
+    folder = tmp_path / "params"
+    kept = Params(folder, write=True)
+    digest = kept.add(one, codec, (b"basis",), 0)
+    assert digest is not None and kept.add(two, codec, (b"basis",), 0) == digest
+    kept.forget([one])
+    for seen in (kept, Params(folder, write=False)):
+        assert seen.current(one, codec) is None
+        assert seen.current(two, codec) == digest and seen.layers(digest) == (b"basis",)
+    kept.add(one, codec, (b"basis",), kept.n_forgets)
+    other = kept.add(two, codec, (b"another basis",), kept.n_forgets)  # leaves the first one's
+    assert other is not None and Params(folder, write=False).layers(digest) == (b"basis",)
+    kept.forget([one])
+    kept.forget([two])
+    assert kept.current(two, codec) is None
+    assert not any(b"basis" in path.read_bytes() for path in folder.iterdir())
+
+
 @pytest.mark.parametrize("cut_off", ["add", "forget"])
 def test_parameters_that_a_crash_leaves_are_found_by_the_next_purge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: str

@@ -213,6 +213,7 @@ class BufferPool:
                 if left <= 0:
                     return None
                 self._freed.wait(left)
+                self._collect()
             size, buffer = len(memory), Buffer(self, memory, n_bytes)
             buffer._refs = 1  # what is dropped from here on is `lost`: no signal comes between,
             self.used_bytes += size  # as that is looked for behind calls

@@ -14,12 +14,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.common import Row, Unable
 from experiments.faults.content import judge, open_store
+from impress.errors import ImpressError
 
 #: A worker that says nothing for so long hangs.
 SILENCE_S = 60.0
@@ -43,22 +44,30 @@ def worker(folder: Path, first: int, *more: str) -> Iterator[subprocess.Popen[st
                 os.kill(process.pid, signal.SIGKILL)
 
 
-def acknowledged(process: subprocess.Popen[str], n: int) -> int | None:
-    """The last seed of n acknowledgements; -1 when the process ends first, None when it hangs."""
+class Heard(NamedTuple):
+    """`last`: the seed that was acknowledged last, -1: none. `fate`: of a worker that said less than
+    was waited for, "hangs" or "ended"."""
+
+    last: int
+    fate: str = ""
+
+
+def acknowledged(process: subprocess.Popen[str], n: int) -> Heard:
+    """Wait for n acknowledgements."""
     assert process.stdout is not None
     last = -1
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while n:
             if not selector.select(SILENCE_S):
-                return None
+                return Heard(last, "hangs")
             line = process.stdout.readline()
             if not line:
-                return last
+                return Heard(last, "ended")
             if line.strip().isdigit():
                 last = int(line)
                 n -= 1
-    return last
+    return Heard(last)
 
 
 def kills(folder: Path, n: int, seed: int) -> list[Row]:
@@ -70,9 +79,9 @@ def kills(folder: Path, n: int, seed: int) -> list[Row]:
         if cut % _CUTS_A_STORE == 0:
             first, flushed, where = 0, [], folder / f"k{cut}"
         with worker(where, first) as process:
-            last = acknowledged(process, int(rng.integers(1, 4)))
+            heard = acknowledged(process, int(rng.integers(1, 4)))
             time.sleep(float(rng.random()) * 0.05)
-        first = _note(total, where, first, last, flushed, rng)
+        first = _note(total, where, first, heard, flushed, rng)
     return [total]
 
 
@@ -88,12 +97,12 @@ def power_cuts(folder: Path, n: int, seed: int) -> list[Row]:
                 first, flushed = 0, []
                 _fresh_file_system(image, mount)
             with worker(mount / "store", first) as process:
-                last = acknowledged(process, int(rng.integers(1, 4)))
+                heard = acknowledged(process, int(rng.integers(1, 4)))
                 time.sleep(float(rng.random()) * 0.05)
                 _cut_power(mount)
             _run("umount", str(mount))
             _run("mount", "-o", "loop", str(image), str(mount))
-            first = _note(total, mount / "store", first, last, flushed, rng)
+            first = _note(total, mount / "store", first, heard, flushed, rng)
     finally:
         subprocess.run(("umount", "-l", str(mount)), check=False, capture_output=True)
     return [total]
@@ -102,28 +111,32 @@ def power_cuts(folder: Path, n: int, seed: int) -> list[Row]:
 def _total(what: str, n: int) -> Row:
     return {
         "fault": what, "tried": n, "acknowledged": 0, "lost": 0, "wrong": 0, "hangs": 0,
-        "missed": 0,
+        "missed": 0, "refused": 0, "ended": 0,
     }  # fmt: skip
 
 
 def _note(
-    total: Row, where: Path, first: int, last: int | None, flushed: list[int],
+    total: Row, where: Path, first: int, heard: Heard, flushed: list[int],
     rng: np.random.Generator,
 ) -> int:  # fmt: skip
-    """Reopen, judge this round's prompts and some older ones; the next round's first seed."""
-    if last is None:
-        total["hangs"] += 1
-        return first + 100
+    """Reopen, judge this round's prompts and some older ones; the next round's first seed. A store
+    that does not open has lost all of them."""
+    if heard.fate:
+        total[heard.fate] += 1
+    last = heard.last
     new = list(range(first, last + 1)) if last >= 0 else []
     older = rng.choice(flushed, min(len(flushed), 10), replace=False).tolist() if flushed else []
     total["acknowledged"] += len(new)
-    with open_store(where) as store:
-        found = judge(store, new + older)
+    try:
+        with open_store(where) as store:
+            found = judge(store, new + older)
+            after = judge(store, range(max(last, first) + 1, max(last, first) + 8))  # not promised
+            store.check()
         total["lost"] += found.missed
-        total["wrong"] += found.wrong
-        after = judge(store, range(max(last, first) + 1, max(last, first) + 8))  # never promised
-        total["wrong"] += after.wrong
-        store.check()
+        total["wrong"] += found.wrong + after.wrong
+    except ImpressError:
+        total["refused"] += 1
+        total["lost"] += len(new) + len(older)
     flushed += new
     return max(last, first) + 10
 

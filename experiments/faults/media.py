@@ -7,12 +7,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from time import monotonic, sleep
 
 from experiments.common import Row, Unable
 from experiments.faults.content import judge, open_store, put
 from experiments.faults.cuts import SILENCE_S
 from impress.errors import ImpressError
+from impress.store import PrefixStore
 from impress.upkeep.rebuild import rebuild_store
+from impress.write.health import RETRY_S
 
 #: What strace does to the worker, and to whom: calls of segments and of the index.
 INJECTIONS = (
@@ -39,23 +42,28 @@ def full_disk(folder: Path, n: int, _seed: int) -> list[Row]:
         for _ in range(n):
             total["tried"] += 1
             with open_store(mount / "store") as store:
-                first = _fill(store, mount, first, kept, total)
+                first, promised = _fill(store, mount, first, kept, total)
             with open_store(mount / "store") as store:  # and what a restart finds
                 total["wrong"] += judge(store, kept).wrong
+                total["lost"] += judge(store, promised).missed
                 store.check()
     finally:
         subprocess.run(("umount", "-l", str(mount)), check=False, capture_output=True)
     return [total]
 
 
-def _fill(store: object, mount: Path, first: int, kept: list[int], total: Row) -> int:
-    """One round; what must be served in spite of the full disk is `kept`."""
+def _fill(
+    store: PrefixStore, mount: Path, first: int, kept: list[int], total: Row
+) -> tuple[int, list[int]]:
+    """One round: the next one's first seed, and what was promised last. `kept`: prompts of which,
+    the disk being full, some may be gone by now; none may be wrong."""
     seed, filler = first, mount / "filler"
     while True:  # until the store itself has no room: then it evicts, and goes on
         with contextlib.suppress(ImpressError):
-            if put(store, seed).refused:  # type: ignore[arg-type]
+            if put(store, seed).refused:
+                total["refused"] += 1
                 break
-            store.flush()  # type: ignore[attr-defined]
+            store.flush()
         seed += 1
         if seed - first == 40:
             with contextlib.suppress(OSError), filler.open("wb") as file:
@@ -63,17 +71,26 @@ def _fill(store: object, mount: Path, first: int, kept: list[int], total: Row) -
         if seed - first >= 60:
             break
     filler.unlink(missing_ok=True)
-    found = judge(store, range(max(0, seed - 20), seed))  # type: ignore[arg-type]
-    total["wrong"] += found.wrong
     kept[:] = range(max(0, seed - 20), seed)
+    total["wrong"] += judge(store, kept).wrong
     with contextlib.suppress(ImpressError):
-        store.flush()  # type: ignore[attr-defined]
-    stored = put(store, seed + 1)  # type: ignore[arg-type]
-    with contextlib.suppress(ImpressError):
-        store.flush()  # type: ignore[attr-defined]
-    total["acknowledged"] += 1
-    total["lost"] += stored.ready and judge(store, [seed + 1]).missed  # type: ignore[arg-type]
-    return seed + 2
+        store.flush()
+    promised = _stored(store, seed + 1)
+    total["acknowledged"] += len(promised)
+    total["lost"] += judge(store, promised).missed
+    return seed + 2, promised
+
+
+def _stored(store: PrefixStore, seed: int) -> list[int]:
+    """The prompt, when flush returned for it: a full store looks for room every RETRY_S. None where
+    it is refused for good."""
+    end_s = monotonic() + 2 * RETRY_S
+    while put(store, seed).refused:
+        if monotonic() > end_s:
+            return []
+        sleep(1.0)
+    store.flush()
+    return [seed]
 
 
 def injections(folder: Path, n: int, _seed: int) -> list[Row]:

@@ -132,8 +132,8 @@ class Params:
             current, before = {**self._current, key: digest}, self._current.get(key)
             try:
                 make_folder(self._folder)
-                if before not in (None, digest):  # what could not be erased when it was forgotten
-                    self._erase(before)
+                if before is not None and before not in current.values():
+                    self._erase(before)  # what could not be erased when it was forgotten
                 self._say(current)  # first: by its name `forget` finds what a crash leaves of it
                 write_whole(self._folder / digest.hex(), raw)
             except OSError as err:
@@ -148,7 +148,8 @@ class Params:
     def forget(self, namespaces: Iterable[bytes]) -> None:
         """Delete what was fitted to these namespaces' keys; their next fit starts anew.
 
-        Overwritten first: a basis tells something of the tokens it was fitted to. Raises
+        Overwritten first: a basis tells something of the tokens it was fitted to. One that another
+        namespace has as well, whose first prompts had the same keys, stays for that. Raises
         StoreFailed where the disk does not take that: the next call finds them still.
         """
         begins = tuple(f"{namespace.hex()}/" for namespace in namespaces)
@@ -157,13 +158,14 @@ class Params:
             with self._lock:
                 gone = {key: d for key, d in self._current.items() if key.startswith(begins)}
                 left = {key: d for key, d in self._current.items() if key not in gone}
-                self._missing.update(gone.values())  # for nothing new, whatever comes of this
-                for digest in gone.values():
+                lost = set(gone.values()) - set(left.values())
+                self._missing |= lost  # for nothing new, whatever comes of this
+                for digest in lost:
                     self._cached.pop(digest, None)
             if not gone or not self._write:
                 return
             try:
-                for digest in gone.values():
+                for digest in lost:
                     self._erase(digest)
                 self._say(left)
             except OSError as err:
@@ -173,7 +175,7 @@ class Params:
                 ) from None
             with self._lock:
                 self._current = left
-                self._missing.difference_update(gone.values())
+                self._missing -= lost
 
     def _erase(self, digest: bytes) -> None:
         """A record, and what a crash left of one that was being written. Raises OSError."""

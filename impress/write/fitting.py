@@ -31,6 +31,7 @@ from tiers.base import Read, Slot
 from tiers.errors import MediumError, ReadFailed
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
+from tiers.threads import start
 
 log = logging.getLogger("impress")
 
@@ -78,8 +79,8 @@ class Fitter:
             if self._thread is None:  # one for all fits: what it reads with is kept until `close`
                 thread = threading.Thread(target=self._work, name="impress-fit", daemon=True)
                 try:
-                    thread.start()
-                except RuntimeError as err:  # no more threads: no fault of who stores
+                    start(thread)
+                except MediumError as err:  # no more threads: no fault of who stores
                     log.warning("no codec is fitted for now: %s", err)
                     return
                 self._thread = thread
