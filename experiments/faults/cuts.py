@@ -45,8 +45,8 @@ def worker(folder: Path, first: int, *more: str) -> Iterator[subprocess.Popen[st
 
 
 class Heard(NamedTuple):
-    """`last`: the seed that was acknowledged last, -1: none. `fate`: of a worker that said less than
-    was waited for, "hangs" or "ended"."""
+    """`last`: the seed that was acknowledged last, -1: none. `fate`: of one that said less than it
+    was to, "hangs" or "ended"."""
 
     last: int
     fate: str = ""
