@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from turns import Event, Hang, Scheduler, Thread
 
 import impress
 import tiers.ssd
+from impress.spans.format import SpanRecord
 from impress.tree.merged import MergedCatalog
+from impress.write.headers import Headers
 from impress.write.index import Index
+from tiers.base import Slot
 
 #: `make soak` gives more.
 SECONDS = float(os.environ.get("IMPRESS_SIM_SECONDS", "60"))
@@ -78,6 +82,23 @@ def test_it_would_notice_a_commit_before_the_sync(
         try_seeds(tmp_path)
     said = str(found.value)  # lost, or gone bad under a store that hangs from it
     assert any(words in said for words in ("READY", "after a restart", "a store failed"))
+
+
+def test_it_would_notice_a_header_that_was_not_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index named the span, and what could not be leased of it was taken for a miss."""
+
+    def rows_alone(self: Headers, spans: Iterable[tuple[SpanRecord, int]]) -> None:
+        self._ssd.sync([Slot(record.parts) for record, _ in spans])
+
+    monkeypatch.setattr(Headers, "sync", rows_alone)
+    monkeypatch.setattr(world, "FAULTS", (disk.Faults(),))
+    monkeypatch.setattr(world, "ENDS", ("power",))
+    with pytest.raises(AssertionError) as found:
+        try_seeds(tmp_path)
+    said = str(found.value)  # at the next open, as somebody asks, or where a store hung from it
+    assert any(words in said for words in ("READY", "were lost", "a store failed")), said
 
 
 def test_it_would_notice_a_bug_behind_a_fault(

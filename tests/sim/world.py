@@ -110,6 +110,8 @@ class World:
             self._wait_idle()
             self.store.check()
             assert self.store.buffers.used_bytes == 0, "a buffer was not given back"
+            lost = self.store.stats()["lost"]
+            assert self.unsure or not lost, f"reads were lost on a good disk: {lost}"
             self.store.close()
             self.sched.crash_at = None
             assert len(self.sched.threads) == 1, [t.name for t in self.sched.threads]
@@ -256,8 +258,12 @@ class World:
         assert self.store is not None
         tokens = self.prompts[i]
         keys, values = kv_of(tokens)
+        whole = len(tokens) // WINDOW * WINDOW
         try:
             with self.store.lease(tokens) as lease:
+                assert may_lose or lease.n_tokens == whole, (
+                    f"prompt {i} was READY: {lease.n_tokens} of {whole} tokens are leased"
+                )
                 if not lease.n_tokens:
                     return
                 with lease.session(policy) as session:
@@ -269,6 +275,8 @@ class World:
                         assert torch.equal(v, torch.from_numpy(values[layer])[:, pos]), (
                             "wrong values"
                         )
+                        if isinstance(policy, impress.Exact):
+                            assert pos.tolist() == [*range(lease.n_tokens)], "rows are missing"
         except impress.PrefixLost:
             assert may_lose, f"prompt {i} was READY and could not be read"
 
