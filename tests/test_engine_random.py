@@ -32,6 +32,7 @@ def test_a_session_has_the_models_tokens_and_ends_well(seed: int, tmp_path: Path
     family = str(rng.choice(["opt", "llama", "qwen3", "mistral"]))
     model = tiny(family, attention=str(rng.choice(["sdpa", "sdpa", "eager"])), seed=seed)
     documents = [prompts(int(rng.integers(30, 330)), seed=i) for i in range(4)]
+    documents.append(prompts(200, seed=4))
     virtual = Virtual(batch=3, context=400, budget_bytes=int(rng.choice([MIB, 16 * MIB])))
     engine = hf.attach(
         model, tmp_path, config=CONFIG.model_copy(update=settings(rng)),
@@ -50,6 +51,15 @@ def test_a_session_has_the_models_tokens_and_ends_well(seed: int, tmp_path: Path
                 engine.store.purge()
             if rng.random() < 0.1:
                 engine.store.evict(MIB // 4)
+        last = {
+            "max_new_tokens": 3,
+            "do_sample": False,
+        }  # and whatever came before, it still stores
+        for _ in range(3):
+            got = engine.generate(documents[4], **last)
+            engine.flush()
+        assert engine.last_request is not None and engine.last_request.hit_tokens == 192
+        assert torch.equal(got, model.generate(documents[4], **last))
     assert engine.store.buffers.used_bytes == 0
 
 

@@ -92,7 +92,8 @@ class Ticket:
     def then(self, callback: Callback) -> None:
         """Call back once when done, from whichever thread ends it; at once if it is done.
 
-        What a callback raises is logged: it is not that thread's affair.
+        What a callback raises is logged: it is not that thread's affair. One in which a signal
+        raises is called once more, which has to do no harm: it may have done nothing yet.
         """
         with self._lock:
             if self._left:
@@ -134,11 +135,13 @@ class Ticket:
                     gate.release()
             while self._callbacks:
                 callback = self._callbacks[0]
-                del self._callbacks[0]  # nothing of theirs is kept: that may well keep this ticket
                 try:
-                    callback()
-                except Exception:
-                    log.exception(_FAILED)
+                    _call(callback)
+                except BaseException:
+                    del self._callbacks[0]
+                    _call(callback)
+                    raise
+                del self._callbacks[0]  # nothing of theirs is kept: that may well keep this ticket
         except BaseException:  # a signal's: the rest of it all the same
             self._count(due)
             raise

@@ -11,11 +11,11 @@ from tiers.ticket import Task, Ticket
 
 
 def when_all(tickets: Sequence[Ticket], callback: Callable[[], object]) -> None:
-    """Call back once, when every ticket is done."""
+    """Call back once, when every ticket is done; see `Ticket.then`."""
     left = Ticket(len(tickets))
     left.then(callback)
     for ticket in tickets:
-        ticket.then(partial(left.run, nothing))
+        ticket.then(partial(left.run, nothing, [left]))  # counted once, however often it is called
 
 
 def nothing() -> None:
