@@ -40,6 +40,7 @@ from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
 from impress.usage.history import Note
 from impress.usage.remembered import HALF_LIFE
+from impress.write import readers
 from impress.write.directory import make_identity
 from impress.write.index import Index
 from impress.write.readers import Presence, present
@@ -103,6 +104,32 @@ def check(*stores: impress.PrefixStore) -> None:
 def limbo(store: impress.PrefixStore) -> int:
     n_bytes: int = store.stats()["limbo_bytes"]
     return n_bytes
+
+
+def test_a_reader_that_holds_more_than_it_can_say_holds_all_of_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says nothing then, and nothing is reused that it has not followed."""
+    a, b = pair
+    for seed in (1, 2):
+        ready(a, prompt(256, seed))
+    b.follow()
+    monkeypatch.setattr(readers, "MOST_HELD", 1)
+    with b.lease(prompt(256, 1)) as one:
+        with b.lease(prompt(256, 2)) as two:
+            assert (one.n_tokens, two.n_tokens) == (256, 256)
+            a.evict(1 << 40)
+            look(a, b)
+            both = limbo(a)
+            for lease, seed in ((one, 1), (two, 2)):
+                keys, _ = kv_of(prompt(256, seed), a.geometry)
+                with lease.session() as session:
+                    k, _, _ = session.retrieve(0, None)
+                    assert np.array_equal(k.numpy(), keys[0])
+        look(a, b)
+        assert 0 < limbo(a) < both
+    look(a, b)
+    assert limbo(a) == 0
 
 
 # ---- what the others stored ----------------------------------------------------------------------

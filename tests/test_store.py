@@ -30,10 +30,12 @@ from conftest import (
     read_limit,
     wait_for_promotions,
 )
+from test_cli_verify import index_values
 
 import impress
 import tiers.slots
 from impress.policy import AllHeads, Exact, StaticH2O
+from impress.stats import _guards
 from tiers.iopool import Lane
 from tiers.slots import BufferPool
 from tiers.ssd import SsdTier
@@ -848,3 +850,56 @@ def test_counters_and_metrics_tell_what_happened(
         "impress_spans 1.0",
     ):
         assert line in text, text
+
+
+def test_every_metric_of_the_guard_is_what_it_says() -> None:
+    """By name and kind alone a test would not see two of them swapped."""
+    wanted = ("shadows", "exceeded", "understated", "dropped", "sent_back", "bound",
+              "worst_missing_mass", "reruns", "flips")  # fmt: skip
+    ledger = {key: float(i) for i, key in enumerate(wanted, 2)}
+    named = {"namespace": "ab" * 16, "policy": "P()"}
+    for state, trusted in (("trusted", 1.0), ("earning", 0.0)):
+        families = list(_guards([{**ledger, **named, "state": state}]))
+        found = {family.name: family.samples[0] for family in families}
+        assert {s.labels["policy"] for s in found.values()} == {"P()"}
+        values = {name.removeprefix("impress_guard_"): s.value for name, s in found.items()}
+        assert values == {**ledger, "trusted": trusted}
+
+
+def test_a_flush_that_the_disk_holds_up_ends_and_can_be_repeated(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go, sync = open_store(geometry), threading.Event(), SsdTier.sync
+
+    def held(tier: SsdTier, slots: Any) -> None:
+        assert go.wait(60)
+        sync(tier, slots)
+
+    monkeypatch.setattr(SsdTier, "sync", held)
+    stored = put_prompt(store, prompt(128))
+    with pytest.raises(impress.StoreFailed, match=r"flush: not done within 0\.05 s"):
+        store.flush(0.05)
+    assert not stored.ready
+    go.set()
+    store.flush()
+    assert stored.ready
+    assert_serves(store, prompt(128), 128)
+
+
+def test_a_damaged_index_value_is_counted_and_costs_its_prompt_alone(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    store = open_store(geometry)
+    for seed in (1, 2):
+        put_prompt(store, prompt(128, seed)).wait(60)
+    store.close()
+    with index_values(store.path) as values:
+        values[min(values)][30] ^= 1
+    again = open_store(geometry)
+    assert again.stats()["damaged_spans"] == 1
+    assert [again.lookup(prompt(128, seed)) for seed in (1, 2)] == [0, 128]
+    assert_serves(again, prompt(128, 2), 128)
+    put_prompt(again, prompt(128, 1)).wait(60)
+    assert_serves(again, prompt(128, 1), 128)
+    again.flush()
+    again.check()
