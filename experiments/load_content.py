@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +106,10 @@ def ask(store: impress.PrefixStore, seed: int, seen: Seen, *, compare: bool) -> 
 def users(
     store: impress.PrefixStore, n_threads: int, seconds: float, n_prompts: int, seed: int
 ) -> Seen:
-    """n_threads that ask without pause for so long; memory and leases are looked at meanwhile."""
+    """n_threads that ask without pause for so long; memory and leases are looked at meanwhile.
+
+    Raises what one of them met other than a miss: who ends over it asks no more.
+    """
     seen = [Seen() for _ in range(n_threads)]
     until = time.perf_counter() + seconds
 
@@ -116,16 +120,15 @@ def users(
             asked += 1
             ask(store, int(rng.integers(n_prompts)), seen[i], compare=asked % SAMPLE == 1)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(n_threads)]
-    for thread in threads:
-        thread.start()
     total = Seen()
-    while time.perf_counter() < until:
-        total.rss_mb.append(rss_mb())
-        total.oldest_lease_s = max(total.oldest_lease_s, store.stats()["oldest_lease_s"])
-        time.sleep(seconds / 40)
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(n_threads) as threads:
+        asking = [threads.submit(work, i) for i in range(n_threads)]
+        while not all(one.done() for one in asking):
+            total.rss_mb.append(rss_mb())
+            total.oldest_lease_s = max(total.oldest_lease_s, store.stats()["oldest_lease_s"])
+            time.sleep(seconds / 40)
+        for one in asking:
+            one.result()
     for one in seen:
         total.ms += one.ms
         for name in ("compared", "wrong", "lost", "missed"):
@@ -134,22 +137,24 @@ def users(
 
 
 class Writer:
-    """Stores prompts that nobody reads, and takes them out again, as long as it is entered."""
+    """Stores prompts that nobody reads, and takes them out again, as long as it is entered; leaving
+    raises what it ended over."""
 
     def __init__(self, store: impress.PrefixStore, first: int) -> None:
         self.written = 0
         self._store = store
         self._first = first
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._write)
+        self._thread = ThreadPoolExecutor(1)
 
     def __enter__(self) -> Writer:
-        self._thread.start()
+        self._writing = self._thread.submit(self._write)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
-        self._thread.join()
+        self._thread.shutdown()
+        self._writing.result()
 
     def _write(self) -> None:
         while not self._done.is_set():
@@ -199,7 +204,7 @@ def measured(
     begin_s = time.perf_counter()
     with beside or nullcontext():
         seen = users(store, n_threads, seconds, n_prompts, seed)
-    took_s, after = time.perf_counter() - begin_s, store.stats()
+        took_s, after = time.perf_counter() - begin_s, store.stats()
     read = after["read_bytes"].get("ssd", 0) - before["read_bytes"].get("ssd", 0)
     shared = after["shared_bytes"] - before["shared_bytes"]
     return figures_of(seen, read - shared, took_s, left_behind(store))

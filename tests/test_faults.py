@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import reliability_table
+from experiments import load_content, reliability_table
 from experiments.common import Row
 from experiments.faults import __main__ as faults
 from experiments.faults import cuts, flips
@@ -66,6 +67,19 @@ def test_a_store_that_does_not_open_again_has_lost_what_was_acknowledged(tmp_pat
     rng = np.random.default_rng(1)
     cuts._note(total, tmp_path, 0, cuts.Heard(3, "ended"), [7], rng)
     assert (total["acknowledged"], total["lost"], total["refused"], total["ended"]) == (4, 5, 1, 1)
+
+
+def test_a_user_or_a_writer_that_ends_over_an_error_is_no_quiet_one() -> None:
+    """Its thread was gone, its error on a terminal, and the row said wrong 0, lost 0."""
+
+    def broken(*_args: Any, **_named: Any) -> None:
+        raise ZeroDivisionError
+
+    store: Any = SimpleNamespace(lease=broken, store=broken, stats=lambda: {"oldest_lease_s": 0.0})
+    with pytest.raises(ZeroDivisionError):
+        load_content.users(store, 2, 4.0, 4, 1)
+    with pytest.raises(ZeroDivisionError), load_content.Writer(store, 4) as writer:
+        wait([writer._writing], 60)
 
 
 def test_what_was_not_counted_is_no_zero(tmp_path: Path, capsys: Any) -> None:
