@@ -123,12 +123,12 @@ def users(
     total = Seen()
     with ThreadPoolExecutor(n_threads) as threads:
         asking = [threads.submit(work, i) for i in range(n_threads)]
-        while not all(one.done() for one in asking):
+        while not all(user.done() for user in asking):
             total.rss_mb.append(rss_mb())
             total.oldest_lease_s = max(total.oldest_lease_s, store.stats()["oldest_lease_s"])
             time.sleep(seconds / 40)
-        for one in asking:
-            one.result()
+        for user in asking:
+            user.result()
     for one in seen:
         total.ms += one.ms
         for name in ("compared", "wrong", "lost", "missed"):

@@ -1,7 +1,7 @@
 """The one configuration of a store: a frozen tree, from keywords or a TOML file.
 
-An unknown key is refused with the nearest known one named. The environment is read here and
-nowhere else.
+An unknown key is refused with the nearest known one named. What a store goes by of the environment
+is read here.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from impress.errors import ConfigError
+from impress.types import LONGEST_S
 
 MIB = 1 << 20
 #: What a process has addresses for at most (x86-64, five levels of page tables), and no disk holds.
 MOST_BYTES = 1 << 56
-#: Longest time limit: threads cannot wait for ever, and thirty years will do.
-LONGEST_S = 1e9
 
 
 class Config(BaseModel):

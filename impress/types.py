@@ -135,5 +135,4 @@ class Prefix:
     root: bytes
     n_windows: int
     hits: int
-    used: int
     labels: bytes

@@ -402,8 +402,8 @@ def test_an_error_in_one_job_of_a_batch_leaves_nobody_of_the_others_waiting(
     )
     outcomes: list[Swapped] = []
     swap = SwapJob(
-        record.span_id + 1, SimpleNamespace(record=copy), store._home.leaving.spoil,
-        outcomes.append, 0, store.ssd.sync_failures,
+        record.span_id + 1, SimpleNamespace(record=copy), outcomes.append, 0,
+        store.ssd.sync_failures,
     )  # fmt: skip
     intent, trial = Intent(replace(copy, span_id=copy.span_id + 1)), Trial(slots[2])
     refused = store.writer(prompt(64, 2)).__enter__()

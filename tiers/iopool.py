@@ -50,12 +50,12 @@ class IoPool:
 
     What copies within memory has threads of its own: copies are made while reads are under way.
 
-    `n_threads`: of those that wait for a medium, and of those that copy at most. `n_behind`: how
-    many threads at once may work for nobody who waits (lanes PROMOTE and REPACK). More would share
-    processors and interpreter with the next demand, which comes at any time.
+    `n_threads`: of those that wait for a medium, and of those that copy at most. One thread at a
+    time may work for nobody who waits (lanes PROMOTE and REPACK): more would share processors and
+    interpreter with the next demand, which comes at any time.
     """
 
-    def __init__(self, n_threads: int, name: str = "impress-io", n_behind: int = 1) -> None:
+    def __init__(self, n_threads: int, name: str = "impress-io") -> None:
         """Raises MediumError where it cannot have so many."""
         self.n_threads = n_threads
         self.n_copiers = min(COPIERS, n_threads)
@@ -66,7 +66,6 @@ class IoPool:
         self._lock = threading.Lock()
         self._quiet, *self._wake = (threading.Condition(self._lock) for _ in range(3))
         self._open = True
-        self._n_behind = n_behind
         self._at = [0, 0]  # threads at work that somebody waits for, and at other work
         n_all = n_threads + self.n_copiers  # the copiers last
         self._since = [0.0] * n_all  # when each began the task it is at; 0: idle
@@ -208,7 +207,7 @@ class IoPool:
         """What nobody waits for may be begun now, maybe: threads of its kind look."""
         for queues, wake in zip(self._queues, self._wake, strict=True):
             if any(queues[Lane.PROMOTE :]):
-                wake.notify(self._n_behind)
+                wake.notify()
 
     def _next(self, copies: bool) -> tuple[float, Lane, Ticket, Task] | None:
         """What a thread of this kind is to do, and from when on it does; None: nothing any more."""
@@ -217,7 +216,7 @@ class IoPool:
                 queues = self._queues[copies]
                 for lane in Lane:
                     behind = lane >= Lane.PROMOTE
-                    if behind and (self._at[1] >= self._n_behind or self._copies_wait()):
+                    if behind and (self._at[1] or self._copies_wait()):
                         break
                     if queued := queues[lane]:
                         job = monotonic(), lane, *queued[0]

@@ -19,7 +19,7 @@ from typing import SupportsIndex
 
 from impress.errors import BadInput
 from impress.types import Geometry
-from tiers.base import PAGE
+from tiers.base import PAGE, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Sizes:
     @property
     def slot_bytes(self) -> tuple[int, int]:
         """A request's part of a K and of a V buffer: L × S, in whole pages."""
-        k, v = (_round_up(self.context * row, self.page_bytes) for row in self.row_bytes)
+        k, v = (round_up(self.context * row, self.page_bytes) for row in self.row_bytes)
         return k, v
 
     @property
@@ -102,7 +102,7 @@ class Sizes:
 
     def backed(self, n_rows: int) -> tuple[int, int]:
         """Bytes of whole pages that n_rows of a slot take, of a K and of a V buffer."""
-        k, v = (_round_up(n_rows * row, self.page_bytes) for row in self.row_bytes)
+        k, v = (round_up(n_rows * row, self.page_bytes) for row in self.row_bytes)
         return k, v
 
     def held_bytes(self, n_rows: int) -> int:
@@ -113,10 +113,6 @@ class Sizes:
         """Rows for which the pages behind n_rows suffice."""
         rooms = (b // row for b, row in zip(self.backed(n_rows), self.row_bytes, strict=True))
         return min(self.context, *rooms)
-
-
-def _round_up(n_bytes: int, unit: int) -> int:
-    return -(-n_bytes // unit) * unit
 
 
 class Use(Enum):

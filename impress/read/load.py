@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from impress.cache.chunks import ChunkCache, Ids, only_fastest
 from impress.errors import PrefixLost
 from impress.read.direct import Direct, direct_of
+from impress.read.early import Early
 from impress.read.flights import Flight, key_of, take
 from impress.read.mapping import gathers_of
 from impress.read.outs import Outs
@@ -18,7 +19,7 @@ from impress.read.placement import Brought
 from impress.read.plan import ReadPlan, Runs, Unfound, plan_reads, rows_by_tier
 from impress.read.putting import Putting
 from impress.read.reading import Reading
-from impress.read.takes import Ahead, Takes
+from impress.read.takes import Takes
 from impress.read.tickets import when_all, within_memory
 from impress.read.whole import Whole
 from impress.spans.layout import K, V
@@ -59,7 +60,7 @@ class Load:
         planes: Sequence[int],
         positions: Positions | None = None,
         outs: Outs | None = None,
-        ahead: Ahead | None = None,
+        ahead: Early | None = None,
         lane: Lane = Lane.DEMAND,
     ) -> None:
         """`note`: of it, before it takes anything. `sources`: of probe records in position order.
@@ -237,7 +238,7 @@ class Load:
                 self._bad_span[cache.tier.name] = span
             raise
 
-    def _take(self, ahead: Ahead, runs: Sequence[Sequence[Runs]]) -> None:
+    def _take(self, ahead: Early, runs: Sequence[Sequence[Runs]]) -> None:
         """Queue copies of what was read ahead, behind the reads: by then more of it is there."""
         self._takes = takes = Takes(ahead, self.planes, self.shapes, self._dests)
         for buffer in takes.ahead.buffers:

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from functools import partial
 
 from impress.read.direct import Direct
+from impress.read.early import Early
 from impress.read.parts import Part
 from impress.read.plan import Gather, gather, gather_chunks, gather_whole
-from impress.read.takes import Ahead, promised
+from impress.read.takes import promised
 from impress.read.whole import Whole
 from impress.spans.layout import PlaneLayout
 
 
 def gathers_of(
     parts: Sequence[Part], planes: Sequence[int], shapes: Sequence[PlaneLayout], gap_bytes: int, *,
-    chosen: bool, direct: Direct | Whole | None, ahead: Ahead | None,
+    chosen: bool, direct: Direct | Whole | None, ahead: Early | None,
 ) -> list[Gather]:  # fmt: skip
     """Where the wanted rows of these parts lie, by plane; of `direct`, those that home gives.
 

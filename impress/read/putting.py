@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Protocol
 
+from impress.read.direct import Direct
+from impress.read.whole import Whole
 from impress.spans.rows import address_of
 from tiers.base import Bytes, Read
-
-
-class Places(Protocol):
-    """Who knows where rows of home go."""
-
-    def put(self, i: int, dest: Bytes, first: int, end: int) -> None:
-        """Bytes [first, end) of dest, whole rows of plane number i, to their places."""
 
 
 class Putting:
     """What one thread has read and verified goes to its places; told how much that is by now."""
 
-    def __init__(self, places: Places, reads: Sequence[Read], dests: Sequence[Bytes]) -> None:
+    def __init__(
+        self, places: Direct | Whole, reads: Sequence[Read], dests: Sequence[Bytes]
+    ) -> None:
         """`reads`: plane by plane, each one's one behind the other in its dest."""
         self._places = places
         self._dests = dests

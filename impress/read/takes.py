@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
+from impress.read.early import Early
 from impress.read.parts import Mask, Part, Positions
 from impress.read.plan import Run, Runs, home_reads
 from impress.spans.layout import PlaneLayout
 from tiers.base import Bytes, Read
-from tiers.slots import Buffer
 
 ReadHome = Callable[[list[Read], int], None]  # some reads of a span
 
@@ -20,21 +20,7 @@ ReadHome = Callable[[list[Read], int], None]  # some reads of a span
 MOST_COPY: Final = 2 << 20
 
 
-class Ahead(Protocol):
-    """What was read ahead of a layer (impress.read.early)."""
-
-    @property
-    def buffers(self) -> Sequence[Buffer]:
-        """Where it lies: retained by whoever may still copy."""
-
-    def pieces(self, i: int, plane: int, part: Part) -> Mask | None:
-        """Which pieces of the chunks of part i are here or under way; None: none of the plane."""
-
-    def copy(self, i: int, plane: int, piece: int, dest: Bytes) -> bool:
-        """Copy what lies in part i's span from this piece on; False where it is not all here."""
-
-
-def promised(ahead: Ahead | None, parts: Sequence[Part], plane: int) -> list[Mask] | None:
+def promised(ahead: Early | None, parts: Sequence[Part], plane: int) -> list[Mask] | None:
     """For each part, the pieces of a plane that were read ahead; None: nothing was."""
     if ahead is None:
         return None
@@ -47,7 +33,7 @@ class Takes:
     """Pieces of a load's dests that come from there, and those that had to be read after all."""
 
     def __init__(
-        self, ahead: Ahead, planes: Sequence[int], shapes: Sequence[PlaneLayout],
+        self, ahead: Early, planes: Sequence[int], shapes: Sequence[PlaneLayout],
         dests: Sequence[Bytes],
     ) -> None:  # fmt: skip
         self.ahead = ahead

@@ -4,7 +4,7 @@
     lfu:        uses alone, remembered like these: also while a chunk is in no cache
     prefix-lru: the last request that used it, then where in the prompt it lies (prefix_lru.py)
 
-Both count time in requests noted, never by a clock.
+All count time in requests noted, never by a clock.
 """
 
 from __future__ import annotations

@@ -376,7 +376,7 @@ class Repacker:
             ended.set()
 
         old, skip = move.held.record.span_id, move.part.first
-        job = SwapJob(old, header, self._home.leaving.spoil, done, skip, self._sync_failures)
+        job = SwapJob(old, header, done, skip, self._sync_failures)
         try:
             self._committer.queue(self._drafts.hand(job))
         except StoreFailed:  # closed

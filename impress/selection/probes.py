@@ -78,17 +78,6 @@ class ProbeCodec(Protocol):
         """
 
 
-class FittedCodec(ProbeCodec, Protocol):
-    """A codec with parameters made once per (namespace, layer) from the first stored keys."""
-
-    @property
-    def fallback(self) -> str:
-        """Name of the parameter-free codec used until parameters exist."""
-
-    def fit(self, keys: Any, geometry: Geometry) -> bytes:
-        """Parameters from one layer's keys; deterministic."""
-
-
 @dataclass(frozen=True, slots=True)
 class Heads3:
     """The keys of the KV heads that query heads 0–2 use, as stored: [n, heads, head_dim]."""
@@ -246,6 +235,6 @@ def register(codec: ProbeCodec) -> None:
     _CODECS[codec.name] = codec
 
 
-def fitted(codec: ProbeCodec) -> FittedCodec | None:
+def fitted(codec: ProbeCodec) -> Pca | None:
     """The codec again if it has parameters to fit, else None."""
     return codec if isinstance(codec, Pca) else None

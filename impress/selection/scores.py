@@ -203,13 +203,11 @@ def _raised(sums: torch.Tensor, noise: torch.Tensor, uneven: torch.Tensor) -> to
     return sums.mul_(more.minimum(left[:, None]).exp_())
 
 
-def suffix_lse_of(
-    query: torch.Tensor, new_keys: torch.Tensor, scaling: float, causal: bool = True
-) -> torch.Tensor:
+def suffix_lse_of(query: torch.Tensor, new_keys: torch.Tensor, scaling: float) -> torch.Tensor:
     """Log-sum-exp of the scores on the new tokens' keys: float32 [n_heads, q], for `retrieve`.
 
     query [n_heads, q, dim]; new_keys [n_kv_heads, m, dim], m ≥ q, the query's own tokens last:
-    row i sees the first m − q + i + 1 when causal. In float32: a score of hundreds, rounded to 16
+    row i sees the first m − q + i + 1. In float32: a score of hundreds, rounded to 16
     bits, makes this weight wrong by a factor, the true missing mass with it.
     """
     module = torch_module()
@@ -218,15 +216,14 @@ def suffix_lse_of(
     blocks = []
     for at in range(0, max(q, 1), MOST_ROWS):  # of all rows at once, scores take the square of q
         rows = query[:, at : at + MOST_ROWS]
-        seen = m - q + at + rows.shape[1] if causal else m
+        seen = m - q + at + rows.shape[1]
         future = module.ones(rows.shape[1], seen, dtype=module.bool, device=query.device)
         future.triu_(seen - rows.shape[1] + 1)
         parts = []
         for scores, *_ in key_scores(
             rows, new_keys[:, :seen], scaling, len(query) // len(new_keys)
         ):
-            if causal:
-                scores.masked_fill_(future, -math.inf)
+            scores.masked_fill_(future, -math.inf)
             parts.append(module.logsumexp(scores, dim=-1))
         blocks.append(module.cat(parts))
     lse: torch.Tensor = module.cat(blocks, dim=1)

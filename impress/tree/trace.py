@@ -107,7 +107,7 @@ def path_of(tree: RadixTree, node: int, size: int) -> Prefix:
     path = tree.path(node)
     labels = b"".join(tree.label(n) for n in path)
     root = tree.label(tree.parent(path[0]))
-    return Prefix(root, len(labels) // size, tree.hits[node], tree.used[node], labels)
+    return Prefix(root, len(labels) // size, tree.hits[node], labels)
 
 
 def walk(tree: RadixTree) -> list[Branch]:

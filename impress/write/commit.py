@@ -220,7 +220,7 @@ class Committer:
         """What was let go, in this turn too."""
         if self._settle_asked:
             self._settle_asked = False
-            self._duties.settle()
+            self._duties.reclaim(self._catalog.unheld)
 
     def _save_heat(self) -> None:
         """At the end; and what came to nothing was written, too."""

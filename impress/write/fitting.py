@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 
 from impress.errors import ImpressError
-from impress.selection.probes import FittedCodec, ProbeCodec, fitted
-from impress.selection.probes_pca import FIT_TOKENS
+from impress.selection.probes import ProbeCodec, fitted
+from impress.selection.probes_pca import FIT_TOKENS, Pca
 from impress.spans.format import SpanHeader, SpanRecord
 from impress.spans.layout import K
 from impress.spans.params import Params
@@ -105,7 +105,7 @@ class Fitter:
 
     # ---- inside ----------------------------------------------------------------------------
 
-    def _missing(self) -> list[FittedCodec]:
+    def _missing(self) -> list[Pca]:
         """Codecs without parameters, but for those of which none can be kept."""
         lacking = [c for c in self._codecs if self._params.current(self._namespace, c.name) is None]
         return [codec for codec in lacking if codec.name not in self._not_kept]

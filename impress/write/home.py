@@ -119,7 +119,6 @@ class Home:
                 Duties(
                     self.reclaim, self.scrap, self.leaving.overfull, self.health.trouble,
                     self.budget.dump, self.reclaimer.spoilt, self.reclaimer.spoil,
-                    lambda: self.reclaim(self.catalog.unheld),
                 ),
                 self.history, self.ledgers, durable=config.durable,
             )  # fmt: skip

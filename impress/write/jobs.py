@@ -48,13 +48,11 @@ class Erase:
 class SwapJob:
     """A written copy of span `old`, its rows in another order, that is to take its place.
 
-    `header`: of the new span, its reserved record in it. `spoil`: told which of the two has lost,
-    before it is reclaimed. `done`: called once, with what came of it.
+    `header`: of the new span, its reserved record in it. `done`: called once, with what came of it.
     """
 
     old: int
     header: SpanHeader
-    spoil: Callable[[Iterable[int]], None]
     done: Callable[[Swapped], None]
     skip: int  # windows of `old` before the copy's first; they are in no node any more
     sync_failures: int  # the tier's, as of the copy's first byte
@@ -102,7 +100,7 @@ class Duties:
     spans that never were visible. `overfull`: takes spans out of a tree whose home is too full, but
     for those just stored, and names them. `trouble`: a write failed, and why. `wear`: what the
     write budget is to be saved as. `spoilt`: spans whose bytes are to be erased when they are
-    deleted; `spoil` adds to them. `settle`: reclaim what was let go.
+    deleted; `spoil` adds to them.
     """
 
     reclaim: Callable[[Leave], None]
@@ -112,7 +110,6 @@ class Duties:
     wear: Callable[[], bytes]
     spoilt: Container[int]
     spoil: Callable[[Iterable[int]], None]
-    settle: Callable[[], None]
 
 
 Job = StoreJob | GiveUp | Erase | Intent | SwapJob | Trial | list[int] | Signal

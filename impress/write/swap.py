@@ -57,7 +57,7 @@ class Swaps:
         record = job.header.record
         heat = self._catalog.heat_of(job.old)
         if heat is None:
-            return self._spoilt(job, record, Swapped.GONE)
+            return self._spoilt(record, Swapped.GONE)
         try:
             record = self._headers.put(job.header)
             self._headers.sync([(record, job.sync_failures)])
@@ -77,9 +77,9 @@ class Swaps:
             if isinstance(err, StoreFailed | MediumError) and not getattr(err, "harmless", False):
                 self._duties.trouble(why)
             log.warning("span %d was not repacked: %s", job.old, why)
-            return self._spoilt(job, record, Swapped.FAILED)  # forgotten, what history carried
+            return self._spoilt(record, Swapped.FAILED)  # forgotten, what history carried
         if before is None:
-            return self._spoilt(job, record, Swapped.GONE)
+            return self._spoilt(record, Swapped.GONE)
         try:
             is_shown = self._catalog.replace(job.old, record)
         except Exception:  # the index names the old one no more: what shows it is taken back, too
@@ -87,18 +87,18 @@ class Swaps:
                 self._unseen[job.old] = old
             raise
         if not is_shown:  # it left since labels_to looked
-            job.spoil([record.span_id])
+            self._duties.spoil([record.span_id])
             self._delete([record.span_id])
         self._unseen.pop(record.span_id, None)
         if not is_shown:
             return Swapped.GONE
-        job.spoil([job.old])
+        self._duties.spoil([job.old])
         self._duties.reclaim(lambda free: self._catalog.deleted([job.old], free))
         return Swapped.YES
 
-    def _spoilt(self, job: SwapJob, record: SpanRecord, outcome: Swapped) -> Swapped:
+    def _spoilt(self, record: SpanRecord, outcome: Swapped) -> Swapped:
         """Nothing came of the copy, which was never visible: erased, and its space given back."""
-        job.spoil([record.span_id])
+        self._duties.spoil([record.span_id])
         self._duties.scrap([record])
         return outcome
 

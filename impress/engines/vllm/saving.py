@@ -3,9 +3,9 @@
     step ends ── offer(spec) ──> | spec | spec | … | ──> thread: blocks -> rows -> writer -> READY
 
 A block that is full does not change while its request holds it, so nothing is copied in a step. A
-finished request keeps its blocks until `done` names it; a preempted one is dropped before its
-blocks are written again. Prompts that begin alike are stored one after the other, so that what
-they share is written once.
+finished request keeps its blocks until `WorkerSide.saved` names it; a preempted one is dropped
+before its blocks are written again. Prompts that begin alike are stored one after the other, so
+that what they share is written once.
 """
 
 from __future__ import annotations
