@@ -141,9 +141,10 @@ def _explain(figures: dict[str, float]) -> None:
         "agreeing: all heads look at the fact that a question needs. specialised: only heads that "
         "the paper's policy does not read. RTE: is a claim true? COPA: which of two effects? "
         "diffuse: which of two themes has more words, for which every row counts.",
-        "fell back: layers loaded whole because the policy could not choose. wanted: chosen rows "
-        "and the records read to choose them; moved: what left the SSD for that, pieces being "
-        "larger than rows; both of exact's bytes.",
+        "as full KV: the same answer as all rows give, right or wrong. fell back: layers loaded "
+        "whole because the policy could not choose. rows chosen: of all rows, those layers "
+        "included. wanted: chosen rows and the records read to choose them; moved: what left the "
+        "SSD for that, pieces being larger than rows; both of exact's bytes.",
         f"Estimated missing mass of the worst layer, mean: {', '.join(masses)}.",
         "Times: all of a prefix is 4 MiB here, and bringing that can be quicker than choosing from "
         "it. What this act shows is answers and bytes.",
