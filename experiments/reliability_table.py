@@ -18,7 +18,8 @@ from experiments.results_table import Reports, rows_table
 _TABLES: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "faults": ("faults", {
         "fault": "fault", "tried": "tried", "acknowledged": "acknowledged", "lost": "lost",
-        "wrong": "wrong", "hangs": "hangs", "missed": "missed",
+        "wrong": "wrong", "hangs": "hangs", "missed": "missed", "refused": "refused",
+        "ended": "ended",
     }),
     "load": ("load", {
         "threads": "threads", "reading processes": "processes", "engine": "engine",

@@ -93,4 +93,4 @@ def test_what_was_not_counted_is_no_zero(tmp_path: Path, capsys: Any) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- table: faults -->\n<!-- end -->\n")
     reliability_table.fill(page, tmp_path)
-    assert "| bit flip in index | 6 | 36 | – | 0 | 0 | 12 |" in page.read_text()
+    assert "| bit flip in index | 6 | 36 | – | 0 | 0 | 12 | 2 | 0 |" in page.read_text()
