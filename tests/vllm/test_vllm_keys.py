@@ -19,7 +19,14 @@ from vllm import envs
 from impress.config import Config
 from impress.engines.vllm.events import Events
 from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
-from impress.engines.vllm.settings import Settings, _namespace, at_least, policy_of, served
+from impress.engines.vllm.settings import (
+    Settings,
+    _check_features,
+    _namespace,
+    at_least,
+    policy_of,
+    served,
+)
 from impress.engines.vllm.step import Prompt
 from impress.errors import ConfigError, ImpressError, Unsupported
 from impress.policy import Exact, Paper, Quality
@@ -605,7 +612,7 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
             own if name == "same" else own.replace('"relu"', '"gelu"')
         )
 
-    def named(where: str | None = None, **changed: Any) -> bytes:
+    def named(where: str | None = None, cross_engine: bool = False, **changed: Any) -> bytes:
         model = ModelConfig(
             model=str(models["opt"]), dtype="float32", skip_tokenizer_init=True,
             hf_config_path=where,
@@ -613,7 +620,8 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
         for key, value in changed.items():
             setattr(model, key, value)
         config = SimpleNamespace(model_config=model, load_config=LoadConfig())
-        return _namespace(config, Settings.of({"store": "x"}), "float32")
+        settings = Settings.of({"store": "x", "cross_engine": cross_engine})
+        return _namespace(config, settings, "float32")
 
     plain, elsewhere = named(), named(str(tmp_path / "other"))
     assert len({plain, elsewhere, named(str(tmp_path / "same"))}) == 3
@@ -623,6 +631,49 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
     assert found[0] == found[2] != found[1]
     with pytest.raises(Unsupported, match="--hf-config-path must be a directory"):
         named(str(tmp_path / "same"), hf_config_path="somebody/model")
+    near, far = ({"rope_theta": theta} for theta in (1e4, 1e6))
+    found = [named(hf_overrides=given) for given in (near, far, near)]
+    assert found[0] == found[2] and len({plain, *found}) == 3
+    with pytest.raises(Unsupported, match="hf_overrides as a function cannot be named"):
+        named(hf_overrides=lambda config: config)
+    for changed in ({"hf_overrides": near}, {"quantization": "fp8"}):
+        (what,) = changed
+        with pytest.raises(ConfigError, match=f"cross_engine does not go with {what}"):
+            named(cross_engine=True, **changed)
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "value", "said"),
+    [
+        ("parallel_config", "tensor_parallel_size", 2, "--tensor-parallel-size above 1"),
+        ("scheduler_config", "async_scheduling", True, "start with --no-async-scheduling"),
+        ("", "use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("kv_transfer_config", "kv_load_failure_policy", "fail", '"recompute" beside'),
+        ("kv_transfer_config", "kv_role", "kv_consumer", '"kv_role": "kv_both"'),
+        ("", "speculative_config", object(), "drop --speculative-config"),
+        ("model_config", "runner_type", "pooling", "use --runner generate"),
+        ("device_config", "device_type", "tpu", "vLLM on tpu is not supported"),
+    ],
+)
+def test_what_is_not_served_is_refused_at_start(
+    where: str, what: str, value: Any, said: str
+) -> None:
+    """Each would give wrong answers, or end vLLM, later."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        kv_transfer_config=SimpleNamespace(
+            kv_load_failure_policy="recompute", kv_role="kv_both"
+        ),
+        model_config=SimpleNamespace(runner_type="generate", model_class_overrides=None),
+        device_config=SimpleNamespace(device_type="cpu"),
+        use_v2_model_runner=False, speculative_config=None,
+    )  # fmt: skip
+    settings = Settings.of({"store": "x"})
+    _check_features(config, settings)
+    setattr(getattr(config, where) if where else config, what, value)
+    with pytest.raises((ConfigError, Unsupported), match=said):
+        _check_features(config, settings)
 
 
 def test_the_namespace_tells_transformers_code_inside_vllm_from_vllms_own(
