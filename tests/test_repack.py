@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1017,26 +1017,25 @@ def test_requests_and_passes_at_the_same_time(open_store: Open, geometry: impres
     prompts = [np.concatenate([prompt(96), prompt(160, seed)]) for seed in range(1, 4)]
     for tokens in prompts:
         put_prompt(store, tokens).wait(60)
-    errors: list[BaseException] = []
+    over = threading.Event()
 
     def serve(tokens: np.ndarray) -> None:
-        try:
-            for _ in range(15):
-                assert_serves(store, tokens, 256)
-        except BaseException as err:
-            errors.append(err)
+        while not over.is_set():
+            assert_serves(store, tokens, 256)
 
-    threads = [threading.Thread(target=serve, args=(tokens,)) for tokens in prompts]
-    for thread in threads:
-        thread.start()
     moved = 0
-    for seed in range(6):
-        for tokens in prompts:
-            look(store, tokens, seed, times=40)
-        moved += store.repack().moved
-    for thread in threads:
-        thread.join()
-    assert not errors and moved >= 6
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        serving = [pool.submit(serve, tokens) for tokens in prompts]
+        try:
+            for seed in range(6):
+                for tokens in prompts:
+                    look(store, tokens, seed, times=40)
+                moved += store.repack().moved
+        finally:
+            over.set()
+        for one in serving:
+            one.result(60)
+    assert moved >= 6
     sound(store)
 
 
@@ -1124,45 +1123,58 @@ def test_a_span_that_does_not_read_back_is_named_and_a_dry_run_leaves_it(
 
 
 REPACKER = """
-import sys
+import os, signal, sys
 sys.path.insert(0, sys.argv[2])
 from conftest import SMALL, prompt, put_prompt
 from test_repack import look
 import impress
+from impress.write.index import Index
+from tiers.ssd import SsdTier
 store = impress.PrefixStore.open(sys.argv[1], impress.Geometry(2, 4, 2, 128, "float32"), "test",
-                                 impress.Config(**SMALL))
+                                 impress.Config(**SMALL, repack_every_s=0))
 for seed in range(3):
     put_prompt(store, prompt(256, seed), wait_s=60)
 store.flush()
-print("ready", flush=True)
-for turn in range(1000):
-    for seed in range(3):
-        look(store, prompt(256, seed), turn, times=40)
-    print(store.repack().moved, flush=True)
+for seed in range(3):
+    look(store, prompt(256, seed), times=40)
+where, what = {"write": SsdTier, "sync": SsdTier, "erase": SsdTier, "commit": Index}, sys.argv[3]
+real, left = getattr(where[what], what), [1] * int(sys.argv[4])
+def struck(*args, **named):
+    if left:
+        left.pop()
+        return real(*args, **named)
+    if sys.argv[5] == "behind":
+        real(*args, **named)
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(where[what], what, struck)
+store.repack()
+store.flush()
 """
 
 
-def test_a_repack_killed_at_any_moment_leaves_old_or_new(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize(("what", "n"), [("write", 0), ("sync", 0), ("commit", 1), ("erase", 0)])
+def test_a_repack_killed_at_any_moment_leaves_old_or_new(
+    tmp_path: Path, what: str, n: int, when: str
+) -> None:
+    """As it is about to write, sync, commit or erase, or just has."""
     folder, here = tmp_path / "store", str(Path(__file__).parent)
     geometry = impress.Geometry(2, 4, 2, 128, "float32")
-    for passes in (1, 2, 3):
-        with subprocess.Popen(
-            [sys.executable, "-c", REPACKER, str(folder), here], stdout=subprocess.PIPE
-        ) as repacker:
-            assert repacker.stdout is not None
-            lines = [repacker.stdout.readline() for _ in range(1 + passes)]
-            os.kill(repacker.pid, signal.SIGKILL)
-        assert lines[0] == b"ready\n" and int(lines[-1]) > 0
-        assert not verify_store(folder).problems
-        with impress.PrefixStore.open(folder, geometry, "test", impress.Config(**SMALL)) as store:
-            store.check()
-            assert store.stats()["spans"] == 3
-            for seed in range(3):
-                assert_serves(store, prompt(256, seed), 256)
-            headers = [read_header(store.ssd, record) for record in store.catalog.records()]
-            assert any(header.order is not None for header in headers)
-            moved = [header.record.span_id for header in headers if header.order is not None]
-            assert all(store.history.average(span) is not None for span in moved)
+    command = [sys.executable, "-c", REPACKER, str(folder), here, what, str(n), when]
+    assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
+    assert not verify_store(folder).problems
+    with impress.PrefixStore.open(folder, geometry, "test", impress.Config(**SMALL)) as store:
+        store.check()
+        assert store.stats()["spans"] == 3
+        for seed in range(3):
+            assert_serves(store, prompt(256, seed), 256)
+        headers = [read_header(store.ssd, record) for record in store.catalog.records()]
+        moved = [header.record.span_id for header in headers if header.order is not None]
+        assert all(store.history.average(span) is not None for span in moved)
+        assert moved or (what, n, when) != ("commit", 1, "behind")
+        store.evict(1 << 30)
+        store.flush()
+        assert store.ssd.usage().used == 0
 
 
 def test_a_pass_stands_back_while_requests_are_served(

@@ -8,6 +8,7 @@ a crash must be served after it (unless something was evicted, purged or damaged
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,7 @@ class World:
         self.takings = self.taking = 0  # evictions and purges: so far, and under way
         self.must_have: set[int] = set()  # prompts that were READY and that nothing took away
         self.lives = 0
+        self.seen = Counter[str]()  # in lives that were closed
         self.store: impress.PrefixStore | None = None
         SimSsd.sched, SimSsd.on, SimSsd.undo, SimSsd.faults = self.sched, True, {}, Faults()
         SimSsd.tiers.clear()
@@ -110,8 +112,14 @@ class World:
             self._wait_idle()
             self.store.check()
             assert self.store.buffers.used_bytes == 0, "a buffer was not given back"
-            lost = self.store.stats()["lost"]
-            assert self.unsure or not lost, f"reads were lost on a good disk: {lost}"
+            stats = self.store.stats()
+            assert self.unsure or not stats["lost"], f"lost on a good disk: {stats['lost']}"
+            self.seen.update(
+                hits=stats["hits"],
+                lost=sum(stats["lost"].values()),
+                evicted=stats["evicted_spans"],
+                moved=stats["repacks"].get("yes", 0),
+            )
             self.store.close()
             self.sched.crash_at = None
             assert len(self.sched.threads) == 1, [t.name for t in self.sched.threads]
