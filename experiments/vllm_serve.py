@@ -2,25 +2,29 @@
 
     .venv-vllm/bin/python -m experiments.vllm_serve      (make test-vllm makes that environment)
 
-Every document is asked about once, which stores it; the server is started again; then other
-questions come, one after the other, and again eight at a time. Before each round vLLM's own prefix
-cache is emptied, and a round asks about each document once: what is a hit comes from the store (its
-DRAM tier from the second round on). The model is the trained lookup model, so answers can be right.
+Every document is asked about once, which stores it; then all servers are started again, and other
+questions come, one after the other, and again eight at a time: eight documents by turns to each
+server, in an order that is drawn. Before each turn vLLM's own prefix cache is emptied, and a way
+asks about each document once: what is a hit comes from the store (its DRAM tier from the second
+time on). The model is the trained lookup model, so answers can be right.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from experiments.common import Options, Row, Unable, print_rows, run
+from experiments.systems.paired import times
 from impress.demo.lookup import tasks
 from impress.demo.lookup.tasks import Question
 
@@ -29,6 +33,8 @@ DTYPE: Final = "float32"
 CHECKPOINT: Final = "agreeing"
 TASKS: Final = ("rte", "copa")
 CONCURRENCIES: Final = (1, 8)
+#: Documents of a turn: as many as are asked about at once, at most.
+TURN: Final = max(CONCURRENCIES)
 EXACT: Final = {"name": "exact"}
 KEEP_ALL: Final = {"name": "keep_all"}
 
@@ -45,6 +51,14 @@ class Asked:
 class Answered:
     token: int
     ttft_ms: float
+
+
+class Arm(NamedTuple):
+    """A server, and what its requests ask for; None: what it is set to."""
+
+    name: str
+    server: Any
+    policy: dict[str, Any] | None = None
 
 
 def experiment(options: Options) -> tuple[dict[str, float], list[Row]]:
@@ -66,11 +80,9 @@ def experiment(options: Options) -> tuple[dict[str, float], list[Row]]:
         Way("sparse paper", {"name": "paper", "keep": 0.25}),
         Way("sparse quality", {"name": "quality", "max_missing_mass": 0.1}),
     )
-    rows: list[Row] = []
-    for way in ways:
-        rows += _measure(model, way, options, n)
+    rows = _measure(model, ways, options, n)
     _compare(rows)
-    shown = [{key: row[key] for key in row if key not in ("answers", "bench")} for row in rows]
+    shown = [{key: row[key] for key in row if key not in _UNSHOWN} for row in rows]
     print_rows(f"vLLM {__version__}, {n} documents of {N_TOKENS} tokens, {CHECKPOINT}", shown)
     said = [{"way": row["way"], "says": row["bench"]} for row in rows if row["bench"]]
     print_rows("vllm bench serve --dataset-name prefix_repetition", said)
@@ -93,30 +105,60 @@ def documents(seed: int, n: int) -> list[tuple[Asked, Asked]]:
     return found
 
 
-def _measure(model: Path, way: Any, options: Options, n: int) -> list[Row]:
-    """One way: store, start again, ask."""
-    from experiments.vllm_serve_server import Server, bench, since
+def _measure(model: Path, ways: Sequence[Any], options: Options, n: int) -> list[Row]:
+    """Each way stores; all start again; by turns they are asked."""
+    from experiments.vllm_serve_server import Server, bench
 
     asked = documents(options.seed, n)
-    store = options.folder / f"store {way.name}"
-    log = options.folder / f"{way.name}.log"
+
+    def made(way: Any) -> Any:
+        folder = options.folder
+        return Server(model, way, folder / f"store {way.name}", folder / f"{way.name}.log", DTYPE)
+
+    for way in ways:
+        if way.policy is not None:
+            with made(way) as server:
+                _ask(server, [first for first, _ in asked], 1)
+                server.settled()
     rows: list[Row] = []
-    if way.policy is not None:
-        with Server(model, way, store, log, DTYPE) as server:
-            _ask(server, [first for first, _ in asked], 1)
-            server.settled()
-    policies = {way.name: None, **({"all rows kept": KEEP_ALL} if way.floor else {})}
-    with Server(model, way, store, log, DTYPE) as server:
-        _ask(server, [_warm_up()], 1)
+    with ExitStack() as running:
+        servers = [running.enter_context(made(way)) for way in ways]
+        for server in servers:
+            _ask(server, [_warm_up()], 1)
         for concurrency in CONCURRENCIES:
-            for name, policy in policies.items():
-                server.forget()
-                with since(server) as grown:
-                    answers = _ask(server, [second for _, second in asked], concurrency, policy)
-                rows.append(_row(name, concurrency, asked, answers, grown))
-                leases = server.settled().get("impress_leases", 0.0)
-                rows[-1]["leases"] = int(leases)
-        rows[-1]["bench"] = _said(bench(server, model, 8 if options.quick else 32))
+            rows += _by_turns(servers, asked, concurrency, options.seed)
+        for server in servers:
+            says = _said(bench(server, model, 8 if options.quick else 32))
+            next(row for row in rows if row["way"] == server.way.name)["bench"] = says
+    return rows
+
+
+def _by_turns(
+    servers: Sequence[Any], asked: Sequence[tuple[Asked, Asked]], concurrency: int, seed: int
+) -> list[Row]:
+    """A row of each arm. A server's own arms keep their order: the first finds the SSD."""
+    from experiments.vllm_serve_server import since
+
+    arms = [
+        [Arm(one.way.name, one), *([Arm("all rows kept", one, KEEP_ALL)] if one.way.floor else [])]
+        for one in servers
+    ]
+    answers: dict[str, list[Answered]] = {arm.name: [] for of in arms for arm in of}
+    grown = {name: Counter[str]() for name in answers}
+    rng = np.random.default_rng([seed, concurrency])
+    for first in range(0, len(asked), TURN):
+        some = [second for _, second in asked[first : first + TURN]]
+        for at in rng.permutation(len(arms)).tolist():
+            for arm in arms[at]:
+                arm.server.forget()
+                with since(arm.server) as more:
+                    answers[arm.name] += _ask(arm.server, some, concurrency, arm.policy)
+                grown[arm.name].update(more)
+    rows = [_row(name, concurrency, asked, answers[name], grown[name]) for name in answers]
+    for of in arms:
+        leases = of[0].server.settled().get("impress_leases", 0.0)
+        for arm in of:
+            next(row for row in rows if row["way"] == arm.name)["leases"] = int(leases)
     return rows
 
 
@@ -159,7 +201,7 @@ def _ask(
 
 def _row(
     name: str, concurrency: int, documents: Sequence[tuple[Asked, Asked]],
-    answers: Sequence[Answered], grown: dict[str, float],
+    answers: Sequence[Answered], grown: Counter[str],
 ) -> Row:  # fmt: skip
     ttft = [answer.ttft_ms for answer in answers]
     right = [
@@ -178,7 +220,13 @@ def _row(
         "right": float(np.mean(right)),
         "bench": "",
         "answers": [answer.token for answer in answers],
+        "p50_ms": float(np.percentile(ttft, 50)),
+        "each_ms": " ".join(f"{one:.3f}" for one in ttft),
     }
+
+
+#: Of a row, what its table leaves out.
+_UNSHOWN: Final = ("answers", "bench", "p50_ms", "each_ms")
 
 
 def _said(found: dict[str, Any]) -> str:
@@ -203,14 +251,19 @@ def _figures(rows: Sequence[Row]) -> dict[str, float]:
     every = [row for row in rows if row["way"] == "exact"]
     kept = [row for row in rows if row["way"] == "all rows kept"]
     share = {row["way"]: row["rows read"] / exact["rows read"] for row in (paper, quality)}
+    ratios = {
+        "exact_ttft_ratio": times(plain, exact),
+        "sparse_ttft_ratio": times(plain, min(paper, quality, key=lambda row: row["p50_ms"])),
+        "exact_ttft_ratio.8": times(of["plain", 8], of["exact", 8]),
+    }
     return {
+        **{name: found.ratio for name, found in ratios.items()},
+        **{f"{name}_low": found.low or 0.0 for name, found in ratios.items()},
+        **{f"{name}_high": found.high or 0.0 for name, found in ratios.items()},
         "exact_identical": float(all(row["as plain"] == 1.0 for row in every)),
         "sparse_full_identical": float(
             all(row["answers"] == of["exact", row["at once"]]["answers"] for row in kept)
         ),
-        "exact_ttft_ratio": plain["ttft p50 ms"] / exact["ttft p50 ms"],
-        "sparse_ttft_ratio": plain["ttft p50 ms"]
-        / min(row["ttft p50 ms"] for row in (paper, quality)),
         "sparse_rows_share": share["sparse quality"],
         "sparse_rows_share.paper": share["sparse paper"],
         "leaked_leases": float(sum(row["leases"] for row in rows)),
