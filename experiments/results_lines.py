@@ -42,8 +42,8 @@ _SMALL: Final = "two small trained models, not OPT"
 def _twice(cell: str, varied: str) -> tuple[Ours, ...]:
     """Of a cell of `ttft`, and of the same factors in `scale`."""
     return (
-        Ours("ttft", f"{varied}.p50_vs_as_h2o_lfu"),
-        Ours("scale", f"{cell}.p50_vs_as_h2o_lfu", label="`scale` "),
+        Ours("ttft", f"{varied}.p50_vs_as_h2o_lfu", within=True),
+        Ours("scale", f"{cell}.p50_vs_as_h2o_lfu", label="`scale` ", within=True),
     )
 
 
@@ -132,7 +132,8 @@ LINES: Final = (
          (Ours("ttft", "p50_vs_as_h2o_lfu", within=True),), "emulated", _SLICE),
     Line("Fig 16", "the same, on a GPU", "1.2–2.8×",
          (Ours("ttft_cuda", "p50_vs_as_h2o_lfu", within=True),
-          Ours("ttft_cuda", "shape llama-3-8b.p50_vs_as_h2o_lfu", label="Llama-3-8B ")), "measured",
+          Ours("ttft_cuda", "shape llama-3-8b.p50_vs_as_h2o_lfu", label="Llama-3-8B ",
+               within=True)), "measured",
          "two layers on an H200 whose disk reads 1.8 GB/s: recomputing takes a fifth (Llama-3-8B: "
          "a third) of the paper's time"),
     Line("", "mean against AS+H2O+LFU", "not given",
@@ -140,7 +141,7 @@ LINES: Final = (
          "in a slice of four layers the median request has none that fell back; the mean counts "
          "them all"),
     Line("", "p50, eight requests in a row", "not given",
-         (Ours("ttft", "in_a_row 8.p50_vs_as_h2o_lfu"),), "emulated",
+         (Ours("ttft", "in_a_row 8.p50_vs_as_h2o_lfu", within=True),), "emulated",
          "copies into faster tiers go on beside the next request"),
     Line("", "against recomputing", "above 1 at p99",
          (Ours("ttft", "p50_vs_recompute", label="p50 ", within=True),

@@ -18,7 +18,7 @@ from typing import Any, Final
 from experiments.common import Unable
 from experiments.results_lines import LINES, Line, Ours
 from experiments.systems.clock import MOST_ERROR, PAPER_DISK_GB_S
-from experiments.systems.paired import Times, times, worst_of
+from experiments.systems.paired import Times, end_of, times, worst_of
 from experiments.systems.sizes import checks
 from experiments.systems.sweep import by_cell
 
@@ -60,7 +60,7 @@ class Reports:
             withdrawn = report["figures"].get("emulator_error", 0.0) > MOST_ERROR
             return "withdrawn" if withdrawn else _NOT_RUN
         text = ours.form.format(value)
-        ends = [report["figures"].get(_end(ours.figure, end)) for end in ("low", "high")]
+        ends = [report["figures"].get(end_of(ours.figure, end)) for end in ("low", "high")]
         if ours.within and None not in ends:
             text += f" [{', '.join(ours.form.format(end) for end in ends)}]"
         return text
@@ -99,12 +99,6 @@ def _failed(rows: Sequence[Mapping[str, Any]]) -> str:
 def _processor(host: str) -> str:
     """Of a report's machine, without what its maker adds."""
     return re.sub(r"\(\w+\)| Processor$", "", host.partition(", ")[2])
-
-
-def _end(figure: str, end: str) -> str:
-    """The name of an end of a figure's interval: NAME.WHICH has NAME_low.WHICH."""
-    name, dot, which = figure.partition(".")
-    return f"{name}_{end}{dot}{which}"
 
 
 def paper_table(reports: Reports) -> str:

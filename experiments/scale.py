@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
+from experiments.systems.paired import say, times
 from experiments.systems.sizes import Verdict, arguments, checked, how, meta
-from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio
+from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line
 
 NAMES: Final = ("recompute", "as_h2o_lfu", "impress", "as_int4", "quality")
 SHAPES: Final = {
@@ -43,7 +44,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
         one = systems.get("impress")
         for other in ("recompute", "as_h2o_lfu", "as_int4"):
             if one and other in systems:
-                said[f"{label}.p50_vs_{other}"] = ratio(systems[other]["p50_ms"], one["p50_ms"])
+                say(said, f"{label}.p50_vs_{other}", times(systems[other], one))
     return said, rows
 
 

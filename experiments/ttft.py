@@ -17,7 +17,7 @@ import numpy as np
 from experiments.common import Row, Unable, console, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.catalogue import chosen
-from experiments.systems.paired import Times, times, worst_of
+from experiments.systems.paired import say, times, worst_of
 from experiments.systems.sizes import Verdict, arguments, checked, how, is_real, meta
 from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio
 
@@ -121,20 +121,20 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     base = cells_of.get("base", {})
     for name, (one, other, what) in _RATIOS.items():
         if all(what in base.get(system, ()) for system in (one, other)):
-            _say(said, name, times(base[other], base[one], what))
+            say(said, name, times(base[other], base[one], what))
     stored = [base[name]["p50_ms"] for name in BASELINES if name in base]
     if stored and "impress" in base:
         said["p50_vs_best_baseline"] = ratio(min(stored), base["impress"]["p50_ms"])
     for label, systems in cells_of.items():
         if label != "base" and {"impress", "as_h2o_lfu"} <= systems.keys():
-            said[f"{label}.p50_vs_as_h2o_lfu"] = ratio(
-                systems["as_h2o_lfu"]["p50_ms"], systems["impress"]["p50_ms"]
-            )
+            found = times(systems["as_h2o_lfu"], systems["impress"])
+            say(said, f"{label}.p50_vs_as_h2o_lfu", found)
     for name, of in (("worst", "p50_ms"), ("worst_mean", "mean_ms")):
-        worst = [found for systems in cells_of.values() if (found := worst_of(systems, of))]
+        each = [worst_of(systems, of) for systems in cells_of.values()]
+        worst = [one for one in each if one is not None]
         if worst:  # no interval: that of the largest of several is not its own
             said[f"{name}_vs_best_of_three"] = max(worst).ratio
-        highs = [found.high for found in worst if found.high is not None]
+        highs = [one.high for one in worst if one.high is not None]
         if highs:  # a bar within an interval is not shown to be met
             said[f"{name}_high_vs_best_of_three"] = max(highs)
     for row in base.values():
@@ -152,13 +152,6 @@ def _late_share(row: Row) -> float:
     """Of a system's p50, what its waits went on for beyond what was stated: threads that read hold
     the interpreter, and no accelerator waits for that."""
     return float((row["emulated_ms"] - row["stated_ms"]) / row["p50_ms"])
-
-
-def _say(said: Figures, name: str, found: Times) -> None:
-    """A figure, and the ends of its interval where it has one."""
-    said[name] = found.ratio
-    if found.low is not None and found.high is not None:
-        said[f"{name}_low"], said[f"{name}_high"] = found.low, found.high
 
 
 #: What the gate of the paper's selector falls back in the lookup models at 25 % kept, by model, all

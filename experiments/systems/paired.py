@@ -27,6 +27,19 @@ class Times(NamedTuple):
     high: float | None = None
 
 
+def say(said: dict[str, float], name: str, found: Times) -> None:
+    """A figure, and the ends of its interval where it has one."""
+    said[name] = found.ratio
+    if found.low is not None and found.high is not None:
+        said[end_of(name, "low")], said[end_of(name, "high")] = found.low, found.high
+
+
+def end_of(figure: str, end: str) -> str:
+    """The name of an end of a figure's interval: NAME.WHICH has NAME_low.WHICH."""
+    name, dot, which = figure.partition(".")
+    return f"{name}_{end}{dot}{which}"
+
+
 def each_ms(row: Mapping[str, Any]) -> npt.NDArray[np.float64]:
     """Of every request, in the order in which all systems of the cell served them."""
     return np.array(row["each_ms"].split(), dtype=np.float64)
