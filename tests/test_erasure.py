@@ -16,7 +16,7 @@ from typing import Any
 import lmdb
 import numpy as np
 import pytest
-from conftest import MIB, SMALL, assert_serves, everything_in, kv_of, prompt, put_prompt
+from conftest import MIB, SMALL, assert_serves, everything_in, kv_of, prompt, put_prompt, soon
 from test_repack import look
 from typer.testing import CliRunner
 
@@ -951,8 +951,7 @@ def test_a_store_that_closes_beside_a_purge_touches_nothing_any_more(
     def erasing(ssd: SsdTier, within: Extent, kept: Sequence[Extent]) -> None:
         if not turns:
             closing.set()
-            while store._home.reclaimer._open:  # it waits for this turn by now
-                ended.wait(0.01)
+            assert soon(lambda: not store._home.reclaimer._open)  # it waits for this turn by now
         turns.append(ended.is_set())
         erase(ssd, within, kept)
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import read_limit
+from conftest import read_limit, soon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_hf import (
@@ -645,8 +645,7 @@ def test_what_a_late_read_was_to_write_into_is_rented_again_when_it_has_ended(
         engine.flush()
         (rental,) = engine.buffers._touched
         going_on.set()
-        while not rental.untouched():
-            threading.Event().wait(0.01)
+        assert soon(rental.untouched)
         found = engine.generate(ids, max_new_tokens=8, do_sample=False)
         assert engine.last_request.memory == "virtual"
         assert torch.equal(found, model.generate(ids, max_new_tokens=8, do_sample=False))
