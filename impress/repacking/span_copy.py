@@ -27,7 +27,7 @@ from impress.spans.order import RowOrder, Rows
 from impress.spans.rows import move_rows
 from impress.spans.tables import read_header
 from impress.write.budget import Pace
-from tiers.base import Bytes, Extent, Read, Slot, Sums, sums_of
+from tiers.base import Bytes, Extent, Slot, Sums, sums_of
 from tiers.errors import Cancelled, MediumError
 from tiers.iopool import IoPool, Lane
 from tiers.slots import aligned
@@ -124,7 +124,7 @@ class Copier:
 
         Gone when `alive()`, asked before each layer, says so.
         """
-        old, new = part.header.layout, part.layout
+        new = part.layout
         low, order = part.first * part.header.record.window, part.header.order
         sums = np.zeros(new.n_sums, dtype=np.uint64)
         for layer in range(new.n_layers):
@@ -136,25 +136,24 @@ class Copier:
                 rows = rows if order is None else order.at(layer, rows)
             for plane in range(len(new.planes)):
                 to_be = rows if plane in (K, V) else None
-                self._copy_plane(part, to, (old, new), layer, plane, to_be, sums)
+                self._copy_plane(part, to, new, layer, plane, to_be, sums)
         return sums
 
     def _copy_plane(
-        self, part: SpanPart, to: Slot, layouts: tuple[SpanLayout, SpanLayout], layer: int,
-        plane: int, rows: Rows | None, sums: Sums,
+        self, part: SpanPart, to: Slot, new: SpanLayout, layer: int, plane: int,
+        rows: Rows | None, sums: Sums,
     ) -> None:  # fmt: skip
         """Read what is wanted of a layer's plane, verified; write it with these rows in place. What
         stays as it lies goes slice by slice, without the plane in memory."""
-        old, new = layouts
         window, shape = part.header.record.window, new.planes[plane]
         n = shape.chunk_bytes
         if rows is not None:
             low, high = int(rows.min()) // window, int(rows.max()) // window + 1
-            data = self._read_plane(part.header, old, layer, plane, low, high)
+            data = self._read_plane(part.header, layer, plane, low, high)
         for first, count in _runs(0, part.count, n):
             if rows is None:
                 at = part.first + first
-                some = self._read_plane(part.header, old, layer, plane, at, at + count)
+                some = self._read_plane(part.header, layer, plane, at, at + count)
             else:
                 some = aligned(count * n)[: count * n]
                 wanted = rows[first * window : (first + count) * window] - low * window
@@ -164,19 +163,13 @@ class Copier:
             self.n_written += len(some)
             self._slice(len(some), partial(self._ssd.write, to, off, some))
 
-    def _read_plane(
-        self, header: SpanHeader, layout: SpanLayout, layer: int, plane: int, low: int, high: int
-    ) -> Bytes:
+    def _read_plane(self, header: SpanHeader, layer: int, plane: int, low: int, high: int) -> Bytes:
         """Chunks [low, high) of a plane."""
-        shape = layout.planes[plane]
-        n = shape.chunk_bytes
+        n = header.layout.planes[plane].chunk_bytes
         data = aligned((high - low) * n)[: (high - low) * n]
         for first, count in _runs(low, high, n):
             part = data[(first - low) * n : (first - low + count) * n]
-            at = layout.sums_at(layer, plane, first)
-            want = header.sums[at : at + count * shape.pieces]
-            off = layout.chunk_off(layer, plane, first)
-            read = Read(Slot(header.record.parts), off, part, want, shape.piece_bytes)
+            read = header.read_of(layer, plane, first, part)
             self._slice(len(part), partial(self._ssd.read, [read]))
         return data
 

@@ -19,7 +19,7 @@ from impress.errors import FormatError
 from impress.spans.layout import SpanLayout
 from impress.spans.order import RowOrder, order_bytes
 from impress.types import Geometry
-from tiers.base import PAGE, Bytes, Extent, Sums, round_up
+from tiers.base import PAGE, Bytes, Extent, Read, Slot, Sums, round_up
 
 VERSION: Final = 1
 MAGIC: Final = b"IMPRSPAN"
@@ -108,6 +108,15 @@ class SpanHeader:
         """Where its rows and probe records lie."""
         record = self.record
         return layout_of(self.geometry, record.window, record.n_windows, self.probes)
+
+    def read_of(self, layer: int, plane: int, first: int, dest: Bytes) -> Read:
+        """Chunks of a plane, from `first` on, with their sums: as many as dest holds."""
+        layout = self.layout
+        shape = layout.planes[plane]
+        at = layout.sums_at(layer, plane, first)
+        sums = self.sums[at : at + len(dest) // shape.piece_bytes]
+        off = layout.chunk_off(layer, plane, first)
+        return Read(Slot(self.record.parts), off, dest, sums, shape.piece_bytes)
 
 
 def layout_of(

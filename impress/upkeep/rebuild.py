@@ -35,7 +35,7 @@ from impress.write.directory import (
     writing,
 )
 from impress.write.index import Index
-from tiers.base import PAGE, Extent, Read, Slot
+from tiers.base import PAGE, Extent
 from tiers.coalesce import slices
 from tiers.errors import MediumError
 from tiers.files import segment_paths, sync_path
@@ -313,18 +313,15 @@ def _claimed(space: Space, header: SpanHeader) -> bool:
 
 
 def _rows_match(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferPool) -> bool:
-    slot, layout = Slot(header.record.parts), header.layout
+    layout = header.layout
     for layer in range(layout.n_layers):
         for plane, shape in enumerate(layout.planes):
             step = max(1, _READ_BYTES // shape.chunk_bytes)
             for first in range(0, layout.n_windows, step):
                 count = min(step, layout.n_windows - first)
-                off = layout.chunk_off(layer, plane, first)
-                at = layout.sums_at(layer, plane, first)
-                sums = header.sums[at : at + count * shape.pieces]
                 buffer = buffers.acquire(count * shape.chunk_bytes)
                 assert buffer is not None, "the pool has no budget"
-                read = Read(slot, off, buffer.array, sums, shape.piece_bytes)
+                read = header.read_of(layer, plane, first, buffer.array)
                 tasks = [partial(ssd.read, part) for part in slices([read], _SLICE_BYTES)]
                 try:
                     if not pool.submit(Lane.DEMAND, tasks).wait(_TIMEOUT_S):

@@ -27,7 +27,6 @@ from impress.spans.rows import Words, plane_words
 from impress.spans.tables import read_header
 from impress.tree.catalog import Catalog
 from impress.types import Geometry
-from tiers.base import Read, Slot
 from tiers.errors import MediumError, ReadFailed
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
@@ -203,12 +202,8 @@ class Fitter:
     def _keys(self, header: SpanHeader, layer: int, count: int) -> Words:
         """A layer's keys in the first `count` chunks of a span, in any order of rows."""
         g, record = self._geometry, header.record
-        layout = header.layout
-        shape = layout.planes[K]
+        shape = header.layout.planes[K]
         dest = aligned(count * shape.chunk_bytes)[: count * shape.chunk_bytes]
-        at = layout.sums_at(layer, K, 0)
-        sums = header.sums[at : at + count * shape.pieces]
-        off = layout.chunk_off(layer, K, 0)
         with self._reading(record.span_id):
-            self._ssd.read([Read(Slot(record.parts), off, dest, sums, shape.piece_bytes)])
+            self._ssd.read([header.read_of(layer, K, 0, dest)])
         return plane_words(dest, shape, g.dtype, g.n_kv_heads, g.head_dim)
