@@ -99,7 +99,11 @@ class Ticket:
             if self._left:
                 self._callbacks.append(callback)
                 return
-        _call(callback)
+        try:
+            _call(callback)
+        except BaseException:
+            _call(callback)
+            raise
 
     def run(self, task: Task, due: list[Ticket] | None = None) -> None:
         """One task of this ticket, on a pool thread; its error is kept for wait().
