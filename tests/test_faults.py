@@ -17,7 +17,7 @@ import pytest
 from experiments import load_content, reliability_table
 from experiments.common import Row
 from experiments.faults import __main__ as faults
-from experiments.faults import cuts, flips
+from experiments.faults import content, cuts, flips
 
 
 def test_prompts_missed_beside_the_flipped_ones_are_lost(
@@ -62,7 +62,7 @@ def test_a_worker_that_ends_by_itself_is_counted() -> None:
 
 
 def test_a_store_that_does_not_open_again_has_lost_what_was_acknowledged(tmp_path: Path) -> None:
-    total = cuts._total("kill -9", 1)
+    total = content.counts_of("kill -9", 1)
     (tmp_path / "impress.json").write_text("{")
     rng = np.random.default_rng(1)
     cuts._note(total, tmp_path, 0, cuts.Heard(3, "ended"), [7], rng)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
-from conftest import assert_serves, prompt, put_prompt
+from conftest import MIB, assert_serves, prompt, put_prompt
 from test_repack import look
 
 import impress
@@ -369,6 +369,39 @@ def test_an_interrupted_flush_does_not_stop_the_committer(store: impress.PrefixS
         store.flush(30)
 
     at_each_step(lambda: None, flush, flush)
+
+
+def test_a_session_that_is_cut_off_as_it_closes_leaves_nothing_taken_and_is_learnt_once(
+    open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry
+) -> None:
+    """With layers begun and not taken, and what climbs: a buffer stayed rented until the session was
+    collected, and a request was learnt twice."""
+    store = open_store(geometry, dram_bytes=MIB, repack_every_s=0)
+    put_prompt(store, TOKENS).wait(60)
+
+    class Open(NamedTuple):
+        lease: impress.Lease
+        session: Any
+        tick: int
+
+    def make() -> Open:
+        store._copies.clear()
+        tick, lease = store.history.tick, store.lease(TOKENS)
+        session = lease.session()
+        session.retrieve(0, None)
+        session.prefetch()
+        return Open(lease, session, tick)
+
+    def check(state: Open) -> None:
+        state.session.close()
+        state.lease.release()
+        assert store._pool.idle(60)
+        assert store.buffers.used_bytes == store._reading.waiting._held == 0
+        assert not any(cache._pins.any() for cache in store._copies.chunks)
+        assert store.history.tick - state.tick <= 1
+
+    at_each_step(make, lambda state: state.session.close(), check)
+    assert_serves(store, TOKENS, 256)
 
 
 class Waiting(NamedTuple):

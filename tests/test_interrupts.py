@@ -273,6 +273,24 @@ def test_whatever_was_to_follow_a_ticket_does(monkeypatch: pytest.MonkeyPatch) -
     assert all(ticket.wait(60) for ticket in late[1:]) and pool.close(60)
 
 
+@pytest.mark.parametrize("done", [False, True], ids=["later", "at once"])
+def test_what_follows_a_ticket_is_called_again_where_a_signal_cut_it_off(done: bool) -> None:
+    """At its first step it has done nothing yet, and nobody else calls it."""
+    calls: list[int] = []
+
+    def cut_off() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    ticket, others = Ticket(0 if done else 1), list[int]()
+    with pytest.raises(KeyboardInterrupt):
+        ticket.then(cut_off)
+        ticket.then(lambda: others.append(1))
+        ticket.run(nothing)
+    assert len(calls) == 2 and len(others) == (not done)
+
+
 class Struck:
     """A lock at which a signal comes as it is taken for the first time."""
 

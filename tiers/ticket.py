@@ -139,13 +139,12 @@ class Ticket:
                     gate.release()
             while self._callbacks:
                 callback = self._callbacks[0]
+                del self._callbacks[0]  # no signal comes between: this thread calls it, no other
                 try:
                     _call(callback)
                 except BaseException:
-                    del self._callbacks[0]
                     _call(callback)
                     raise
-                del self._callbacks[0]  # nothing of theirs is kept: that may well keep this ticket
         except BaseException:  # a signal's: the rest of it all the same
             self._count(due)
             raise

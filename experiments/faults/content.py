@@ -11,11 +11,20 @@ from typing import Any, Final
 import numpy as np
 
 import impress
+from experiments.common import Row
 from impress.config import MIB
 
 GEOMETRY: Final = impress.Geometry(2, 4, 2, 64, "float32")
 N_TOKENS: Final = 256
 NAMESPACE: Final = "faults"
+
+
+def counts_of(fault: str, tried: int) -> Row:
+    """A row of a fault, nothing counted yet."""
+    return {
+        "fault": fault, "tried": tried, "acknowledged": 0, "lost": 0, "wrong": 0, "hangs": 0,
+        "missed": 0, "refused": 0, "ended": 0,
+    }  # fmt: skip
 
 
 def config(**more: Any) -> impress.Config:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.common import Row, Unable
-from experiments.faults.content import judge, open_store
+from experiments.faults.content import counts_of, judge, open_store
 from impress.errors import ImpressError
 
 #: A worker that says nothing for so long hangs.
@@ -72,7 +72,7 @@ def acknowledged(process: subprocess.Popen[str], n: int) -> Heard:
 
 def kills(folder: Path, n: int, seed: int) -> list[Row]:
     """kill -9 at a random moment of storing, n times."""
-    rng, total = np.random.default_rng(seed), _total("kill -9", n)
+    rng, total = np.random.default_rng(seed), counts_of("kill -9", n)
     first, where = 0, folder / "k"
     flushed: list[int] = []
     for cut in range(n):
@@ -87,7 +87,7 @@ def kills(folder: Path, n: int, seed: int) -> list[Row]:
 
 def power_cuts(folder: Path, n: int, seed: int) -> list[Row]:
     """The file system under the store is shut down without flushing its log, n times."""
-    rng, total = np.random.default_rng(seed), _total("power cut (loop ext4, FS_IOC_SHUTDOWN)", n)
+    rng, total = np.random.default_rng(seed), counts_of("power cut (loop ext4, FS_IOC_SHUTDOWN)", n)
     first, image, mount = 0, folder / "image", folder / "mount"
     flushed: list[int] = []
     mount.mkdir()
@@ -106,13 +106,6 @@ def power_cuts(folder: Path, n: int, seed: int) -> list[Row]:
     finally:
         subprocess.run(("umount", "-l", str(mount)), check=False, capture_output=True)
     return [total]
-
-
-def _total(what: str, n: int) -> Row:
-    return {
-        "fault": what, "tried": n, "acknowledged": 0, "lost": 0, "wrong": 0, "hangs": 0,
-        "missed": 0, "refused": 0, "ended": 0,
-    }  # fmt: skip
 
 
 def _note(

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 from experiments.common import Row, Unable
-from experiments.faults.content import judge, open_store, put
+from experiments.faults.content import counts_of, judge, open_store, put
 from experiments.faults.cuts import SILENCE_S
 from impress.errors import ImpressError
 from impress.store import PrefixStore
@@ -31,7 +31,7 @@ INJECTIONS = (
 
 def full_disk(folder: Path, n: int, _seed: int) -> list[Row]:
     """A small tmpfs: store until refused, have a file fill it, store again; n times."""
-    total = _total("disk full (tmpfs)", 0)
+    total = counts_of("disk full (tmpfs)", 0)
     mount = folder / "tmpfs"
     mount.mkdir()
     command = ("mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount))
@@ -43,9 +43,10 @@ def full_disk(folder: Path, n: int, _seed: int) -> list[Row]:
             total["tried"] += 1
             with open_store(mount / "store") as store:
                 first, promised = _fill(store, mount, first, kept, total)
+                before = judge(store, promised)
             with open_store(mount / "store") as store:  # and what a restart finds
-                total["wrong"] += judge(store, kept).wrong
-                total["lost"] += judge(store, promised).missed
+                total["wrong"] += judge(store, kept).wrong + before.wrong
+                total["lost"] += max(before.missed, judge(store, promised).missed)
                 store.check()
     finally:
         subprocess.run(("umount", "-l", str(mount)), check=False, capture_output=True)
@@ -77,7 +78,7 @@ def _fill(
         store.flush()
     promised = _stored(store, seed + 1)
     total["acknowledged"] += len(promised)
-    total["lost"] += judge(store, promised).missed
+    total["refused"] += not promised
     return seed + 2, promised
 
 
@@ -85,11 +86,14 @@ def _stored(store: PrefixStore, seed: int) -> list[int]:
     """The prompt, when flush returned for it: a full store looks for room every RETRY_S. None where
     it is refused for good."""
     end_s = monotonic() + 2 * RETRY_S
-    while put(store, seed).refused:
-        if monotonic() > end_s:
-            return []
-        sleep(1.0)
-    store.flush()
+    try:
+        while put(store, seed).refused:
+            if monotonic() > end_s:
+                return []
+            sleep(1.0)
+        store.flush()
+    except ImpressError:
+        return []
     return [seed]
 
 
@@ -101,7 +105,7 @@ def injections(folder: Path, n: int, _seed: int) -> list[Row]:
 
 
 def _injected(where: Path, what: str, rule: str, n: int) -> Row:
-    total = _total(what, 1) | {"missing": []}
+    total = counts_of(what, 1) | {"missing": []}
     reading = rule.startswith("preadv2")
     if reading or "claims" in what:  # the read failed, or the bytes themselves were never written
         total["lost"] = None
@@ -163,9 +167,3 @@ def _lines(*command: str) -> list[str]:
     )
     return done.stdout.splitlines()
 
-
-def _total(what: str, tried: int) -> Row:
-    return {
-        "fault": what, "tried": tried, "acknowledged": 0, "lost": 0, "wrong": 0, "hangs": 0,
-        "missed": 0, "refused": 0, "ended": 0,
-    }  # fmt: skip

@@ -36,8 +36,8 @@ def say(said: dict[str, float], name: str, found: Times) -> None:
 
 def end_of(figure: str, end: str) -> str:
     """The name of an end of a figure's interval: NAME.WHICH has NAME_low.WHICH."""
-    name, dot, which = figure.partition(".")
-    return f"{name}_{end}{dot}{which}"
+    name, dot, which = figure.rpartition(".")
+    return f"{name}_{end}.{which}" if dot else f"{figure}_{end}"
 
 
 def each_ms(row: Mapping[str, Any]) -> npt.NDArray[np.float64]:

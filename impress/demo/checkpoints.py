@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import textwrap
 from pathlib import Path
@@ -17,11 +18,16 @@ _PACKAGED: Final = Path(__file__).parent / "lookup"
 
 
 def install(checkpoint: str, folder: Path, n_documents: int) -> None:
-    """Put the model with a tokenizer, and the documents as text, under `folder`. Raises OSError."""
+    """Put the model with a tokenizer, and the documents as text, under `folder`. Raises OSError.
+
+    It is to compute in float32: a processor without units for the float16 that the weights are in
+    takes four times as long, and recomputing would look that much slower than reading.
+    """
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(_PACKAGED / checkpoint / name, model / name)
+    shutil.copyfile(_PACKAGED / checkpoint / "model.safetensors", model / "model.safetensors")
+    config = json.loads((_PACKAGED / checkpoint / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2))
     make_tokenizer().save_pretrained(model)
     (folder / "documents").mkdir(exist_ok=True)
     for doc in unseen(n_documents):

@@ -146,7 +146,7 @@ def _explain(figures: dict[str, float]) -> None:
         "included. wanted: chosen rows and the records read to choose them; moved: what left the "
         "SSD for that, pieces being larger than rows; both of exact's bytes.",
         f"Estimated missing mass of the worst layer, mean: {', '.join(masses)}.",
-        "Times: all of a prefix is 4 MiB here, and bringing that can be quicker than choosing from "
+        "Times: all of a prefix is 8 MiB here, and bringing that can be quicker than choosing from "
         "it. What this act shows is answers and bytes.",
     ):
         _say(line)

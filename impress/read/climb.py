@@ -90,18 +90,11 @@ def climb(load: Load, told: Callable[[Ticket], object], after: Ticket | None = N
         load.reading.waiting.give(taken)
         release_all(held)
 
-    def let_go() -> None:  # once, whatever comes between the ticket and the note of it
-        try:
-            give_back()
-        except BaseException:  # Ctrl-C: nobody calls it again
-            give_back()
-            raise
-
     def note(ticket: Ticket) -> None:
         for buffer in load.buffers:
             buffer.retain()
             held.append(buffer)
-        ticket.then(let_go)
+        ticket.then(give_back)
         noted.append(ticket)
         told(ticket)
 
@@ -114,7 +107,11 @@ def climb(load: Load, told: Callable[[Ticket], object], after: Ticket | None = N
         return True
     except BaseException:
         if not noted:
-            let_go()
+            try:
+                give_back()
+            except BaseException:  # Ctrl-C: nobody calls it again
+                give_back()
+                raise
         raise
 
 

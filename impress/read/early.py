@@ -24,7 +24,7 @@ from impress.read.reading import Reading
 from tiers.base import Bytes, Read
 from tiers.coalesce import slices
 from tiers.iopool import Lane
-from tiers.slots import Buffer
+from tiers.slots import Buffer, release_all
 from tiers.ticket import Ticket
 
 log = logging.getLogger("impress")
@@ -164,8 +164,7 @@ class Early:
             self._ticket.then(self._give_back)
 
     def _give_back(self) -> None:
-        while self.buffers:  # each once, also cut off; who took some has references of its own
-            self.buffers.pop().release()
+        release_all(self.buffers)  # who took some has references of its own
 
 
 class Foresight:

@@ -395,5 +395,5 @@ class Load:
         self._followed = None  # what waits to climb has the load, and is to keep nobody's rows
         if self._direct is not None:
             self._direct.given.clear()
-        self.is_over = True
         release_all(self.buffers)  # another thread may be at it, whose last read has ended
+        self.is_over = True  # at last: what Ctrl-C cut off is done again

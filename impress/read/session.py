@@ -380,14 +380,17 @@ class Session:
             count(self._r, looked)  # here: what is learnt may be let go of
             # Behind its copies: they are judged as if this use were noted, and it must not be yet.
             task = partial(after, self._r, self._sources, looked, isinstance(self.policy, Exact))
-            when_all(self._climbs.tickets, partial(self._learn, task))
+            when_all(self._climbs.tickets, partial(self._learn, [task]))
 
-    def _learn(self, task: Task) -> None:
-        """Behind requests; where too much waits there already, what it showed is let go of."""
+    def _learn(self, tasks: list[Task]) -> None:
+        """Behind requests; where too much waits there already, what it showed is let go of. What is
+        queued is taken out of `tasks`: it is learnt once."""
+        if not tasks:
+            return
         if self._r.crowded:
             self._r.counters.add("lessons_skipped")
             return
-        self._r.pool.submit(Lane.PROMOTE, [task])
+        self._r.pool.submit(Lane.PROMOTE, tasks, note=lambda _ticket: tasks.clear())
 
     def _account(self, load: Load, begin_s: float) -> None:
         """Note what a layer took, and promote it."""

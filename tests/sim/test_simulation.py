@@ -32,19 +32,28 @@ SECONDS = float(os.environ.get("IMPRESS_SIM_SECONDS", "60"))
 
 def test_nothing_is_lost_wrong_or_stuck(tmp_path: Path) -> None:
     """A failing seed is replayed by `python tests/sim/run.py --seed N`."""
-    started, seen = time.monotonic(), Counter[str]()
+    started = time.monotonic()
     for seed in itertools.count(1):
         if seed > 1 and time.monotonic() - started > SECONDS:
             break
         folder = tmp_path / str(seed)
         folder.mkdir()
         try:
-            seen += simulate(folder, seed).seen
+            simulate(folder, seed)
         except BaseException as err:
             err.add_note(f"replay: python tests/sim/run.py --seed {seed}")
             raise
         shutil.rmtree(folder)
-    assert seed < 20 or seen.keys() == {"hits", "lost", "evicted", "moved"}, seen  # they all happen
+
+
+def test_what_it_is_about_happens(tmp_path: Path) -> None:
+    seen, missing = Counter[str](), {"hits", "lost", "evicted", "moved"}
+    for seed in range(1, 30):
+        (tmp_path / str(seed)).mkdir()
+        seen += simulate(tmp_path / str(seed), seed).seen
+        if not missing - seen.keys():
+            return
+    pytest.fail(f"of thirty seeds none has {missing - seen.keys()}")
 
 
 def test_a_seed_replays(tmp_path: Path) -> None:
@@ -83,7 +92,7 @@ def test_it_would_notice_a_commit_before_the_sync(
     with pytest.raises(AssertionError) as found:
         try_seeds(tmp_path)
     said = str(found.value)  # lost, or gone bad under a store that hangs from it
-    words = ("READY", "after a restart", "lost on a good disk", "a store failed")
+    words = ("READY", "after a restart", "lost on a good disk", "but a store failed")
     assert any(word in said for word in words), said
 
 
@@ -101,7 +110,8 @@ def test_it_would_notice_a_header_that_was_not_synced(
     with pytest.raises(AssertionError) as found:
         try_seeds(tmp_path)
     said = str(found.value)  # at the next open, as somebody asks, or where a store hung from it
-    assert any(words in said for words in ("READY", "lost on a good disk", "a store failed")), said
+    words = ("READY", "lost on a good disk", "but a store failed")
+    assert any(word in said for word in words), said
 
 
 def test_it_would_notice_a_bug_behind_a_fault(
