@@ -181,13 +181,14 @@ def _config_dtype(config: Mapping[str, Any]) -> str:
     return str(named).removeprefix("torch.")
 
 
-def _normalised(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without volatile keys and nulls, at every depth."""
+def _normalised(config: Mapping[str, Any], volatile: frozenset[str] = _VOLATILE) -> dict[str, Any]:
+    """Without volatile keys, and at every depth without nulls: further down a name is another's, as
+    is the `dtype` of a quantization."""
     kept = {}
     for key, value in config.items():
-        if key in _VOLATILE or value is None:
+        if key in volatile or value is None:
             continue
-        kept[str(key)] = _normalised(value) if isinstance(value, Mapping) else value
+        kept[str(key)] = _normalised(value, frozenset()) if isinstance(value, Mapping) else value
     return kept
 
 

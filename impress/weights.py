@@ -63,11 +63,14 @@ def weights_of(directory: Path, files: Sequence[Path] | None = None) -> bytes:
     """
     files = weight_files(directory) if files is None else files
     stamp: list[list[Any]] = [["rules", _RULES]]
+    is_clocked = True
     for path in files:
         stat = path.stat()
-        # ctime tells a copy that kept size and mtime
+        # ctime tells a copy that kept size and mtime; but not in an image, where it is what its
+        # maker said, in whole seconds.
         stamp.append([path.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
-    cached = _cache_path(directory)
+        is_clocked &= stat.st_ctime_ns % 10**9 > 0
+    cached = _cache_path(directory) if is_clocked else None
     known = None if cached is None else _read_cached(cached, stamp)
     if known is not None:
         return known
@@ -94,9 +97,11 @@ def weight_files(directory: Path) -> list[Path]:
     files = _indexed_files(index) if index.is_file() else []
     if single.is_file() and single not in files:
         files.append(single)
-    index = directory / "pytorch_model.bin.index.json"
+    index, single = directory / "pytorch_model.bin.index.json", directory / "pytorch_model.bin"
     if not files and index.is_file():
         files = _indexed_files(index)
+        if single.is_file() and single not in files:
+            files.append(single)
     if files:
         return files
     for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth"):

@@ -863,6 +863,10 @@ def test_rows_that_are_not_finite_are_never_found_and_raise_at_flush(tmp_path):
             "chunked_attention",
         ),
         (lambda: tiny(is_causal=False), "is_causal=False"),
+        (
+            lambda: tiny(quantization_config={"quant_method": "fouroversix"}),
+            "Four Over Six is not supported",
+        ),
         (lambda: tiny().model, "LlamaModel"),
     ],
 )
@@ -879,6 +883,58 @@ def test_a_model_whose_tokens_come_to_see_those_behind_them_is_refused(tmp_path)
         model.config.is_causal = False
         with pytest.raises(Unsupported, match="is_causal=False"):
             engine.generate(prompts(10), max_new_tokens=2)
+
+
+def replaced_functions():
+    from transformers import masking_utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as attention
+
+    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    sdpa, mask = attention["sdpa"], masks["sdpa"]
+    attend, see = functools.partial(sdpa), functools.partial(mask)
+    return {
+        "torch": (torch.nn.functional, "scaled_dot_product_attention", attend),
+        "sdpa": (attention._local_mapping, "sdpa", attend),
+        "all sdpa": (attention._global_mapping, "sdpa", attend),
+        "eager": (attention._global_mapping, "eager", attend),
+        "a mask": (masks._global_mapping, "sdpa", see),
+    }
+
+
+@pytest.mark.parametrize("which", replaced_functions())
+def test_a_function_that_all_attention_calls_is_not_replaced_unseen(tmp_path, monkeypatch, which):
+    """One line puts an attention of 8 bits in torch's place: its rows answered the stock model."""
+    where, name, other = replaced_functions()[which]
+
+    def replace(patch):
+        if which == "torch":
+            patch.setattr(where, name, other)
+        else:
+            patch.setitem(where, name, other)
+
+    model = tiny()
+    with attach(model, tmp_path / "late") as engine:
+        with monkeypatch.context() as patch:
+            replace(patch)
+            with pytest.raises(Unsupported, match="was replaced, and no key tells what that"):
+                engine.generate(prompts(10), max_new_tokens=2)
+        engine.generate(prompts(10), max_new_tokens=2)
+    replace(monkeypatch)
+    with pytest.raises(Unsupported, match="was replaced"):
+        attach(model, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_float16_that_is_added_up_in_float16_is_refused(monkeypatch):
+    stub = SimpleNamespace(dtype=torch.float16, device=torch.device("cuda"))
+    hf_models.check_rounding(stub)
+    monkeypatch.setattr(
+        torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=True)
+    )
+    hf_models.check_rounding(SimpleNamespace(dtype=torch.float16, device=torch.device("cpu")))
+    hf_models.check_rounding(SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda")))
+    with pytest.raises(Unsupported, match="allow_fp16_accumulation = False"):
+        hf_models.check_rounding(stub)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -202,6 +204,29 @@ def test_a_single_file_beside_indexed_shards_is_seen(tmp_path, shards):
     assert len(digests) == 3
 
 
+def test_a_single_torch_file_beside_indexed_ones_is_seen(tmp_path):
+    """Both engines take it before, or over, what the index names."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "a.bin"}}')
+    (tmp_path / "a.bin").write_bytes(b"a" * 1000)
+    digests = {namespace_of(tmp_path)}
+    for what in (b"b", b"c"):
+        (tmp_path / "pytorch_model.bin").write_bytes(what * 1000)
+        digests.add(namespace_of(tmp_path))
+    assert len(digests) == 3
+
+
+def test_a_setting_of_a_quantization_counts_whatever_it_is_called(tmp_path):
+    """A model's own `dtype` is beside its config; a quantization's was left out with it."""
+    safetensors.torch.save_file({"a": torch.arange(40.0)}, tmp_path / "model.safetensors")
+    digests = set()
+    for given in ({"dtype": "nvfp4"}, {"dtype": "mxfp4"}, {"dtype": "mxfp4", "scale": None}):
+        config = {"model_type": "llama", "dtype": "float32", "quantization_config": given}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        digests.add(namespace_of(tmp_path))
+    assert len(digests) == 2
+
+
 @pytest.mark.parametrize(
     ("files", "name"),
     [
@@ -313,6 +338,24 @@ def test_the_weights_digest_is_cached_privately_until_a_file_changes(saved, cach
     entry.write_text(json.dumps({**known, "digest": "00" * 32}))
     assert namespace_of(saved) != true  # taken from the cache
     os.utime(saved / "model.safetensors", ns=(1, 1))
+    assert namespace_of(saved) == true
+
+
+def test_files_of_an_image_are_read_anew(saved, cache_dir, monkeypatch):
+    """There times are what its maker said: another model in the place of one of the same sizes had
+    the digest of that."""
+    stat_of, fields = Path.stat, ("st_mode", "st_size", "st_mtime_ns", "st_ctime_ns")
+
+    def of_an_image(path, **named):
+        found = stat_of(path, **named)
+        told = {name: getattr(found, name) for name in fields}
+        for name in ("st_mtime_ns", "st_ctime_ns"):
+            told[name] -= told[name] % 10**9
+        return SimpleNamespace(**told)
+
+    monkeypatch.setattr(Path, "stat", of_an_image)
+    true = namespace_of(saved)
+    assert not cache_dir.exists() or not [*cache_dir.iterdir()]
     assert namespace_of(saved) == true
 
 

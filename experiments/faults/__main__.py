@@ -4,8 +4,8 @@ lost: acknowledged by flush before the fault and not served after it, though non
 destroyed; not counted where every prompt needs what was destroyed (index, identity), or where reads
 fail. missed: not served, honestly: its bytes were destroyed, its read failed or came late, the
 store was refused. wrong: an answer that is not what was stored. refused: the store would not open,
-or not take a prompt, and said so; all of one that does not open is lost. ended: a process that stores
-or reads ended by itself.
+or not take a prompt, and said so; all of one that does not open is lost. ended: a process that
+stores or reads ended by itself.
 """
 
 from __future__ import annotations

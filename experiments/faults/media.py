@@ -166,4 +166,3 @@ def _lines(*command: str) -> list[str]:
         command, check=False, capture_output=True, text=True, timeout=4 * SILENCE_S
     )
     return done.stdout.splitlines()
-

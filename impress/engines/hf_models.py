@@ -20,6 +20,7 @@ from impress.engines.hf_modules import (
     check_adapters,
     check_causal_modules,
     check_eval,
+    check_functions,
     foreign_code,
     modules_of,
 )
@@ -113,6 +114,7 @@ def check_model(model: Any) -> None:
     if said := foreign_code(model, modules):
         raise Unsupported(said)
     _check_attention(model.config)
+    check_functions()
 
 
 def check_family(config: Any) -> None:
@@ -146,6 +148,8 @@ def _check_quantization(config: Any) -> None:
     above it is computed in float for all of them. What its modules do check_causal_modules asks."""
     given = getattr(config, "quantization_config", None) or {}
     settings = given if isinstance(given, Mapping) else given.to_dict()
+    if "fouroversix" in str(settings.get("quant_method")):  # the largest value of a pass scales all
+        raise Unsupported("Four Over Six is not supported: keys depend on what follows them")
     threshold = settings.get("llm_int8_threshold", 6.0)  # what bitsandbytes takes where none is set
     if settings.get("load_in_8bit") and threshold:
         raise Unsupported(
@@ -210,16 +214,29 @@ def check_request(
 
 def _check_mode(model: Any) -> None:
     _check_attention(model.config)
+    check_functions()
     _check_causal(model.config)  # read in every forward, so it may have come after attach
     modules = modules_of(model)
     check_causal_modules(model, modules)
     check_eval(model, modules)
     if torch.is_autocast_enabled(model.device.type):
         raise Unsupported("torch.autocast computes keys in another precision than the model's")
+    check_rounding(model)
+
+
+def check_rounding(model: Any) -> None:
+    """Raises Unsupported where a setting of torch's has a model round more than its dtype says."""
     if model.dtype == torch.float32 and _is_rounded():
         raise Unsupported(
             "torch may round float32 matrices before it multiplies them, and no key tells that: "
             "call torch.set_float32_matmul_precision('highest')"
+        )
+    matmul = torch.backends.cuda.matmul
+    is_half = model.dtype == torch.float16 and model.device.type == "cuda"
+    if is_half and getattr(matmul, "allow_fp16_accumulation", False):
+        raise Unsupported(
+            "torch adds float16 products up in float16, and no key tells that: set "
+            "torch.backends.cuda.matmul.allow_fp16_accumulation = False"
         )
 
 

@@ -12,8 +12,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
+import torch
 from torch.nn.modules import module as every
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from impress.errors import Unsupported
 
@@ -98,6 +101,24 @@ def check_adapters(model: Any) -> None:
             raise Unsupported(
                 f"adapter {name!r} is {kind}, and a token's keys then depend on what follows: "
                 "delete it"
+            )
+
+
+def check_functions() -> None:
+    """Raises Unsupported where a function that every module's attention calls was replaced."""
+    functional, masks = torch.nn.functional, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    for where, found, own in (
+        ("torch.nn.functional.scaled_dot_product_attention",
+         functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention),
+        ("attention function sdpa", ALL_ATTENTION_FUNCTIONS.get("sdpa"), sdpa_attention_forward),
+        ("attention function eager", ALL_ATTENTION_FUNCTIONS.get("eager"), None),
+        ("mask function sdpa", masks.get("sdpa"), masking_utils.sdpa_mask),
+        ("mask function eager", masks.get("eager"), masking_utils.eager_mask),
+    ):  # fmt: skip
+        if found is not own:
+            raise Unsupported(
+                f"{where} was replaced, and no key tells what that computes: put back the one of "
+                "torch or Transformers"
             )
 
 

@@ -19,6 +19,7 @@ from vllm import envs
 from impress.config import Config
 from impress.engines.vllm.events import Events
 from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
+from impress.engines.vllm.loading import directory_of
 from impress.engines.vllm.settings import (
     Settings,
     _check_features,
@@ -598,8 +599,16 @@ def test_a_second_engine_of_a_process_is_refused_and_the_first_serves_on(
     assert (again.tokens, again.n_cached) == (alone.tokens, 256)
 
 
+def test_a_name_that_another_hub_serves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM loaded ModelScope's copy, and the store named it by Hugging Face's."""
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    model = SimpleNamespace(model="org/model", revision=None)
+    with pytest.raises(Unsupported, match="give the directory it was downloaded to"):
+        directory_of(model, SimpleNamespace(download_dir=None))
+
+
 def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quantized(
-    models: dict[str, Path], tmp_path: Path
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two servers on one directory found each other's KV though one computed it with a config of
     another place, or with weights that it quantized otherwise."""
@@ -636,6 +645,20 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
     assert found[0] == found[2] and len({plain, *found}) == 3
     with pytest.raises(Unsupported, match="hf_overrides as a function cannot be named"):
         named(hf_overrides=lambda config: config)
+    plain_fp8 = named(quantization="fp8")
+    for name, value in (("VLLM_CPU_INT4_W4A8", "0"), ("VLLM_MARLIN_INPUT_DTYPE", "int8")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert named(quantization="fp8") != plain_fp8 and named() == plain
+    elsewhere_too = tmp_path / "torchao.json"
+    by_file = []
+    for text in ("{}", '{"a": 1}'):
+        elsewhere_too.write_text(text)
+        by_file.append(named(hf_overrides={"quantization_config_file": str(elsewhere_too)}))
+    assert len({plain, *by_file}) == 3
+    elsewhere_too.unlink()
+    with pytest.raises(Unsupported, match="quantization_config_file must be a file"):
+        named(hf_overrides={"quantization_config_file": str(elsewhere_too)})
     for changed in ({"hf_overrides": near}, {"quantization": "fp8"}):
         (what,) = changed
         with pytest.raises(ConfigError, match=f"cross_engine does not go with {what}"):
@@ -817,7 +840,17 @@ def test_weights_that_vllm_may_pass_over_are_refused(
     (sharded / "model.safetensors.index.json").write_text(index)
     _served(sharded, load_format="hf")  # what the index does not name is not loaded
     with pytest.raises(Unsupported, match=r"consolidated-1\.safetensors beside"):
+        _served(sharded, load_format="runai_streamer")  # but by this
+    with pytest.raises(Unsupported, match=r"consolidated-1\.safetensors beside"):
         _served(sharded)
+    old = copy("old")
+    (old / "model.safetensors").rename(old / "a.bin")
+    (old / "pytorch_model.bin.index.json").write_text('{"weight_map": {"w": "a.bin"}}')
+    (old / "training_args.bin").write_bytes(b"none")
+    _served(old)
+    shutil.copy(old / "a.bin", old / "stray.bin")
+    with pytest.raises(Unsupported, match=r"stray\.bin beside a\.bin"):
+        _served(old)
     for given in ("pt", "npcache", "sharded_state", "tensorizer"):
         with pytest.raises(Unsupported, match=f"--load-format {given} .*: drop it"):
             _served(models["opt"], load_format=given)

@@ -7,6 +7,7 @@ Noticed where layers are of our attention: nothing else of ours is there before 
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,11 @@ def directory_of(model: Any, load: Any) -> Path:
     """Where the model's files are. Raises BadInput."""
     if Path(model.model).is_dir():
         return Path(model.model)
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):  # then vLLM's is another
+        raise Unsupported(
+            f"with VLLM_USE_MODELSCOPE {model.model} is not where its name is looked for: give the "
+            "directory it was downloaded to"
+        )
     from huggingface_hub import snapshot_download
 
     try:

@@ -21,12 +21,17 @@ from impress.config import Config
 from impress.engines.hf_chosen import check_policy
 from impress.engines.hf_models import check_kind
 from impress.engines.vllm import BACKEND, CUDA_BACKEND
+from impress.engines.vllm.files import (
+    check_files,
+    config_elsewhere,
+    environment_of,
+    quantization_elsewhere,
+)
 from impress.engines.vllm.loading import check_unchanged, directory_of
 from impress.errors import ConfigError, Unsupported
 from impress.namespace import namespace_of
 from impress.policy import AllHeads, Exact, KeepAll, Paper, Policy, Quality, Random, Recency
 from impress.types import DTYPES, Geometry
-from impress.weights import weight_files
 
 _POLICIES: dict[str, Any] = {
     "exact": Exact,
@@ -50,11 +55,6 @@ _DEFAULTS: dict[str, Any] = {
 _CLASSES = (
     "OPTForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
     "MistralForCausalLM",
-)  # fmt: skip
-
-#: Of vLLM's load formats those that read the files by which the model is named.
-_LOAD_FORMATS = (
-    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral",
 )  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def served(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Served
     spec, names = _one_group(kv_cache_config)
     model = vllm_config.model_config
     config = model.hf_text_config
-    _check_files(vllm_config)  # first: of Mistral's own files the config tells no family
+    check_files(vllm_config)  # first: of Mistral's own files the config tells no family
     check_kind(config)
     dtype = str(spec.dtype).removeprefix("torch.")
     if spec.dtype != model.dtype or dtype not in DTYPES:
@@ -316,8 +316,10 @@ def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
     changes = {
         "quantization": model.quantization,
         "quantization_config": model.quantization_config,
-        "hf_config": _config_elsewhere(model),
+        "hf_config": config_elsewhere(model),
         "hf_overrides": model.hf_overrides if not callable(model.hf_overrides) else None,
+        "quantization_config_file": quantization_elsewhere(model),
+        "environment": environment_of(model),
     }
     if callable(model.hf_overrides):
         raise Unsupported("hf_overrides as a function cannot be named in a key: pass a dict")
@@ -346,39 +348,6 @@ def _family(model: Any) -> str:
     return "vllm" if used in _CLASSES else f"vllm {used}"
 
 
-def _check_files(vllm_config: Any) -> None:
-    """Raises Unsupported where vLLM may load other weights than those that name the model, or has
-    its config from where no family is named."""
-    model, load = vllm_config.model_config, vllm_config.load_config
-    if load.load_format not in _LOAD_FORMATS:
-        raise Unsupported(
-            f"--load-format {load.load_format} takes weights that do not name the model: drop it"
-        )
-    directory = directory_of(model, load)
-    _check_weights(directory, load.load_format)
-    nameless = model.hf_text_config.model_type in ("", "transformer")  # as vLLM then calls it
-    if nameless and (directory / "params.json").is_file():
-        raise Unsupported(
-            f"vLLM took the config of {model.model} from params.json, which names no family: start "
-            "it with --config-format hf"
-        )
-
-
-def _check_weights(directory: Path, load_format: str) -> None:
-    named = weight_files(directory)
-    pattern = "*.safetensors"
-    if (directory / "model.safetensors.index.json").is_file():  # the rest is passed over
-        if load_format not in ("auto", "mistral"):
-            return
-        pattern = "consolidated*.safetensors"  # but for Mistral's own, which come first
-    others = sorted(set(directory.glob(pattern)) - set(named))
-    if others:
-        raise Unsupported(
-            f"{directory} holds {others[0].name} beside {named[0].name}, and which of them vLLM "
-            "loads is in no name: move away what is not to be served"
-        )
-
-
 def _lora(config: Any) -> str:
     """What of a server's LoRA settings decides what an adapter computes; "" for none."""
     if config is None:
@@ -386,14 +355,3 @@ def _lora(config: Any) -> str:
     modules = config.target_modules  # none at all is not all of them
     modules = None if modules is None else sorted(set(modules))
     return json.dumps([modules, str(config.lora_dtype)])
-
-
-def _config_elsewhere(model: Any) -> str:
-    """What --hf-config-path names, by content; "" where the config is the model's. Raises."""
-    where = model.hf_config_path
-    if not where or where == model.model:
-        return ""
-    try:
-        return (Path(where) / "config.json").read_text(encoding="utf-8")
-    except (OSError, ValueError) as err:
-        raise Unsupported(f"--hf-config-path must be a directory with config.json: {err}") from None
