@@ -78,7 +78,7 @@ class PrefixStore:
         try:
             self._open()
         except BaseException:
-            if self._shard is not None:
+            if self._shard is not None and not self._shard.is_kept:
                 self._shard.unlock()
             raise
 

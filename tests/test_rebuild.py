@@ -56,6 +56,24 @@ def longer_prompt() -> np.ndarray:
     return np.concatenate([prompt(256, 0), prompt(128, 99)])
 
 
+def test_a_rebuild_that_cannot_put_its_index_in_place_leaves_the_old_one(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one was aside by then, and the new one was removed: the store did not open."""
+    path, rename = fill(open_store, geometry), Path.rename
+
+    def full(self: Path, target: Path) -> Path:
+        if target.name == "index" and self.name != "index.old":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(impress.StoreFailed, match="No space left"):
+        patch.setattr(Path, "rename", full)
+        rebuild_store(path)
+    with open_store(geometry) as store:
+        assert_serves(store, longer_prompt(), 384)
+
+
 def test_a_lost_index_is_made_again(open_store: Open, geometry: impress.Geometry) -> None:
     path = fill(open_store, geometry)
     shutil.rmtree(path / "shards/main/index")

@@ -719,19 +719,29 @@ def test_room_that_is_on_its_way_is_waited_for(
     check(a)
 
 
-def deleted_under(reader: impress.PrefixStore, writer: impress.PrefixStore) -> None:
-    """A segment that the reader has read is the writer's no more."""
+def deleted_under(
+    reader: impress.PrefixStore, writer: impress.PrefixStore, link: Path | None = None
+) -> None:
+    """A segment that the reader has read is the writer's no more. `link`: a name it keeps."""
     ready(writer, prompt(128, 1))
     look(reader, writer)
     assert_serves(reader, prompt(128, 1), 128)
+    if link is not None:
+        (segment,) = (writer.path / "shards/main/segments").iterdir()
+        os.link(segment, link)
     writer.evict(1 << 30)
     look(reader, writer)
     writer.evict(1)  # gives the empty segment back
 
 
-def test_a_file_that_was_deleted_and_made_again_is_read_anew(pair: Pair) -> None:
+@pytest.mark.parametrize("linked", [False, True], ids=["gone", "in a backup of links"])
+def test_a_file_that_was_deleted_and_made_again_is_read_anew(
+    pair: Pair, tmp_path: Path, linked: bool
+) -> None:
+    """By its number of names alone it was told: with one more in a backup, another's good spans
+    were taken for damaged, and one's own behind them deleted."""
     a, b = pair
-    deleted_under(b, a)
+    deleted_under(b, a, tmp_path / "backup.seg" if linked else None)
     ready(a, prompt(128, 2))
     assert [p.name for p in (a.path / "shards/main/segments").iterdir()] == ["00000000.seg"]
     look(b)

@@ -21,7 +21,9 @@ from test_isolation import rows_of
 import impress
 import impress.write.admission
 import impress.write.batches
+import impress.write.home
 import impress.write.leaving
+import impress.write.reclaim
 from impress.read.session import Lease
 from impress.spans.tables import read_header
 from impress.upkeep.verify import verify_store
@@ -143,6 +145,76 @@ def test_a_forked_child_that_lets_go_of_a_lease_touches_nothing(
     store.flush()
     assert rows_of(tokens, geometry) not in everything_in(store.path / "shards/main/segments")
     store.check()
+
+
+# ---- once it is another's ----------------------------------------------------------------------
+
+
+def test_an_eviction_that_a_close_overtook_deletes_no_segment_of_the_next(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gave empty segments back last of all, by accounts of before: the next owner's rows went,
+    and its index was all that was left of them."""
+    one, trim = open_store(geometry, **QUIET), SsdTier.trim
+    assert put_prompt(one, prompt(256, 1)).wait(60)
+    opened: list[impress.PrefixStore] = []
+
+    def late(ssd: SsdTier) -> int:
+        if not opened:
+            one.close()
+            opened.append(open_store(geometry, shard=0, **QUIET))
+            assert put_prompt(opened[0], prompt(256, 2)).wait(60)
+        return trim(ssd)
+
+    monkeypatch.setattr(SsdTier, "trim", late)
+    one.evict(1 << 30)
+    (two,) = opened
+    assert_serves(two, prompt(256, 2), 256)
+    two.close()
+    assert_serves(open_store(geometry, shard=0, **QUIET), prompt(256, 2), 256)
+
+
+def test_a_store_that_a_close_overtook_makes_no_segment_in_the_way_of_the_next(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    one = open_store(geometry, **QUIET)
+    one.close()
+    two = open_store(geometry, shard=0, **QUIET)
+    assert one.ssd.reserve(2 * MIB) is None and one.ssd.trim() == 0
+    for seed in range(4):  # each needs a segment more
+        assert put_prompt(two, prompt(512, seed)).wait(60), seed
+    two.check()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_open_that_fails_as_an_erasing_hangs_keeps_the_shard(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Close had kept the lock, and the open let it go: what hung was to land on the next one's."""
+    a, b = open_store(geometry, **QUIET), open_store(geometry, **QUIET)
+    assert put_prompt(a, prompt(512)[:256]).wait(60)
+    b.follow()
+    assert put_prompt(b, prompt(512), start=256).wait(60)
+    b.close()
+    a.evict(1 << 40)
+    a.close()
+    go, begun, write = threading.Event(), threading.Event(), SsdTier.write
+
+    def hangs(ssd: SsdTier, slot: Slot, off: int, data: Bytes) -> None:
+        begun.set()
+        assert go.wait(60)
+        write(ssd, slot, off, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SsdTier, "write", hangs)
+        patch.setattr(impress.write.home, "COMMIT_TIMEOUT_S", 0.05)
+        patch.setattr(impress.write.reclaim, "WRITE_TIMEOUT_S", 0.05)
+        with pytest.raises(impress.StoreFailed):
+            open_store(geometry, shard=1, **QUIET)
+        assert begun.is_set()
+        with pytest.raises(impress.StoreLocked):
+            open_store(geometry, shard=1, **QUIET)
+    go.set()
 
 
 # ---- while a write hangs -------------------------------------------------------------------------

@@ -1001,6 +1001,36 @@ def test_what_a_failed_sync_may_have_lost_is_never_ready(
     sound(store)
 
 
+def test_an_erasing_whose_sync_failed_on_another_thread_is_not_done(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells once: the purge heard that all is well, and a power cut brought it back."""
+    store, fdatasync, told = open_store(geometry), os.fdatasync, list[threading.Thread]()
+    assert put_prompt(store, prompt(256, 1)).wait(60)
+    (record,) = store.catalog.records()
+
+    def erases() -> None:
+        with pytest.raises(MediumError):
+            store.ssd.sync([Slot(record.parts)])
+
+    def between(fd: int) -> None:
+        if threading.current_thread().name == "eraser":
+            raise OSError(5, "Input/output error")
+        if not told:
+            told.append(threading.Thread(target=erases, name="eraser"))
+            told[0].start()
+            told[0].join(60)
+        fdatasync(fd)
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(os, "fdatasync", between)
+        with pytest.raises(StoreFailed, match="not all could be overwritten"):
+            store.purge()
+    assert told and [*store.index.to_erase()] == [record.span_id]
+    store.purge()
+    assert store.stats()["spans"] == 0
+
+
 @pytest.mark.parametrize("what", ["store", "repack"])
 def test_a_sync_that_fails_on_another_thread_meanwhile_is_noticed(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, what: str

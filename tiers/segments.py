@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Final
@@ -13,7 +14,7 @@ from typing import Final
 from tiers.base import Slot
 from tiers.coalesce import locate
 from tiers.errors import read_failed
-from tiers.files import let_open, make_full
+from tiers.files import let_open, make_full, segment_paths, size_of
 from tiers.queues import SegmentFile
 
 log = logging.getLogger("impress.ssd")
@@ -35,6 +36,19 @@ class SegmentFiles:
         self._files: dict[int, SegmentFile] = {}
         self._deleted: list[tuple[float, int]] = []  # files their owner deleted: when seen, fd
         self._lock = threading.Lock()
+
+    def found(self) -> Iterator[tuple[int, int]]:
+        """Number and bytes of each there is. Where this folder is written, of its own numbers
+        alone: the others name another folder's files. Raises OSError."""
+        paths = segment_paths(self.folder)
+        mine = [path for path in paths if self._read_only or int(path.stem) in self.numbers]
+        if n_others := len(paths) - len(mine):
+            log.warning(
+                "ssd: %s: %d segments numbered as another folder's are left alone: give a renamed "
+                "one its name back and run impress rebuild, delete a copy", self.folder, n_others,
+            )  # fmt: skip
+        for path in mine:
+            yield int(path.stem), size_of(path, kept=not self._read_only)
 
     def join(self, number: int, folder: Path) -> None:
         """Segments of that number's folder are read there from now on."""
@@ -106,7 +120,7 @@ class SegmentFiles:
         theirs = [s for s in [*self._files] if self._read_only or s not in self.numbers]
         for segment in theirs:  # without the lock: others' reads do not wait for a file system
             file = self._files.get(segment)
-            if file is not None and os.fstat(file.fd).st_nlink == 0:
+            if file is not None and _is_gone(file):
                 with self._lock:
                     if self._files.get(segment) is file:
                         self._deleted.append((now, self._files.pop(segment).fd))
@@ -125,3 +139,16 @@ class SegmentFiles:
                 os.close(fd)
             self._files.clear()
             self._deleted.clear()
+
+
+def _is_gone(file: SegmentFile) -> bool:
+    """Whether another file, or none, has its name: it may have others, in a copy made of links."""
+    mine = os.fstat(file.fd)
+    if not mine.st_nlink:
+        return True
+    try:
+        return file.path.stat().st_ino != mine.st_ino
+    except FileNotFoundError:
+        return True
+    except OSError:  # cannot be told
+        return False

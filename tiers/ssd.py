@@ -16,13 +16,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import RUN_BYTES, Run, batches, locate
 from tiers.engines import engine_named, new_queue
-from tiers.errors import MediumError, ReadFailed, read_failed
-from tiers.files import emptied, make_folder, segment_paths, size_of
+from tiers.errors import MediumError
+from tiers.files import emptied, make_folder
+from tiers.onebyone import OneByOne
 from tiers.queues import BATCH, ReadQueue, close_all
 from tiers.segments import SegmentFiles
 from tiers.slots import aligned, copied
@@ -30,8 +29,8 @@ from tiers.space import LEAST_PART, Space
 
 log = logging.getLogger("impress.ssd")
 
-#: A read or write through a buffer of this thread's, where memory is not page-aligned.
-BOUNCE_BYTES = 1 << 20
+#: What overwrites, where a file system has no holes.
+ZERO_BYTES: Final = 1 << 20
 #: What is free is erased so much at a time: stores meanwhile find the rest.
 ERASE_BYTES: Final = 64 << 20
 
@@ -60,28 +59,21 @@ class SsdTier:
         self._space = Space()
         self._lock = threading.Lock()  # of the space; nothing waits for a file under it
         self._growing = threading.Lock()  # held while segments are made or deleted, before others
+        self._retired = False
+        self._n_erasing = 0  # threads that erase what they give back
+        self._erased = threading.Condition(self._lock)
         self._files = SegmentFiles(folder, number, read_only=read_only)
-        self._local = threading.local()  # of each thread: a queue, a bounce buffer
+        self._one_by_one = OneByOne(self._files)
+        self._local = threading.local()  # of each thread: a queue
         self._made: list[ReadQueue] = []
         self._queues = self.engine != "preadv"  # whether threads still get them
         try:
             if not read_only:
                 make_folder(folder)
-            self._find(segment_paths(folder))
+            for segment, n_bytes in self._files.found():
+                self._space.add(segment, n_bytes // PAGE * PAGE)
         except OSError as err:
             raise MediumError(f"ssd: {folder}: {err.strerror}") from err
-
-    def _find(self, paths: list[Path]) -> None:
-        """The segments there are. Where it writes, of its own numbers alone: the others name
-        another folder's files."""
-        mine = [path for path in paths if self._read_only or int(path.stem) in self._files.numbers]
-        for path in mine:
-            self._space.add(int(path.stem), size_of(path, kept=not self._read_only) // PAGE * PAGE)
-        if n_others := len(paths) - len(mine):
-            log.warning(
-                "ssd: %s: %d segments numbered as another folder's are left alone: give a renamed "
-                "one its name back and run impress rebuild, delete a copy", self.folder, n_others,
-            )  # fmt: skip
 
     def join(self, number: int, folder: Path) -> None:
         """Segments of that number's folder are read there from now on."""
@@ -145,18 +137,24 @@ class SsdTier:
     def free(self, slot: Slot) -> None:
         """As Tier. What is stale of it (see Space) is erased first."""
         while True:
-            with self._lock:
-                stale = self._space.stale_parts(slot.parts)
-                if not stale:
-                    self._space.give(slot.parts)
-                    return
+            n = 0  # 1: `retire` waits for this
             try:
+                with self._lock:
+                    stale = [] if self._retired else self._space.stale_parts(slot.parts)
+                    if not stale:
+                        self._space.give(slot.parts)
+                        return
+                    self._n_erasing, n = self._n_erasing + 1, 1
                 self._erase_now(Slot(tuple(stale)))
             except MediumError as err:  # it is free all the same, and the next to erase finds it
                 log.error("ssd: %s: free, and not erased as it was to be: %s", self.folder, err)
                 with self._lock:
                     self._space.give(slot.parts)
                 return
+            finally:
+                with self._lock:
+                    self._n_erasing -= n
+                    self._erased.notify_all()
             with self._lock:
                 self._space.cleaned(stale)
 
@@ -229,8 +227,8 @@ class SsdTier:
                     continue
             except OSError as err:
                 raise MediumError(f"ssd: {self._files.path(part.segment)}: {err.strerror}") from err
-            for off in range(0, part.length, BOUNCE_BYTES):  # a file system without holes
-                size = min(BOUNCE_BYTES, part.length - off)
+            for off in range(0, part.length, ZERO_BYTES):  # a file system without holes
+                size = min(ZERO_BYTES, part.length - off)
                 self._write_at(part.segment, part.off + off, aligned(size)[:size])
 
     def turns(self) -> list[Extent]:
@@ -255,8 +253,16 @@ class SsdTier:
                     self._space.unsweep()
 
     def _erase_now(self, slot: Slot) -> None:
+        before = self.sync_failures
         self.erase(slot)
         self.sync([slot])
+        self.check_synced(before)
+
+    def check_synced(self, failures_before: int) -> None:
+        """Raises MediumError where a sync failed since, another thread's too: whose pages it lost
+        nobody can tell."""
+        if self.sync_failures != failures_before:
+            raise MediumError(f"ssd: {self.folder}: the disk lost writes meanwhile")
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -280,12 +286,23 @@ class SsdTier:
         with self._growing:  # a new file must not meet an old one of its number
             return sum(self._delete(segment) for segment in list(self._space.sizes))
 
+    def retire(self, timeout_s: float) -> bool:
+        """The folder is to be another's, who knows its own: nothing is made, deleted or erased
+        there any more, whatever is given back. False: some of that is under way yet."""
+        self._retired = True
+        if not self._growing.acquire(timeout=timeout_s):
+            return False
+        self._growing.release()
+        with self._lock:
+            return self._erased.wait_for(lambda: not self._n_erasing, timeout_s)
+
     def _delete(self, segment: int) -> int:
         """Where it holds nothing; the bytes that came back."""
         n_bytes, path = 0, self._files.path(segment)
         try:
             with self._lock:
-                n_bytes = self._space.drop(segment) if self._space.is_empty(segment) else 0
+                is_empty = self._space.is_empty(segment) and not self._retired
+                n_bytes = self._space.drop(segment) if is_empty else 0
             if n_bytes:
                 self._files.delete(segment)
             return n_bytes
@@ -308,6 +325,8 @@ class SsdTier:
     def _grow(self) -> bool:
         """One more segment; False when the limit or the file system says no. Under `_growing`."""
         sizes, total = self._space.sizes, self._space.total_bytes
+        if self._retired:
+            return False
         if self._limit_bytes is not None and total + self._segment_bytes > self._limit_bytes:
             return False
         segment = max(sizes, default=self._files.numbers.start - 1) + 1
@@ -346,52 +365,4 @@ class SsdTier:
             raise MediumError(f"ssd: write to {self._files.path(segment)}: {err.strerror}") from err
 
     def _read_run(self, run: Run) -> None:
-        try:
-            got = self._preadv(run, run.views)
-            if got == run.n_bytes:
-                return
-            if got >= 0:
-                self._read_rest(run, run.views, got)
-                return
-            bounce = self._scratch()[: run.n_bytes]
-            got = self._preadv(run, [bounce])
-            if got < run.n_bytes:
-                self._read_rest(run, [bounce], got)
-        except OSError as err:
-            raise read_failed(self._files.path(run.segment), err) from err
-        at = 0
-        for view in run.views:
-            np.copyto(view, bounce[at : at + len(view)])
-            at += len(view)
-
-    def _preadv(self, run: Run, views: list[Bytes]) -> int:
-        """Bytes read; -1 where memory is not aligned as O_DIRECT wants it.
-
-        Asked of the kernel, not of the views: their addresses cost a tenth of a read to find out.
-        """
-        try:
-            return os.preadv(self._files.fd(run.segment), views, run.off)
-        except OSError as err:
-            if err.errno == errno.EINVAL and self.direct and views is run.views:
-                return -1
-            raise
-
-    def _read_rest(self, run: Run, views: list[Bytes], got: int) -> None:
-        """The kernel gave less than asked: go on page by page until it gives nothing."""
-        while got < run.n_bytes:
-            skip, rest = got, []
-            for view in views:
-                if skip < len(view):
-                    rest.append(view[skip:])
-                skip = max(0, skip - len(view))
-            more = os.preadv(self._files.fd(run.segment), rest, run.off + got)
-            if more <= 0 or (self.direct and more % PAGE):
-                path = self._files.path(run.segment)
-                raise ReadFailed("short", f"ssd: {path}: {got} of {run.n_bytes} bytes at {run.off}")
-            got += more
-
-    def _scratch(self) -> Bytes:
-        scratch: Bytes | None = getattr(self._local, "bounce", None)
-        if scratch is None:
-            scratch = self._local.bounce = aligned(BOUNCE_BYTES)
-        return scratch
+        self._one_by_one.read(run)

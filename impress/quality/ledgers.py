@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from impress.config import Config
-from impress.errors import FormatError
+from impress.errors import FormatError, StoreFailed
 from impress.quality.guard import STATES, Decision, Ledger, Rerun, Weighed
 
 log = logging.getLogger("impress")
@@ -70,7 +70,7 @@ class Ledgers:
             if key in self._entries:
                 return key
         found = None
-        with suppress(FormatError):  # an index that is damaged there: earn trust again
+        with suppress(FormatError, StoreFailed):  # damaged, or given up by LMDB: earn trust again
             found = decode(self._fetch(key))
         fresh = Ledger(target, n_wanted)
         if found is not None and (found.ledger.target, found.ledger.n_wanted) == (target, n_wanted):

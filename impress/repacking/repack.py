@@ -315,7 +315,7 @@ class Repacker:
                         len(data.parts), layout.n_windows, move.held.record.window,
                         layout.n_layers, layout.n_sums,
                     )  # fmt: skip
-                    meta = ssd.reserve(size)
+                    meta = ssd.reserve(size, size)
             # A header is one extent, for scans.
             if data is not None and meta is not None and len(meta.parts) == 1:
                 draft = move.part.record(next(self._home.span_ids), meta.parts[0], data.parts)

@@ -79,7 +79,8 @@ class Params:
         self._folder = folder
         self._others = others
         self._write = write
-        self._turn = threading.Lock()  # held while files change; only `add` and `forget` take it
+        self._turn = threading.Lock()  # held while files change
+        self._retired = False
         self._lock = threading.Lock()
         self._cached: OrderedDict[bytes, Layers] = OrderedDict()
         self._current = self._read_current()
@@ -126,7 +127,7 @@ class Params:
             return None
         digest = digest_of(raw)
         with self._turn:
-            if n_forgets != self.n_forgets:
+            if n_forgets != self.n_forgets or self._retired:
                 return None
             key = _key(namespace, codec)
             current, before = {**self._current, key: digest}, self._current.get(key)
@@ -164,6 +165,8 @@ class Params:
                     self._cached.pop(digest, None)
             if not gone or not self._write:
                 return
+            if self._retired:
+                raise StoreFailed(f"probe parameters: {self._folder}: closed before; purge again")
             try:
                 for digest in lost:
                     self._erase(digest)
@@ -176,6 +179,14 @@ class Params:
             with self._lock:
                 self._current = left
                 self._missing -= lost
+
+    def retire(self, timeout_s: float) -> bool:
+        """The folder is to be another's: nothing changes there any more. False: something does."""
+        self._retired = True
+        if not self._turn.acquire(timeout=timeout_s):
+            return False
+        self._turn.release()
+        return True
 
     def _erase(self, digest: bytes) -> None:
         """A record, and what a crash left of one that was being written. Raises OSError."""

@@ -194,7 +194,13 @@ def _asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes]:
         )
         return {}, b""
     lines = [line.split() for line in listed.splitlines()]
-    return {int(span, 16): bytes.fromhex(note) for span, note in lines}, bytes.fromhex(wear)
+    notes = [line for line in lines if len(line) == 2 and len(line[0]) == 16]
+    if len(notes) < len(lines):
+        found.notes.append(
+            f"the index of shard {shard.name} is damaged where it said what was to be erased; "
+            "where a purge was cut off, purge again"
+        )
+    return {int(span, 16): bytes.fromhex(note) for span, note in notes}, bytes.fromhex(wear)
 
 
 def _spared(
@@ -359,10 +365,17 @@ def _install(
             index.carry(notes, last, wear)
         finally:
             index.close()
-        if shard.index.exists():
+        was_one = shard.index.exists()
+        if was_one:
             shutil.rmtree(aside, ignore_errors=True)
-            shard.index.rename(aside)
-        draft.rename(shard.index)
+        try:
+            if was_one:
+                shard.index.rename(aside)
+            draft.rename(shard.index)
+        except BaseException:
+            if was_one and not shard.index.exists():
+                aside.rename(shard.index)
+            raise
         sync_path(shard.path)
     except OSError as err:
         raise StoreFailed(f"rebuild: {err.filename or shard.path}: {err.strerror}") from None

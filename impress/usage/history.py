@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from impress.errors import FormatError
+from impress.errors import FormatError, StoreFailed
 from impress.usage.remembered import HALF_LIFE, Remembered, decode, encode, head_of
 
 Ids = npt.NDArray[np.int64]
@@ -320,12 +320,12 @@ class History:
         return known
 
     def _fetched(self, span: int) -> tuple[bytes | None, int]:
-        """And how much its clock is behind. None also where the index is damaged there: what
+        """And how much its clock is behind. None also where the index is damaged, or given up: what
         requests showed can be done without."""
         try:
             raw = self._fetch(span)
             return raw, 0 if raw is None else self._ahead(span)
-        except FormatError:
+        except (FormatError, StoreFailed):
             return None, 0
 
     def _keep(self, span: int, known: Remembered) -> Remembered:

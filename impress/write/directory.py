@@ -213,6 +213,8 @@ class Shard:
         self.params = self.path / "params"
         self.readers = self.path / "readers"
         self.spans = range(number * SPANS, (number + 1) * SPANS)
+        self.is_kept = False
+        """Whether it stays locked until the process ends: something hangs that may write there."""
         self._fd: int | None = None
 
     def lock(self) -> None:

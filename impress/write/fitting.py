@@ -93,10 +93,12 @@ class Fitter:
             self._state.wait_for(lambda: not self._busy or self._closing.is_set(), timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Give up a fit under way, after the layer it is at; False: it reads there still."""
+        """Give up a fit under way, after the layer it is at; nothing of it, or of a purge, changes
+        the parameters from here on. False: it reads there still."""
         with self._lock:
             self._closing.set()
             self._state.notify_all()
+        self._params.retire(timeout_s)
         if self._thread is None:
             return True
         self._thread.join(timeout_s)

@@ -319,11 +319,14 @@ class Home:
             self.reclaimer.take_over(self.catalog.let_go, [])
             writing |= not self.reclaimer.close()
         ended = self.others.close()  # else a look may read on: files and index stay open
+        if self._shard is not None:
+            writing |= not self.ssd.retire(COMMIT_TIMEOUT_S)
         if files and ended and not writing:
             self.ssd.close()
         if self._shard is not None and writing:
             said = "%s: a write hangs: shard %s stays locked until this process ends"
             log.error(said, self._path, self.shard_name)
+            self._shard.is_kept = True
         elif self._shard is not None:
             if ended:
                 self.index.close()

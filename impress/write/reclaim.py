@@ -211,10 +211,11 @@ class Reclaim:
 
     def _erase_lost(self, spans: Collection[int]) -> None:
         """At opening: of these nobody knows where they lay, so all that is free is erased."""
-        free = Slot(tuple(self._ssd.free_parts(self._ssd.turns())))
+        free, before = Slot(tuple(self._ssd.free_parts(self._ssd.turns()))), self._ssd.sync_failures
         try:
             self._ssd.erase(free)
             self._ssd.sync([free])
+            self._ssd.check_synced(before)
         except (MediumError, MemoryError) as err:
             self._unerased(spans, err)
         else:
@@ -228,7 +229,7 @@ class Reclaim:
 
     def _erase(self, slots: Mapping[int, Slot]) -> None:
         """By span. On the committer's thread: nothing may be raised there."""
-        done = []
+        done, before = [], self._ssd.sync_failures
         for span, slot in slots.items():
             try:
                 self._ssd.erase(slot)
@@ -239,6 +240,7 @@ class Reclaim:
             return
         try:
             self._ssd.sync([slots[span] for span in done])
+            self._ssd.check_synced(before)
         except (MediumError, MemoryError) as err:
             self._unerased(done, err)
             return
