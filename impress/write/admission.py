@@ -72,7 +72,7 @@ class Admission:
         self, stored: Stored, root: bytes, labels: bytes, start: int, wait_s: float
     ) -> Writer:
         held = self._home.catalog.hold(root, labels, count=False)  # ancestors stay until the commit
-        draft = None
+        draft, n_purges = None, self._home.leaving.n_purges
         try:
             last, first = list[Job](), sum(h.count for h in held)
             n_windows = stored.n_tokens // self._window
@@ -98,7 +98,20 @@ class Admission:
             raise
         if draft is not None:
             self._drafts[draft.record.span_id] = draft, stored
+            if n_purges != self._home.leaving.n_purges:
+                self._note(writer, draft.record)
         return writer
+
+    def _note(self, writer: Writer, record: SpanRecord) -> None:
+        """A purge passed while this had its space and was in no list: a crash is made good for it,
+        or it is none."""
+        try:
+            self._home.leaving.note_begun([record])
+        except StoreFailed:
+            writer.stored.refused = writer.stored.refused or "purged"
+        except BaseException:  # Ctrl-C: nobody else has the writer
+            writer.close(keep=False)
+            raise
 
     def drafts(self) -> list[SpanRecord]:
         """Records of stores under way: space that no span owns yet."""

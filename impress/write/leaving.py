@@ -60,6 +60,8 @@ class Leaving:
         self.refuse: Callable[[Wanted], list[SpanRecord]] = lambda wanted: []
         self.purging: list[Wanted] = []
         """What purges are taking out of the tree: a store of it that begins now is refused."""
+        self.n_purges = 0
+        """Of those that have erased what was free."""
 
     @property
     def in_limbo(self) -> list[SpanRecord]:
@@ -167,7 +169,9 @@ class Leaving:
         except (MediumError, OSError) as err:
             why = err.strerror if isinstance(err, OSError) else err
             raise StoreFailed(f"{self._path}: purged, but not what is free: {why}") from err
-        self._note_begun(drafts)
+        self.n_purges += 1  # first: who is no draft yet sees it when it is
+        before = {record.span_id for record in drafts}
+        self.note_begun(r for r in self.refuse(lambda *_: False) if r.span_id not in before)
         return len(spans), self._n_left(held)
 
     def _take_out_all(
@@ -200,12 +204,11 @@ class Leaving:
         mine = (record for span, record in records.items() if span in self._catalog.own)
         return sorted(part for record in mine for part in (record.meta, *record.parts))
 
-    def _note_begun(self, known: Iterable[SpanRecord]) -> None:
+    def note_begun(self, records: Iterable[SpanRecord]) -> None:
         """Of a purge: stores that were begun beside it, where all that is free was not yet erased:
-        a crash is made good for these, too."""
+        a crash is made good for these, too. Raises StoreFailed."""
         assert self.committer is not None
-        before = {record.span_id for record in known}
-        new = [r for r in self.refuse(lambda *_: False) if r.span_id not in before]
+        new = list(records)
         if not new:
             return
         self.committer.erase([], (), new)
