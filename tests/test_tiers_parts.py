@@ -335,6 +335,26 @@ def test_a_pool_that_gets_no_more_memory_lets_go_of_what_it_keeps(
     held.release()
 
 
+def test_a_write_comes_to_its_turn_beside_reads_that_never_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waited for all of them, and after two minutes home was read-only: a write did not end."""
+    monkeypatch.setattr(iopool, "STORE_WAITS_S", 0.0)
+    pool, left = IoPool(1), [100_000]
+    stored: list[Ticket] = []
+
+    def read() -> None:
+        left[0] -= 1
+        if left[0] and not (stored and stored[0].done):
+            pool.submit(Lane.DEMAND, [read])
+
+    pool.submit(Lane.DEMAND, [read])
+    stored.append(pool.submit(Lane.STORE, [lambda: None]))
+    assert stored[0].wait(60) and pool.idle(60)
+    assert left[0]
+    assert pool.close(60)
+
+
 def test_urgent_lanes_go_first() -> None:
     pool, begun, gate, order = IoPool(1), threading.Event(), threading.Event(), []
 

@@ -19,6 +19,9 @@ from tiers.ticket import Task, Ticket
 #: beside an H200, requests that choose rows: 34 ms by two, 40 by four, 51 by eight; pieces of 128
 #: KiB are verified at 27 GB/s by two, at 22 by four, at 13 by eight.)
 COPIERS: Final = min(2, len(os.sched_getaffinity(0)))
+#: A write that waits beside reads that never end goes before one of them this often: they would
+#: hold up the stores behind it, and for two minutes pass for a disk that writes nothing.
+STORE_WAITS_S: Final = 0.1
 #: Longest that threads which were started in vain are waited for.
 _VAIN_S: Final = 10.0
 
@@ -66,6 +69,7 @@ class IoPool:
         self._lock = threading.Lock()
         self._quiet, *self._wake = (threading.Condition(self._lock) for _ in range(3))
         self._open = True
+        self._stored_s = 0.0  # when a write was begun last, or the first that waits came
         self._at = [0, 0]  # threads at work that somebody waits for, and at other work
         n_all = n_threads + self.n_copiers  # the copiers last
         self._since = [0.0] * n_all  # when each began the task it is at; 0: idle
@@ -114,6 +118,8 @@ class IoPool:
             with self._lock:
                 if self._open:
                     queued = self._queues[copies][lane]
+                    if lane is Lane.STORE and not queued:
+                        self._stored_s = monotonic()
                     queued.extend(jobs)  # all or none: no signal comes between
                     self._wake[copies].notify(len(queued))
         except BaseException:
@@ -214,7 +220,7 @@ class IoPool:
         with self._lock:
             while True:
                 queues = self._queues[copies]
-                for lane in Lane:
+                for lane in self._order(queues):
                     behind = lane >= Lane.PROMOTE
                     if behind and (self._at[1] or self._copies_wait()):
                         break
@@ -222,6 +228,8 @@ class IoPool:
                         job = monotonic(), lane, *queued[0]
                         if copies and not behind and len(queued) == 1:
                             self._wake_behind()  # once these are gone
+                        if lane is Lane.STORE:
+                            self._stored_s = job[0]
                         queued.popleft()  # at last: behind it nothing asks for memory
                         self._at[behind] += 1
                         return job
@@ -237,6 +245,12 @@ class IoPool:
                 working = self._turn(number)
             except MemoryError:  # outside of a task; what was not drawn is still queued
                 continue
+
+    def _order(self, queues: Sequence[Sequence[Job]]) -> Iterable[Lane]:
+        """Lanes, the most urgent first; but a write that has waited for long goes before all."""
+        if queues[Lane.STORE] and monotonic() - self._stored_s > STORE_WAITS_S:
+            return Lane.STORE, *Lane
+        return Lane
 
     def _turn(self, number: int) -> bool:
         """Run a task; False when that was the last."""
