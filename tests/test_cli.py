@@ -257,7 +257,7 @@ def test_a_segment_that_its_writer_gives_back_meanwhile_is_no_error(path, monkey
         return [*segment_paths(folder), folder / "00000099.seg"]
 
     with opened(path):
-        for module in ("tiers.ssd", "impress.upkeep.shares", "impress.cli.repack"):
+        for module in ("tiers.segments", "impress.upkeep.shares", "impress.cli.repack"):
             monkeypatch.setattr(f"{module}.segment_paths", and_one_more)
         for command in ("inspect", "verify"):
             done = CliRunner().invoke(app, [command, "--store", str(path)])

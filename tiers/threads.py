@@ -15,9 +15,8 @@ MORE_THREADS: Final = (
 
 
 def no_more_threads(err: Exception) -> bool:
-    """Whether it says that the system, or Python at its end, starts no more threads: there is no
-    class for that."""
-    return isinstance(err, RuntimeError) and "new thread" in str(err)
+    """Whether it says that the system starts no more threads: Python has no class for that."""
+    return isinstance(err, RuntimeError) and "can't start new thread" in str(err)
 
 
 def start(thread: threading.Thread) -> None:

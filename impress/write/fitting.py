@@ -79,7 +79,7 @@ class Fitter:
                 thread = threading.Thread(target=self._work, name="impress-fit", daemon=True)
                 try:
                     start(thread)
-                except MediumError as err:  # no more threads: no fault of who stores
+                except (MediumError, RuntimeError) as err:  # no more threads, or Python's end
                     log.warning("no codec is fitted for now: %s", err)
                     return
                 self._thread = thread
