@@ -182,13 +182,13 @@ def _config_dtype(config: Mapping[str, Any]) -> str:
 
 
 def _normalised(config: Mapping[str, Any], volatile: frozenset[str] = _VOLATILE) -> dict[str, Any]:
-    """Without volatile keys, and at every depth without nulls: further down a name is another's, as
-    is the `dtype` of a quantization."""
+    """Without volatile keys and nulls, at every depth; but a quantization's `dtype` is another."""
     kept = {}
     for key, value in config.items():
         if key in volatile or value is None:
             continue
-        kept[str(key)] = _normalised(value, frozenset()) if isinstance(value, Mapping) else value
+        below = frozenset[str]() if key == "quantization_config" else volatile
+        kept[str(key)] = _normalised(value, below) if isinstance(value, Mapping) else value
     return kept
 
 

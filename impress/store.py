@@ -62,13 +62,11 @@ class PrefixStore:
         self, path: Path, identity: Identity, namespace: str | bytes, config: Config, *, write: bool
     ) -> None:
         """Use `open`. Takes the shard's lock when `write`."""
-        self.path = path
+        self.path, self.config = path, config
         self.geometry, self.window = identity.geometry, identity.window
-        self.config = config
         self.namespace = namespace_digest(namespace)
         self.name = namespace if isinstance(namespace, str) else ""
-        self.writable, self.counters = write, Counters()
-        self._identity = identity
+        self.writable, self.counters, self._identity = write, Counters(), identity
         count = partial(self.counters.add, "expired_leases")
         self._leases = Leases(config.lease_timeout_s, config.read_timeout_s, count)
         self._closed, self._pid = False, os.getpid()
@@ -342,6 +340,8 @@ class PrefixStore:
             self._home.settle()
             idle = self._pool.close(limit_s)  # a stuck thread may still use its file, which then
             writing = not idle and any(w.writing for w in self._writers)  # stays open, and copies
+            if self._admission is not None:
+                writing |= not self._admission.fitter.retired
             self._copies.close(idle=idle)
             self._home.close(files=idle and ended, writing=writing)
         except BaseException:  # Ctrl-C in a wait: the next call goes on

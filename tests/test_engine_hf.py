@@ -863,10 +863,6 @@ def test_rows_that_are_not_finite_are_never_found_and_raise_at_flush(tmp_path):
             "chunked_attention",
         ),
         (lambda: tiny(is_causal=False), "is_causal=False"),
-        (
-            lambda: tiny(quantization_config={"quant_method": "fouroversix"}),
-            "Four Over Six is not supported",
-        ),
         (lambda: tiny().model, "LlamaModel"),
     ],
 )
@@ -964,6 +960,17 @@ def in_a_dict(**settings):
 
 def in_an_object(**settings):
     return transformers.BitsAndBytesConfig(load_in_8bit=True, **settings)
+
+
+@pytest.mark.parametrize("as_loaded", [False, True], ids=["in a dict", "as it is loaded"])
+def test_a_quantization_that_scales_by_all_of_a_pass_is_refused(tmp_path, as_loaded):
+    model = tiny()
+    given = {"quant_method": "fouroversix"}
+    if as_loaded:
+        given = transformers.FourOverSixConfig()
+    model.config.quantization_config = given
+    with pytest.raises(Unsupported, match="Four Over Six is not supported"):
+        attach(model, tmp_path / "store")
 
 
 @pytest.mark.parametrize("given", [in_a_dict, in_an_object])

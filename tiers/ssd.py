@@ -26,6 +26,7 @@ from tiers.queues import BATCH, ReadQueue, close_all
 from tiers.segments import SegmentFiles
 from tiers.slots import aligned, copied
 from tiers.space import LEAST_PART, Space
+from tiers.ticket import until
 
 log = logging.getLogger("impress.ssd")
 
@@ -61,7 +62,6 @@ class SsdTier:
         self._growing = threading.Lock()  # held while segments are made or deleted, before others
         self._retired = False
         self._n_erasing = 0  # threads that erase what they give back
-        self._erased = threading.Condition(self._lock)
         self._files = SegmentFiles(folder, number, read_only=read_only)
         self._one_by_one = OneByOne(self._files)
         self._local = threading.local()  # of each thread: a queue
@@ -137,14 +137,14 @@ class SsdTier:
     def free(self, slot: Slot) -> None:
         """As Tier. What is stale of it (see Space) is erased first."""
         while True:
-            n = 0  # 1: `retire` waits for this
+            counted = False  # `retire` waits for it
             try:
                 with self._lock:
                     stale = [] if self._retired else self._space.stale_parts(slot.parts)
                     if not stale:
                         self._space.give(slot.parts)
                         return
-                    self._n_erasing, n = self._n_erasing + 1, 1
+                    self._n_erasing, counted = self._n_erasing + 1, True
                 self._erase_now(Slot(tuple(stale)))
             except MediumError as err:  # it is free all the same, and the next to erase finds it
                 log.error("ssd: %s: free, and not erased as it was to be: %s", self.folder, err)
@@ -152,9 +152,9 @@ class SsdTier:
                     self._space.give(slot.parts)
                 return
             finally:
-                with self._lock:
-                    self._n_erasing -= n
-                    self._erased.notify_all()
+                if counted:
+                    with self._lock:
+                        self._n_erasing -= 1
             with self._lock:
                 self._space.cleaned(stale)
 
@@ -289,12 +289,12 @@ class SsdTier:
     def retire(self, timeout_s: float) -> bool:
         """The folder is to be another's, who knows its own: nothing is made, deleted or erased
         there any more, whatever is given back. False: some of that is under way yet."""
-        self._retired = True
-        if not self._growing.acquire(timeout=timeout_s):
-            return False
-        self._growing.release()
+        self._retired = True  # first: whoever begins behind this does nothing
+        return until(lambda: not self._growing.locked() and not self._erasing(), timeout_s)
+
+    def _erasing(self) -> int:
         with self._lock:
-            return self._erased.wait_for(lambda: not self._n_erasing, timeout_s)
+            return self._n_erasing
 
     def _delete(self, segment: int) -> int:
         """Where it holds nothing; the bytes that came back."""

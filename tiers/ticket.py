@@ -13,6 +13,9 @@ from tiers.errors import Cancelled
 
 log = logging.getLogger("impress.io")
 
+#: How often `until` looks.
+LOOK_S: Final = 0.01
+
 _FAILED: Final = "what was to follow a ticket failed"
 
 Task = Callable[[], None]
@@ -148,6 +151,17 @@ class Ticket:
         except BaseException:  # a signal's: the rest of it all the same
             self._count(due)
             raise
+
+
+def until(true: Callable[[], bool], timeout_s: float) -> bool:
+    """Look now and then whether it is so, at most for so long. A lock that is taken to see it free
+    may stay taken where a signal comes."""
+    end_s = monotonic() + timeout_s
+    while not true():
+        if monotonic() > end_s:
+            return False
+        threading.Event().wait(LOOK_S)
+    return True
 
 
 class Signal:

@@ -148,7 +148,8 @@ def _check_quantization(config: Any) -> None:
     above it is computed in float for all of them. What its modules do check_causal_modules asks."""
     given = getattr(config, "quantization_config", None) or {}
     settings = given if isinstance(given, Mapping) else given.to_dict()
-    if "fouroversix" in str(settings.get("quant_method")):  # the largest value of a pass scales all
+    method = settings.get("quant_method")  # in a config's object an enum's member
+    if getattr(method, "value", method) == "fouroversix":  # a pass's largest value scales all of it
         raise Unsupported("Four Over Six is not supported: keys depend on what follows them")
     threshold = settings.get("llm_int8_threshold", 6.0)  # what bitsandbytes takes where none is set
     if settings.get("load_in_8bit") and threshold:

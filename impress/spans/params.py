@@ -24,6 +24,7 @@ from typing import Final
 
 from impress.errors import StoreFailed
 from tiers.files import make_folder, write_whole
+from tiers.ticket import until
 
 log = logging.getLogger("impress")
 
@@ -182,11 +183,8 @@ class Params:
 
     def retire(self, timeout_s: float) -> bool:
         """The folder is to be another's: nothing changes there any more. False: something does."""
-        self._retired = True
-        if not self._turn.acquire(timeout=timeout_s):
-            return False
-        self._turn.release()
-        return True
+        self._retired = True  # first: whoever begins behind this does nothing
+        return until(lambda: not self._turn.locked(), timeout_s)
 
     def _erase(self, digest: bytes) -> None:
         """A record, and what a crash left of one that was being written. Raises OSError."""

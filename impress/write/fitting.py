@@ -61,6 +61,8 @@ class Fitter:
         self._thread: threading.Thread | None = None
         self._busy = False  # a fit is asked for or under way
         self._closing = threading.Event()
+        self.retired = False
+        """Once closed: nothing changes the parameters any more."""
         self._n_tokens = 0  # READY, as far as the next fit is concerned
         self._unread: set[int] = set()  # spans that did not read back, left out until a restart
         self._not_kept: set[str] = set()  # codecs whose fit was in vain, until a restart
@@ -98,7 +100,7 @@ class Fitter:
         with self._lock:
             self._closing.set()
             self._state.notify_all()
-        self._params.retire(timeout_s)
+        self.retired = self._params.retire(timeout_s)
         if self._thread is None:
             return True
         self._thread.join(timeout_s)

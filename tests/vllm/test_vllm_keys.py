@@ -650,6 +650,10 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert named(quantization="fp8") != plain_fp8 and named() == plain
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_HUMMING_USE_F16_ACCUM", "1")
+        with pytest.raises(Unsupported, match=r"VLLM_HUMMING_USE_F16_ACCUM .*: unset it"):
+            named()
     elsewhere_too = tmp_path / "torchao.json"
     by_file = []
     for text in ("{}", '{"a": 1}'):

@@ -23,8 +23,12 @@ _LOAD_FORMATS: Final = (
 _ALL_FILES: Final = ("runai_streamer",)
 #: Of torch.save's files vLLM passes over these (filter_files_not_needed_for_inference).
 _NO_WEIGHTS: Final = ("training_args.bin", "optimizer.bin")
-#: Of the environment, what has quantized layers round a pass otherwise.
+#: Of the environment, what has quantized layers round a pass otherwise; and what does so by files.
 _ROUNDING: Final = ("VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE")
+_REFUSED: Final = (
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+)  # fmt: skip
 
 
 def check_files(vllm_config: Any) -> None:
@@ -85,7 +89,9 @@ def quantization_elsewhere(model: Any) -> str:
 
 
 def environment_of(model: Any) -> dict[str, str]:
-    """What is set of the environment by which a quantized model rounds."""
+    """What is set of the environment by which a quantized model rounds. Raises Unsupported."""
+    if named := [name for name in _REFUSED if os.environ.get(name)]:
+        raise Unsupported(f"no key tells what {named[0]} has layers compute: unset it")
     if not model.quantization:
         return {}
     return {name: os.environ[name] for name in _ROUNDING if name in os.environ}

@@ -30,7 +30,9 @@ def begins() -> None:
     if model is None or model is _building:
         return
     _building = model
-    with suppress(BadInput, OSError):  # not there yet, or not at all: whoever names it says so
+    with suppress(
+        BadInput, Unsupported, OSError
+    ):  # not there yet, or not at all: whoever names it says so
         directory = directory_of(model, config.load_config)
         _began[model.model, model.revision] = directory, stamp_of(directory)
 
@@ -46,10 +48,13 @@ def check_unchanged(model: Any, directory: Path) -> None:
 
 
 def directory_of(model: Any, load: Any) -> Path:
-    """Where the model's files are. Raises BadInput."""
+    """Where the model's files are. Raises BadInput, Unsupported."""
     if Path(model.model).is_dir():
         return Path(model.model)
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):  # then vLLM's is another
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in (
+        "1",
+        "true",
+    ):  # then vLLM's is another
         raise Unsupported(
             f"with VLLM_USE_MODELSCOPE {model.model} is not where its name is looked for: give the "
             "directory it was downloaded to"
