@@ -28,6 +28,8 @@ from tiers.base import Slot
 
 #: `make soak` gives more.
 SECONDS = float(os.environ.get("IMPRESS_SIM_SECONDS", "60"))
+#: What is said where something READY is not there after all.
+BROKEN = ("READY", "after a restart", "lost on a good disk", "but a store failed")
 
 
 def test_nothing_is_lost_wrong_or_stuck(tmp_path: Path) -> None:
@@ -92,8 +94,7 @@ def test_it_would_notice_a_commit_before_the_sync(
     with pytest.raises(AssertionError) as found:
         try_seeds(tmp_path)
     said = str(found.value)  # lost, or gone bad under a store that hangs from it
-    words = ("READY", "after a restart", "lost on a good disk", "but a store failed")
-    assert any(word in said for word in words), said
+    assert any(words in said for words in BROKEN), said
 
 
 def test_it_would_notice_a_header_that_was_not_synced(
@@ -110,8 +111,7 @@ def test_it_would_notice_a_header_that_was_not_synced(
     with pytest.raises(AssertionError) as found:
         try_seeds(tmp_path)
     said = str(found.value)  # at the next open, as somebody asks, or where a store hung from it
-    words = ("READY", "lost on a good disk", "but a store failed")
-    assert any(word in said for word in words), said
+    assert any(words in said for words in BROKEN), said
 
 
 def test_it_would_notice_a_bug_behind_a_fault(
