@@ -12,7 +12,7 @@ import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import impress.write.home
 import impress.write.leaving
 from impress.errors import ConfigError, StoreFailed
 from impress.repacking.span_copy import SpanPart
-from impress.spans.format import SpanHeader
+from impress.spans.format import SpanHeader, SpanRecord
 from impress.spans.tables import read_header
 from impress.tree.eviction import ByWorth, by_last_use, by_prefix, by_uses, least, score_of
 from impress.tree.radix import RadixTree
@@ -1001,13 +1001,10 @@ def test_what_a_failed_sync_may_have_lost_is_never_ready(
     sound(store)
 
 
-def test_an_erasing_whose_sync_failed_on_another_thread_is_not_done(
-    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel tells once: the purge heard that all is well, and a power cut brought it back."""
-    store, fdatasync, told = open_store(geometry), os.fdatasync, list[threading.Thread]()
-    assert put_prompt(store, prompt(256, 1)).wait(60)
-    (record,) = store.catalog.records()
+@contextmanager
+def told_to_another(store: impress.PrefixStore, record: SpanRecord) -> Iterator[list[Any]]:
+    """Before the next sync another thread is told that one failed; filled once it has been."""
+    fdatasync, told = os.fdatasync, list[Any]()
 
     def erases() -> None:
         with pytest.raises(MediumError):
@@ -1022,8 +1019,19 @@ def test_an_erasing_whose_sync_failed_on_another_thread_is_not_done(
             told[0].join(60)
         fdatasync(fd)
 
-    with monkeypatch.context() as faulty:
+    with pytest.MonkeyPatch.context() as faulty:
         faulty.setattr(os, "fdatasync", between)
+        yield told
+
+
+def test_an_erasing_whose_sync_failed_on_another_thread_is_not_done(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """The kernel tells once: the purge heard that all is well, and a power cut brought it back."""
+    store = open_store(geometry)
+    assert put_prompt(store, prompt(256, 1)).wait(60)
+    (record,) = store.catalog.records()
+    with told_to_another(store, record) as told:
         with pytest.raises(StoreFailed, match="not all could be overwritten"):
             store.purge()
     assert told and [*store.index.to_erase()] == [record.span_id]
@@ -1033,7 +1041,7 @@ def test_an_erasing_whose_sync_failed_on_another_thread_is_not_done(
 
 @pytest.mark.parametrize("what", ["store", "repack"])
 def test_a_sync_that_fails_on_another_thread_meanwhile_is_noticed(
-    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, what: str
+    open_store: Open, geometry: impress.Geometry, what: str
 ) -> None:
     """What erases freed space syncs too: it was told of the page, and the store became READY."""
     store = open_store(geometry, window=WINDOW, dram_bytes=0)
@@ -1041,23 +1049,7 @@ def test_a_sync_that_fails_on_another_thread_meanwhile_is_noticed(
     assert put_prompt(store, tokens).wait(60)
     (record,) = store.catalog.records()
     look(store, tokens)
-    fdatasync, told = os.fdatasync, []
-
-    def erases() -> None:
-        with pytest.raises(MediumError):
-            store.ssd.sync([Slot(record.parts)])
-
-    def between(fd: int) -> None:
-        if threading.current_thread().name == "eraser":
-            raise OSError(5, "Input/output error")
-        if not told:
-            told.append(threading.Thread(target=erases, name="eraser"))
-            told[0].start()
-            told[0].join(60)
-        fdatasync(fd)
-
-    with monkeypatch.context() as faulty:
-        faulty.setattr(os, "fdatasync", between)
+    with told_to_another(store, record) as told:
         if what == "repack":
             assert [span.outcome for span in store.repack().spans] == ["failed"]
         else:

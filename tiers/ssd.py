@@ -145,7 +145,7 @@ class SsdTier:
                         self._space.give(slot.parts)
                         return
                     self._n_erasing, counted = self._n_erasing + 1, True
-                self._erase_now(Slot(tuple(stale)))
+                self.erase_now(Slot(tuple(stale)))
             except MediumError as err:  # it is free all the same, and the next to erase finds it
                 log.error("ssd: %s: free, and not erased as it was to be: %s", self.folder, err)
                 with self._lock:
@@ -247,12 +247,13 @@ class SsdTier:
             try:
                 with self._lock:
                     swept = self._space.sweep(within, kept)
-                self._erase_now(Slot(swept))
+                self.erase_now(Slot(swept))
             finally:
                 with self._lock:
                     self._space.unsweep()
 
-    def _erase_now(self, slot: Slot) -> None:
+    def erase_now(self, slot: Slot) -> None:
+        """Erased for good on return: synced, too. Raises MediumError."""
         before = self.sync_failures
         self.erase(slot)
         self.sync([slot])

@@ -211,11 +211,8 @@ class Reclaim:
 
     def _erase_lost(self, spans: Collection[int]) -> None:
         """At opening: of these nobody knows where they lay, so all that is free is erased."""
-        free, before = Slot(tuple(self._ssd.free_parts(self._ssd.turns()))), self._ssd.sync_failures
         try:
-            self._ssd.erase(free)
-            self._ssd.sync([free])
-            self._ssd.check_synced(before)
+            self._ssd.erase_now(Slot(tuple(self._ssd.free_parts(self._ssd.turns()))))
         except (MediumError, MemoryError) as err:
             self._unerased(spans, err)
         else:
