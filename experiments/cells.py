@@ -99,6 +99,11 @@ class Cells:
         times = (cell for params in cells for cell in self._done[_key(params)])
         return list(dict.fromkeys(cell["commit"] for cell in times))
 
+    def dates(self, cells: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The days that these cells were measured on, in order."""
+        times = (cell for params in cells for cell in self._done[_key(params)])
+        return sorted({cell["date"][:10] for cell in times if "date" in cell})
+
 
 def _aside(path: Path) -> Path:
     """Where nothing is: before.NAME, before1.NAME, …"""

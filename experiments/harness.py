@@ -222,10 +222,11 @@ def _run(
     )
     _measure(experiment.name, todo, done, disk)
     after = _disk(args, folder, experiment.uses_disk) if todo else disk
+    keys = [params for params, _ in cells]
     if after.apart(disk):
         console.print(f"the disk gave {disk.gb_s:.2f} GB/s before and {after.gb_s:.2f} after: what "
                       "is set against its rate is as uncertain as that")  # fmt: skip
-    if others := done.others([params for params, _ in cells]):
+    if others := done.others(keys):
         console.print(f"{others} finished cells are not among these: the report leaves them out")
     for params, cell in cells:
         _say_rates(cell, done[params])
@@ -241,9 +242,11 @@ def _run(
         with named(args.json):
             write_report(
                 args.json, figures, lines, experiment=experiment.name, seed=args.seed,
-                quick=args.quick, disk={**asdict(disk), "after_gb_s": after.gb_s},
+                quick=args.quick,
+                # Where nothing was left to measure, fio was asked on another day than the cells.
+                disk={**asdict(disk), "after_gb_s": after.gb_s} if todo else {"by": "the cells"},
                 cells={"n": len(cells), "kept": len(cells) - len(todo), "empty": n_empty,
-                       "commits": done.commits([params for params, _ in cells])},
+                       "commits": done.commits(keys), "dates": done.dates(keys)},
                 **experiment.meta(options),
             )  # fmt: skip
     if args.plot is not None:

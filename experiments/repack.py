@@ -13,6 +13,7 @@ the stated roofline (emulated); reads and writes are real.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
 import time
@@ -35,7 +36,15 @@ from experiments.systems.device import Emulated
 from experiments.systems.generate import Knobs
 from experiments.systems.serve import Asking, Served, Server
 from experiments.systems.shapes import SHAPES, WINDOW
-from experiments.systems.sizes import LAYERS, dilation, meta
+from experiments.systems.sizes import (
+    LAYERS,
+    Verdict,
+    checked,
+    dilation,
+    meta,
+    unchecked_argument,
+)
+from experiments.systems.sweep import check_cell
 from impress.config import Config
 from impress.policy import Paper
 from impress.repacking.span_copy import Copier
@@ -58,10 +67,13 @@ def cells(options: Options) -> list[Cell]:
     # stood apart, and before both ways had the same requests, is measured again.
     params = {"part": "repack", "n": N[options.quick], "behind": "during", "pass": "apart",
               "requests": "the same"}  # fmt: skip
-    return [Cell(params, partial(measure, options), seconds)]
+    verdict = Verdict(options)
+    return [check_cell(verdict), Cell(params, partial(measure, options, verdict), seconds)]
 
 
-def measure(options: Options) -> list[Row]:
+def measure(options: Options, verdict: Verdict) -> list[Row]:
+    if verdict.withdrawn:
+        return []
     torch.set_num_threads(1)
     knobs, n = Knobs(), N[options.quick]
     data = Data.of(
@@ -83,7 +95,7 @@ def measure(options: Options) -> list[Row]:
         server = Server(System("impress", "", "plain", POLICY), waits, data.geometry, store)
         queue = iter(asked)
         said = _phases(server, data, store, queue, n, stretch)
-    return [said]
+    return [{**said, "emulator_error": verdict.error}]
 
 
 def _phases(
@@ -201,8 +213,10 @@ def _slowdown(pairs: Sequence[Pair], q: int) -> tuple[float, float, float]:
 
 
 def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
-    said: Figures = {}
-    for row in rows:
+    said, withdrawn = checked(rows)
+    for row in rows if not withdrawn else ():
+        if row.get("part") == "check":
+            continue
         print_rows(
             "Repacking under load: ms to the first token",
             [
@@ -213,16 +227,21 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
         for q in (50, 99):
             for end, figure in (("slowdown", ""), ("low", "_low"), ("high", "_high")):
                 said[f"repack_p{q}_slowdown{figure}"] = row[f"p{q}_{end}"]
-        for name in ("map_share_of_ttft", "map_cpu_share_of_ttft"):
-            said[name] = row[name]
+        for name in ("map_share", "map_cpu_share"):  # `ttft` says it of a request's whole caches
+            said[f"repack_{name}_of_ttft"] = row[f"{name}_of_ttft"]
         said["moved_share"] = row["moved_bytes"] / row["data_bytes"]
     return said, rows
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    unchecked_argument(parser)
+    parser.set_defaults(compute="emulated")
 
 
 EXPERIMENT: Final = Experiment(
     "repack", "Repacking under load; compute emulated.", cells, figures, uses_disk=True,
     meta=lambda options: meta(options, "measured by fio, once before the run"),
-    arguments=lambda parser: parser.set_defaults(unchecked=True, compute="emulated"),
+    arguments=_arguments,
 )  # fmt: skip
 
 

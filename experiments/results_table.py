@@ -60,7 +60,9 @@ class Reports:
             withdrawn = report["figures"].get("emulator_error", 0.0) > MOST_ERROR
             return "withdrawn" if withdrawn else _NOT_RUN
         text = ours.form.format(value)
-        ends = [report["figures"].get(end_of(ours.figure, end)) for end in ("low", "high")]
+        said = report["figures"]
+        names = [(end_of(ours.figure, end), f"{ours.figure}_{end}") for end in ("low", "high")]
+        ends = [said.get(one, said.get(other)) for one, other in names]
         if ours.within and None not in ends:
             text += f" [{', '.join(ours.form.format(end) for end in ends)}]"
         return text
@@ -79,11 +81,10 @@ class Reports:
                 off = f"{error:.1%}{_failed(report['rows'])}"
             size = "quick" if meta.get("quick") else "full"
             measured = meta.get("cells", {}).get("commits", [meta["commit"]])
+            days = meta.get("cells", {}).get("dates") or [meta["date"][:10]]
             commits = ", ".join(f"`{one}`" for one in measured)
             machine = _processor(meta["host"])
-            lines.append(
-                f"| {name} | {meta['date'][:10]} | {commits} | {size} | {machine} | {off} |"
-            )
+            lines.append(f"| {name} | {days[-1]} | {commits} | {size} | {machine} | {off} |")
         return "\n".join(lines) + "\n"
 
 

@@ -100,6 +100,8 @@ def _names(options: Options) -> tuple[str, ...] | None:
     if not asked:
         return None
     names = tuple(name.strip() for name in asked.split(","))
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise Unable(f"--systems: {', '.join(twice)} more than once")
     try:
         chosen(names)
     except KeyError as err:
@@ -145,6 +147,9 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
         said["late_share_worst"] = max(late)
     if "impress" in base:
         said["fallback_share"] = base["impress"]["fell_back"]
+        for name in ("map_share", "map_cpu_share"):
+            if name in base["impress"]:
+                said[f"{name}_of_ttft"] = base["impress"][name]
     return said, rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from time import monotonic, thread_time
-from typing import Any
+from typing import Any, Final
 
 from impress.errors import StoreFailed
 from tiers.threads import MORE_THREADS, no_more_threads
@@ -45,6 +45,16 @@ _GROUPED = (
     "misses", "lost", "read_bytes", "refused", "promoted_bytes", "promotions",
     "promotion_read_bytes", "rows_from", "chunks_from", "repacks",
 )  # fmt: skip
+
+#: Labels that are there before anything is counted: what begins at 1 has not grown, to Prometheus.
+REASONS: Final = {
+    "misses": ("not_stored", "too_short", "lost", "tier_off"),
+    "lost": ("checksum", "short", "io", "late", "expired", "shortage", "permission"),
+    "refused": (
+        "disk_full", "segments_too_small", "daily_write_budget", "read-only",
+        "no_free_write_slot", "shortage", "incomplete", "abandoned", "purged", "failed",
+    ),
+}  # fmt: skip
 
 
 class Counters:
@@ -111,7 +121,9 @@ def serve_metrics(
     try:
         started = start_http_server(port, addr="127.0.0.1", registry=registry)
     except OSError as err:
-        raise StoreFailed(f"metrics: port {port}: {err.strerror}") from None
+        raise StoreFailed(
+            f"metrics: port {port}: {err.strerror}; name another metrics_port, or 0 for a free one"
+        ) from None
     except RuntimeError as err:
         if not no_more_threads(err):
             raise
@@ -150,6 +162,8 @@ class _Collector:
         for name, help_text, key, label in _COUNTERS:
             value = stats[key]
             counter = CounterMetricFamily(name, help_text, labels=[label] if label else None)
+            if label:
+                value = {**dict.fromkeys(REASONS.get(key, ()), 0), **value}
             for tag, n in value.items() if label else [("", value)]:
                 counter.add_metric([tag] if label else [], n)
             yield counter

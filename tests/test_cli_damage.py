@@ -68,6 +68,23 @@ def test_a_shard_that_cannot_be_read_is_named(half_lost, tmp_path):
     assert json.loads(done.stdout)["failed_shards"] == ["1"]
 
 
+def test_a_damaged_index_is_not_shown_as_an_empty_store(tmp_path):
+    """Only a line on stderr told the two apart."""
+    path = tmp_path / "store"
+    with opened(path) as store:
+        put(store, PROMPT)
+        store.flush()
+        env = store._home.index._env
+        spans = store._home.index._dbs["spans"]
+        with env.begin(write=True) as txn, txn.cursor(spans) as cursor:
+            assert cursor.first()
+            key, value = cursor.item()
+            txn.put(key, value[:-1] + bytes([value[-1] ^ 1]), db=spans)
+    _, found = run_json("inspect", "--store", path)
+    assert (found["spans"], found["damaged_index_values"]) == (0, 1)
+    assert "passed over 1 damaged index value" in run("inspect", "--store", path).stdout
+
+
 def test_nothing_is_purged_where_a_shard_cannot_be_read(half_lost):
     """The shards before it were purged, and what was said of it was the index alone."""
     done = run("purge", "--store", half_lost, "--namespace", "a test")

@@ -40,6 +40,23 @@ def test_repack_prints_its_report_and_nothing_else(path: Path) -> None:
     assert (found["dry_run"], found["moved"], found["busy_shards"]) == (True, 0, [])
 
 
+@pytest.mark.parametrize(
+    "args",
+    [("repack", "--json", "--dry-run"), ("demo", "--json", "--quick"),
+     ("explain", "--prefix", "ids", "--json", "--query")],
+)  # fmt: skip
+def test_an_option_is_not_taken_for_the_file(path: Path, args: tuple[str, ...]) -> None:
+    """`repack --json --dry-run` rewrote rows, and left a file called --dry-run."""
+    index = path / "shards/main/index/data.mdb"
+    before = index.read_bytes()
+    store = () if args[0] == "demo" else ("--store", path)
+    done = run(*args, *store, cwd=path.parent)
+    words = " ".join(done.stderr.split())
+    assert done.returncode == 2 and "--json wants a FILE before --" in words, done
+    assert index.read_bytes() == before
+    assert [each.name for each in path.parent.iterdir()] == ["store"]
+
+
 def test_a_shard_that_repack_leaves_alone_is_in_its_report_and_status(path: Path) -> None:
     """Its report had the other shards alone, and status 0."""
     args = ("repack", "--store", path, "--json", "-")

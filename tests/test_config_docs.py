@@ -80,6 +80,20 @@ def test_every_metric_is_on_the_page_with_its_kind(
     assert sorted((row[0].strip("`"), row[1]) for row in rows("Metrics")) == sorted(served)
 
 
+def test_every_reason_on_the_page_is_served_before_it_is_counted(
+    open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry
+) -> None:
+    """A series that begins at 1 has not grown: the first bad checksum raised no alert."""
+    store = open_store(geometry, metrics_port=0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{store.metrics_port}") as answer:
+        text = answer.read().decode()
+    for name in ("misses", "lost", "refused"):
+        served = re.findall(rf'^impress_{name}_total{{reason="(.*)"}} 0.0$', text, re.MULTILINE)
+        ((*_, meaning),) = [row for row in rows("Metrics") if f"impress_{name}_" in row[0]]
+        named = [word for word in re.findall(r"`([\w-]+)`", meaning) if word in served]
+        assert served and named[: len(served)] == served, name
+
+
 def test_every_number_of_stats_is_on_the_page(
     open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry
 ) -> None:

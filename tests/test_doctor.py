@@ -50,6 +50,21 @@ def test_a_store_that_is_a_mount_point_is_measured_itself(monkeypatch: pytest.Mo
     assert json.loads(CliRunner().invoke(app, below).stdout)["folder"] == str(disk)
 
 
+def test_a_store_whose_parent_is_roots_is_measured_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service's user was told to name another --store: /var/lib/impress is its own, /var/lib
+    is not."""
+    store, real = tmp_path / "store", os.access
+    store.mkdir()
+    monkeypatch.setattr(impress.upkeep.doctor, "TEST_BYTES", 8 << 20)
+    monkeypatch.setattr(os, "access", lambda at, how: at != tmp_path and real(at, how))
+    done = CliRunner().invoke(app, ["doctor", "--store", str(store), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["folder"] == str(store)
+    assert list(store.iterdir()) == []
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
 def test_a_doctor_that_is_told_to_stop_takes_its_test_data_with_it(
     tmp_path: Path, how: signal.Signals

@@ -24,12 +24,13 @@ from experiments.systems.catalogue import System, choosing
 from experiments.systems.clock import A100, PAPER_DISK_GB_S, Clock, Compute, Roofline, dilation_of
 from experiments.systems.data import Data
 from experiments.systems.device import Device, Emulated
-from experiments.systems.generate import Knobs
+from experiments.systems.generate import Knobs, overlap_with_average
 from experiments.systems.planned import Choices
 from experiments.systems.serve import Asking, Memory, Served, Server
 from experiments.systems.shapes import WINDOW
 from experiments.systems.yardstick import Yardstick
 from impress.config import Config
+from impress.policy import Policy
 from tiers.hbm import for_current_device
 
 Where = Literal["cuda", "cpu"]
@@ -37,6 +38,8 @@ Where = Literal["cuda", "cpu"]
 FLAT: Final = 0.02
 #: Windows compared, and the first, in which caches fill.
 LEAST_WINDOWS: Final = 5
+#: Choices that an average order is made of, at least.
+OFTEN: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,20 @@ class Bench:
             one.dilation, one.disk_gb_s = self.device.dilation or 1.0, self._disk_gb_s
         server.settle()
         return served
+
+    def overlap(self, policy: Policy | None) -> float | None:
+        """How far a policy's choices follow the average order, mean over layers of prefixes that
+        were asked for often; None where there is none, or rows are chosen on the clock."""
+        chosen: dict[tuple[int, int], list[npt.NDArray[np.int64]]] = {}
+        for prefix, request in self._measured:
+            for layer, selection in enumerate(self.choices.get((policy, prefix, request), ())):
+                if selection.positions is not None:
+                    chosen.setdefault((prefix, layer), []).append(selection.positions)
+        shares = [
+            overlap_with_average(some, self.data.prefixes[prefix].n_tokens)
+            for (prefix, _), some in chosen.items() if len(some) >= OFTEN
+        ]  # fmt: skip
+        return float(np.mean(shares)) if shares else None
 
     def asking(self, prefix: int, request: int) -> Asking:
         return Asking(prefix, self.data.prefixes[prefix].tokens, request)

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from experiments.systems.device import Question, Rows
+from experiments.systems.device import Question, Rows, in_order
 from experiments.systems.generate import N_NEW, Knobs, Prefix
 from experiments.systems.planned import Around, given_importance
 from experiments.systems.quantised import GROUP
@@ -76,6 +76,7 @@ class Cuda:
     ) -> None:  # fmt: skip
         """`device`: another one of torch's, for tests."""
         self.shape = shape
+        self.key_rows: Callable[[], Any] = in_order
         self.spent_s = self.stated_s = 0.0
         self._n_layers = n_layers
         self._prefixes = prefixes
@@ -243,8 +244,9 @@ class Cuda:
 
     def _to_score(self, keys: torch.Tensor) -> torch.Tensor:
         """All keys of a layer on the device, where the chosen ones of them are taken later."""
-        self._scored = keys = self._up(keys)
-        return keys
+        keys, rows = self._up(keys), self.key_rows()
+        self._scored = keys if rows is None else _placed(keys, self._index(torch.from_numpy(rows)))
+        return self._scored
 
     def _index(self, positions: torch.Tensor | None) -> torch.Tensor | None:
         if positions is None:

@@ -39,9 +39,16 @@ class Rows(NamedTuple):
     chosen: Any = None
 
 
+def in_order() -> None:
+    """Of all keys of a layer which row each is: they come in order."""
+
+
 class Device(Protocol):
     """One request at a time. `spent_s`: since `start`, that it was stood still for; `stated_s`: and
     of that was asked for. `dilation`: how much longer everything takes than it should."""
+
+    key_rows: Callable[[], Any]
+    """Of all keys that a layer was last chosen by, which row each is; None: in order."""
 
     @property
     def shape(self) -> Shape:
@@ -96,6 +103,7 @@ class Emulated:
     ) -> None:
         """`choices`: made before, for each request that will choose."""
         self.shape = compute.shape
+        self.key_rows: Callable[[], Any] = in_order
         self.clock = clock
         self._compute = compute
         self._geometry = geometry

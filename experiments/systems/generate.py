@@ -8,9 +8,11 @@ head h in request r
                             shared by the heads           the head's own dimensions
 
 e is one fixed direction, the popularity of the prefix's rows, whose ranks follow Zipf's law; u are
-directions drawn for each request. a is how much heads agree, o how far a request's choices follow
-the average order, sharpness the exponent of the law. What that makes of the gate is measured: rows
-of a report have `fell_back`. That overlaps follow o is tested (`overlap_with_average`).
+directions drawn for each request. Query heads that share keys (GQA) have dimensions of their own in
+these: trained ones do not look at the same rows either. a is how much heads agree, o how far a
+request's choices follow the average order, sharpness the exponent of the law. What that makes of
+the gate is measured: rows of a report have `fell_back`. That overlaps follow o is tested
+(`overlap_with_average`).
 """
 
 from __future__ import annotations
@@ -84,9 +86,10 @@ class Prefix:
         made[:, :, :half] = rng.standard_normal((n, 1, half), dtype=np.float32)
         made[:, :, half:] = rng.standard_normal((n, s.n_kv_heads, half), dtype=np.float32)
         shared = self._views(rng, 1)
-        topics = shared.shape[2]
-        made[:, :, :topics] = shared
-        made[:, :, half : half + topics] = self._views(rng, s.n_kv_heads)
+        width = shared.shape[2]
+        made[:, :, :width] = shared
+        own = self._views(rng, s.n_heads).reshape(n, s.n_kv_heads, -1)
+        made[:, :, half : half + own.shape[2]] = own
         return torch.from_numpy(made).to(getattr(torch, s.dtype)).transpose(0, 1)
 
     def _views(self, rng: Any, n_views: int) -> Floats:
@@ -121,9 +124,13 @@ class Prefix:
         agree = float(np.clip(rng.normal(k.agreement, k.spread), 0.0, 1.0))
         along, across = k.overlap, math.sqrt(1 - k.overlap**2)
         view = np.zeros((s.n_heads, s.head_dim), dtype=np.float32)
-        view[:, 0] = view[:, half] = along
+        view[:, 0] = along
         view[:, 1 : 1 + topics] = across * _unit(rng, 1, topics)
-        view[:, half + 1 : half + 1 + topics] = across * _unit(rng, s.n_heads, topics)
+        heads = np.arange(s.n_heads)
+        own = half + heads % (s.n_heads // s.n_kv_heads) * (1 + topics)  # where each one's begin
+        view[heads, own] = along
+        at = own[:, None] + np.arange(1, 1 + topics)
+        view[heads[:, None], at] = across * _unit(rng, s.n_heads, topics)
         view[:, :half] *= math.sqrt(agree)
         view[:, half:] *= math.sqrt(1 - agree)
         rows = view[:, None] + 0.02 * rng.standard_normal(
@@ -151,8 +158,8 @@ def incompressible(
 
 
 def topics_of(shape: Shape) -> int:
-    """Fewer where heads are small."""
-    return min(N_TOPICS, shape.head_dim // 2 - 1)
+    """Fewer where heads are small, or many share a key's."""
+    return min(N_TOPICS, shape.head_dim // 2 // (shape.n_heads // shape.n_kv_heads) - 1)
 
 
 def _unit(rng: Any, n: int, dims: int) -> Floats:

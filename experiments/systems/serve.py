@@ -221,6 +221,7 @@ class Server:
         with lease.session(policy, in_order=False) as session:
             if isinstance(session, SparseSession):
                 session.keys_as_read = True  # the device has them: it scored them
+                device.key_rows = lambda: session.key_rows
             waits = time.perf_counter()  # what reads everything is planned and handed over here
             session.prefetch(outs if is_whole else None)
             io_s = time.perf_counter() - waits
@@ -231,7 +232,7 @@ class Server:
                 k, v, positions = session.retrieve(layer, *question.asked(layer))
                 io_s += stood_still(device, waits, spent)
                 if self.watch is not None:
-                    self.watch(layer, chosen_keys(k, v, positions), v, positions)
+                    self.watch(layer, chosen_keys(k, v, positions, device.key_rows()), v, positions)
                 belong = positions if to_place else None
                 chosen = positions if k.shape[1] > v.shape[1] else None
                 io_s += device.attend(layer, Rows(k, v, belong, self.system.bits, chosen))
@@ -256,9 +257,11 @@ class Server:
         return self._device.question(inner, asking.prefix, asking.request, len(asking.tokens))
 
 
-def chosen_keys(k: Any, v: Any, positions: Any) -> Any:
-    """Of all keys, where all came, those that belong to the rows of v."""
-    return k if k.shape[1] == v.shape[1] else k[:, positions]
+def chosen_keys(k: Any, v: Any, positions: Any, rows: Any) -> Any:
+    """Of all keys, where all came, those that belong to the rows of v. `rows`: which each is."""
+    if k.shape[1] == v.shape[1]:
+        return k
+    return k[:, positions] if rows is None else k[:, rows.argsort()[positions]]
 
 
 def _nothing(_layer: int) -> tuple[None, None, None]:

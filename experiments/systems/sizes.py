@@ -80,11 +80,15 @@ def dilation(options: Options) -> float:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Options of every experiment whose compute is emulated where there is no device."""
+    unchecked_argument(parser)
+    compute_argument(parser)
+
+
+def unchecked_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unchecked", action="store_true",
         help="do not check the emulator first: the figures are then marked unchecked",
     )  # fmt: skip
-    compute_argument(parser)
 
 
 def compute_argument(parser: argparse.ArgumentParser) -> None:

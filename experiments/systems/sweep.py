@@ -66,6 +66,9 @@ def cell(plan: Plan, label: str, n: int, **factors: Any) -> Cell:
     """Systems under BASE with these factors changed."""
     factor = {**BASE, **factors}
     computed = computed_by(plan.options)
+    shape = SHAPES[factor["shape"]]
+    if shape.n_kv_heads < shape.n_heads:  # before, those that share keys all looked at the same
+        computed = {**computed, "heads": "apart"}
     return Cell(
         {"part": "cell", "cell": label, "n": n, **factor, **computed},
         partial(_measure, plan, factor, n),
@@ -134,10 +137,12 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
             torch.set_num_threads(1)
         bench.warm()
         found = bench.measure()
+        follow = {system.name: bench.overlap(system.policy) for system in systems}
     return [
-        {"system": name, **summary(s, load.in_a_row), **more, **bench.warmed[name]._asdict()}
+        {"system": name, **summary(s, load.in_a_row), "follows_average": follow[name], **more,
+         **bench.warmed[name]._asdict()}
         for name, s in found.items()
-    ]
+    ]  # fmt: skip
 
 
 def by_cell(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:

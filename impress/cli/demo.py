@@ -45,7 +45,7 @@ def demo(
     cold SSD: how many are right, and how much was read for them.
 
     Third act: the stores are repacked by what was chosen, and other questions asked. All of it
-    takes four minutes on two quick cores, up to a quarter of an hour on slow ones.
+    takes five minutes on two quick cores, up to a quarter of an hour on slow ones.
 
     Everything is left under DIR (models, documents, stores) to look at; running again starts over.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +33,8 @@ def doctor(
     """Say which I/O engines work here, why the others do not, and how fast the disk is by each.
 
     Measures verified reads on the file system of the store's directory (which need not exist yet):
-    256 MiB of test data are written beside it, or in it where it is a mount point, and removed.
+    256 MiB of test data are written beside it, or in it where it is a mount point or that folder
+    may not be written, and removed.
     `Config.io_engine` picks an engine; "auto" takes the one marked.
 
     **Examples**
@@ -51,11 +53,13 @@ def doctor(
 
 
 def _nearest(path: Path) -> Path:
-    """The store's parent, or the first directory above it that is there; a store that is on another
-    file system than its parent, a mount point say, itself."""
+    """The store's parent, or the first directory above it that is there; a store itself where it is
+    on another file system than its parent, a mount point say, or only it may be written."""
     path = path.absolute()
-    if path.is_dir() and path.stat().st_dev != path.parent.stat().st_dev:
-        return path
+    if path.is_dir():
+        apart = path.stat().st_dev != path.parent.stat().st_dev
+        if apart or (os.access(path, os.W_OK) and not os.access(path.parent, os.W_OK)):
+            return path
     path = path.parent
     while not path.is_dir():
         path = path.parent

@@ -25,9 +25,7 @@ def print_match(found: dict[str, Any]) -> None:
     )
     if found["mismatch"]:
         say(f"[bold]never a hit[/bold]: {escape(found['mismatch'])}; use another directory")
-    if found["damaged_index_values"]:
-        n = count(found["damaged_index_values"], "damaged index value")
-        say(f"passed over {n}: impress verify lists them")
+    say_damaged(found)
     if found["failed_shards"]:
         names = ", ".join(found["failed_shards"])
         say(
@@ -45,6 +43,13 @@ def print_match(found: dict[str, Any]) -> None:
     first, *others = found["found"]
     _print_root(first, found)
     _print_others(first, others)
+
+
+def say_damaged(found: dict[str, Any]) -> None:
+    """Where an index value could not be read, so that what it stands for is not there."""
+    if found["damaged_index_values"]:
+        n = count(found["damaged_index_values"], "damaged index value")
+        say(f"[bold]passed over {n}[/bold]: impress verify lists them")
 
 
 def say(line: str) -> None:

@@ -59,10 +59,13 @@ def _read(families: Iterable[Any], port: int, uuid: bytes) -> dict[str, Any]:
         elif name == "store_info" and sample.labels["uuid"] != uuid.hex():
             raise StoreMismatch(
                 f"port {port}: another store is served there, of uuid {sample.labels['uuid']}; "
-                "name the Config(metrics_port=...) of a process that serves this one"
+                "name that one by --store, or the Config(metrics_port=...) of a process that "
+                "serves this one"
             )
         elif name in found:
             label = next(iter(sample.labels.values()), "")
+            if label and not sample.value:  # a reason that there could be
+                continue
             found[name][label] = sample.value if name == "oldest_lease_s" else int(sample.value)
     if not tiers:
         raise StoreFailed(f"port {port}: whatever answers there is not an impress store")

@@ -171,6 +171,8 @@ def check_json(file: Path | None) -> None:
     """
     if file is None or str(file) == "-":
         return
+    if str(file).startswith("-"):  # `--json --dry-run`: the option would be taken for the file
+        raise BadInput(f"--json wants a FILE before {file}, or - for stdout")
     if file.is_dir():
         raise BadInput(f"--json {file}: a directory; name a file, or - for stdout")
     dangles = file.is_symlink() and not file.exists()

@@ -25,9 +25,10 @@ def rebuild(
     """Make a lost or damaged index again from the segments alone.
 
     Looks at every page of every segment for span headers, reads every row, drops spans that do not
-    match their checksums and keeps the newest owner of each byte. The old index is set aside
-    as index.old. A shard that is open for writing elsewhere, or cannot be read, is named and left
-    alone.
+    match their checksums and keeps the newest owner of each byte. What requests had shown (leases,
+    scores, what they chose, the guard's trust) is in no segment and begins anew. The old index is
+    set aside as index.old. A shard that is open for writing elsewhere, or cannot be read, is named
+    and left alone.
 
     **Exit status**
 
@@ -83,5 +84,8 @@ def _print(where: Path, found: Rebuilt, dry_run: bool) -> None:
     ):
         if n:
             out.print(f"  {n} {what}", markup=False)
+    if found.spans and not dry_run:
+        anew = "leases, scores, what requests chose and the guard's trust begin anew"
+        out.print(f"  {anew}", markup=False)
     for note in found.notes:
         out.print(f"  {note}", markup=False, soft_wrap=True)

@@ -45,7 +45,8 @@ def repack(
     one that is left empty goes. What is written counts in daily_write_bytes of whoever serves next.
 
     What a request reads is an estimate: rows are taken to be chosen independently of each other.
-    There is none (–) of a span that is rewritten as it lies, without its dead windows.
+    There is none (–) of a span that is rewritten as it lies, without its dead windows. In the JSON
+    `picked` counts what moved, or would; `moved` only what did.
 
     **Exit status**
 
@@ -59,9 +60,9 @@ def repack(
 
     impress repack --store /mnt/nvme/store --json repack.json
     """
+    check_json(json_file)
     where = store_dir(store)
     identity = read_identity(where)
-    check_json(json_file)
     shards = shards_of(where)
     report, busy, failed = _all_repacked(where, shards, identity, dry_run)
     if json_file is not None:
@@ -115,7 +116,8 @@ def _repacked(where: Path, shard: Shard, identity: Identity, dry_run: bool) -> R
 def _plain(where: Path, report: RepackReport, busy: list[str], failed: list[str]) -> dict[str, Any]:
     return {
         "store": str(where), "dry_run": report.dry_run, "moved": report.moved,
-        "moved_bytes": report.moved_bytes, "busy_shards": busy, "failed_shards": failed,
+        "moved_bytes": report.moved_bytes, "picked": len(report.picked),
+        "picked_bytes": report.picked_bytes, "busy_shards": busy, "failed_shards": failed,
         "spans": [asdict(span) for span in report.spans],
     }  # fmt: skip
 

@@ -59,7 +59,7 @@ def run(
     not depend on the question. The longest stored prefix of it is read from the store, the rest is
     computed and stored, until the disk or --disk-gib is full; then what is worth least goes.
     Decoding is greedy. Families: OPT, Llama, Qwen2, Qwen3, Mistral. Nothing is fetched from a
-    network. Run it twice to see the difference.
+    network. It computes on the CPU. Run it twice to see the difference.
 
     Prints the answer, then how much of the prompt came from the store, the time to the first
     token (TTFT), bytes by tier, and the mode with why it was taken: recompute, exact (a stored
@@ -112,6 +112,7 @@ def _answer(
         )  # fmt: skip
         request = _when_stored(engine)
     return {
+        "device": str(model.device),
         "answer": tokenizer.decode(sequences[0, len(ids) :], skip_special_tokens=True),
         "prompt_tokens": request.n_tokens,
         "hit_tokens": request.hit_tokens,

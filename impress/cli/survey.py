@@ -55,6 +55,7 @@ def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
         },
         "shards": [asdict(share) for share in shares_of(store.path, store.catalog)],
         "failed_shards": [*store.left_out()],
+        "damaged_index_values": store.counters["damaged_spans"],
         "tiers": {"hbm": None, "dram": None, "ssd": _ssd(store)},
         "spans": counts["spans"],
         "nodes": counts["nodes"],

@@ -22,7 +22,7 @@ from impress.policy import Exact, KeepAll, Policy
 from impress.read.access import line_of
 from impress.read.early import Foresight
 from impress.read.load import Load
-from impress.read.parts import in_position_order, rows_of
+from impress.read.parts import Source, in_position_order, rows_of
 from impress.read.promote import Looked
 from impress.read.reading import Reading
 from impress.read.session import Lease, Session
@@ -85,6 +85,8 @@ class SparseSession(Session):
         self.keys_as_read = False
         """True: where all keys of a layer were read to choose by, `retrieve`'s k is all of them;
         pos is of v's rows. For whoever scored them on a device, and takes the chosen ones there."""
+        self.key_rows: npt.NDArray[np.int64] | None = None
+        """Of these which row each is, where they may come as they lie: a policy chooses by it."""
         self._foresight = Foresight(reading, self._sources)
 
     def _sketch(self) -> tuple[ProbeCodec | None, int | None, Layers | None]:
@@ -124,8 +126,7 @@ class SparseSession(Session):
 
     def prefetch(self, outs: Sequence[Tensors] | None = None) -> None:
         """Start reading what layers are chosen by, two layers' at a time. Rows cannot be read
-        before they are chosen.
-        """
+        before they are chosen."""
         if outs is not None:
             raise BadInput(f"prefetch: policy {self.policy.name} chooses how many rows there are")
         self._lease.check_active()
@@ -149,13 +150,17 @@ class SparseSession(Session):
         self._next = max(end, self._next)
 
     def _chooses_by_keys(self, layer: int) -> bool:
-        """Whether all keys of the layer will be looked at, whatever the query."""
+        """Whether the layer's keys will all be read, whatever the query."""
         return reads_keys(self.policy, layer) or self._from_keys
 
     def _load_keys(self, layer: int) -> Load:
-        chunks = self._r.copies.chunks  # in order: rows are chosen of them by position
-        where = self._lease.sources, layer, chunks
+        where = self._of_keys, layer, self._r.copies.chunks
         return Load(self._r, self._begun.add, *where, (K,), lane=self._lane)
+
+    @property
+    def _of_keys(self) -> Sequence[Source]:
+        as_read = self.keys_as_read and not self._from_keys  # records are of rows in order
+        return self._sources if as_read else self._lease.sources
 
     def _start_probes(self, layer: int, plane: int) -> Load:
         size = self._sources[0].layout.planes[plane].chunk_bytes
@@ -183,9 +188,8 @@ class SparseSession(Session):
             positions = selection.positions
             keys = next((load for load in used if load.planes == (K,)), None)
             planes = (K, V) if keys is None else (V,)
-            sources = self._sources if keys is None else self._lease.sources  # as the keys came
             ahead = self._foresight.take(layer)
-            where = sources, layer, self._r.copies.chunks
+            where = self._sources if keys is None else self._of_keys, layer, self._r.copies.chunks
             rows = Load(self._r, self._begun.add, *where, planes, positions, ahead=ahead)
             try:
                 with suppress(MediumError):  # no memory so early: it is read when it is its turn
@@ -280,6 +284,7 @@ class SparseSession(Session):
     def _all_keys(self, layer: int, used: list[Load]) -> torch.Tensor:
         """Keys [n_kv_heads, n_tokens, head_dim] of the whole prefix."""
         load = self._keys_ahead.pop(layer, None) or self._load_keys(layer)
+        self.key_rows = rows_of(load.parts)
         return self._read(load, used).tensor()
 
     def _records(self, layer: int, all_keys: Any, used: list[Load]) -> Bytes:

@@ -61,7 +61,7 @@ class Thread:
         except BaseException as err:
             if not self.killed:  # what breaks on the way out of a dead process is no finding
                 self._sched.errors.append(err)
-            traceback.print_exc()
+                traceback.print_exc()
         finally:
             self.alive = False
             self._sched.threads.remove(self)
