@@ -251,6 +251,8 @@ class Bench:
     def overlap(self, policy: Policy | None) -> float | None:
         """How far a policy's choices follow the average order, mean over layers of prefixes that
         were asked for often; None where there is none, or rows are chosen on the clock."""
+        if policy is None:
+            return None
         chosen: dict[tuple[int, int], list[npt.NDArray[np.int64]]] = {}
         for prefix, request in self._measured:
             for layer, selection in enumerate(self.choices.get((policy, prefix, request), ())):

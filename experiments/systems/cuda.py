@@ -245,8 +245,10 @@ class Cuda:
     def _to_score(self, keys: torch.Tensor) -> torch.Tensor:
         """All keys of a layer on the device, where the chosen ones of them are taken later."""
         keys, rows = self._up(keys), self.key_rows()
-        self._scored = keys if rows is None else _placed(keys, self._index(torch.from_numpy(rows)))
-        return self._scored
+        if rows is not None:
+            keys = _placed(keys, torch.from_numpy(rows).to(self._device, non_blocking=True))
+        self._scored = keys
+        return keys
 
     def _index(self, positions: torch.Tensor | None) -> torch.Tensor | None:
         if positions is None:
