@@ -216,7 +216,7 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
         "cell": "cell", "system": "system", "p50 ms": "p50_ms", "p90 ms": "p90_ms",
         "mean ms": "mean_ms", "I/O ms": "io_ms", "device ms": "emulated_ms",
         "SSD floor ms": "ssd_floor_ms", "MB moved": "mb", "MB from SSD": "ssd_mb", "HBM": "hbm",
-        "DRAM": "dram", "map": "map_share",
+        "DRAM": "dram", "fell back": "fell_back", "map": "map_share",
     },
     "accuracy": {
         "model": "group", "way": "arm", "questions": "n", "right": "accuracy",
@@ -224,7 +224,7 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
         "KL": "kl", "agreement over 64 tokens": "agreement64", "bytes": "bytes_share",
     },
     "ablation": {"cell": "cell", "system": "system", "p50 ms": "p50_ms", "I/O ms": "io_ms",
-                 "MB moved": "mb", "HBM": "hbm", "DRAM": "dram"},
+                 "MB moved": "mb", "HBM": "hbm", "DRAM": "dram", "fell back": "fell_back"},
     "scale": {"cell": "cell", "system": "system", "p50 ms": "p50_ms", "I/O ms": "io_ms",
               "MB moved": "mb", "fell back": "fell_back"},
     "chunks": {"row KiB": "row_kib", "overlap": "overlap",

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _ENGINE = "transformers"
 _POSITIONS = "after-position absolute"
+#: Packages whose classes compute what tensors and settings say.
+_KNOWN = {"torch", "transformers", "peft"}
 
 # Config keys that change without changing one bit of the keys and values (dtype counts by itself),
 # but for the attention kernel: eager and sdpa round differently, and rows of one serve the other.
@@ -205,19 +207,35 @@ def _weights_of_state(model: Any, odd: Mapping[str, torch.Tensor]) -> bytes:
         read = partial(_bytes, tensor.detach().reshape(-1))
         add_tensor(digest, name, dtype, tuple(tensor.shape), tensor.nbytes, read)
     digest.update(json.dumps(adapter_settings(model)).encode())
+    if kinds := _other_classes(model):
+        digest.update(json.dumps(kinds).encode())
     return digest.digest()
+
+
+def _other_classes(model: Any) -> list[list[str]]:
+    """Modules of classes that are neither torch's nor Transformers' nor PEFT's, by name: over the
+    same tensors they may compute something else. Those of a quantization its settings tell of."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        return []
+    kinds = ((name, type(module)) for name, module in model.named_modules())
+    return [
+        [_uncompiled(name), f"{kind.__module__}.{kind.__qualname__}"]
+        for name, kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN
+    ]  # fmt: skip
 
 
 def _state(model: Any) -> dict[str, torch.Tensor]:
     """The state_dict. Raises Unsupported where what a module computes by is not in tensors."""
     import torch
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     state = {}
     for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor) or value.is_quantized:
+        is_wrapper = is_traceable_wrapper_subclass(value)  # its values are in tensors of its own
+        if not isinstance(value, torch.Tensor) or value.is_quantized or is_wrapper:
             raise Unsupported(
-                f"namespace: {name} is quantised by torch ({type(value).__name__}), and no digest "
-                "tells such weights: attach the model that is not quantised"
+                f"namespace: {name} is quantised by torch, or divided ({type(value).__name__}): "
+                "no digest tells such weights: attach the model that is neither"
             )
         state[_uncompiled(name)] = value
     return state
@@ -299,6 +317,8 @@ def _plain(value: Any) -> Any:
 
 def _is_of(model: Any, directory: Path) -> bool:
     """Whether a model's config and every tensor are those of the directory, cast to its dtype."""
+    if _other_classes(model):
+        return False
     try:
         files = weight_files(directory)
         if not all(path.suffix == ".safetensors" for path in files):

@@ -118,16 +118,15 @@ class PrefixStore:
             self._home = home = Home(
                 self.path, self._identity, config, self.counters, self._forget, self._shard
             )
-            home.leaving.before_evict = self._leases.reap
             failed.callback(self.close)
+            home.leaving.before_evict = self._leases.reap
             self._furnish(home, codecs)
             failed.pop_all()
 
     def _furnish(self, home: Home, codecs: Sequence[ProbeCodec]) -> None:
         config, geometry, uuid = self.config, self.geometry, self._identity.uuid
         self._tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
-        self.ledgers = home.ledgers  # what the guard knows of policies
-        self.ssd = home.ssd
+        self.ssd, self.ledgers = home.ssd, home.ledgers  # the latter: the guard's, of policies
         self.catalog, self.left_out = home.catalog, home.others.left_out  # for commands
         self.history = home.history  # what requests have shown of each span
         params = Params(home.place.params, write=self.writable, others=home.others.params)
@@ -145,6 +144,7 @@ class PrefixStore:
                 geometry, self.window, self.namespace, self.name, home, home.committer, media,
                 self.counters, self._tables, fitter,
             )  # fmt: skip
+            fitter.begin()  # not earlier: nobody would close it
         home.tidy()
         self._metrics, self.metrics_port = serve_metrics(self.stats, uuid, config.metrics_port)
         if self.writable:  # last: it starts to work

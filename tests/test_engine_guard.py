@@ -90,10 +90,10 @@ def ledger_of(engine):
 class Liar:
     """Every row but one while it is honest; one row, and the same estimate, when it lies."""
 
-    lies: list[bool] = field(default_factory=list, repr=False)
-    name: str = field(default="liar", repr=False)
-    needs_suffix_lse: bool = field(default=False, repr=False)
-    probe: str | None = field(default=None, repr=False)
+    lies: list[bool] = field(default_factory=list, init=False, repr=False)
+    name: str = field(default="liar", init=False, repr=False)
+    needs_suffix_lse: bool = field(default=False, init=False, repr=False)
+    probe: str | None = field(default=None, init=False, repr=False)
 
 
 @select.register

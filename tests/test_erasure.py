@@ -930,8 +930,11 @@ def test_a_reader_that_begins_while_readers_are_listed_is_waited_for() -> None:
     limbo = Limbo(60.0)
     record = SimpleNamespace(span_id=3)
     limbo.add(record, 7, 10.5)
-    assert limbo.take([], 10.0) == []
-    assert limbo.take([], 11.0) == [record]
+    free: list[SpanRecord] = []
+    limbo.take([], 10.0, free)
+    assert free == []
+    limbo.take([], 11.0, free)
+    assert free == [record]
 
 
 def test_a_store_that_closes_beside_a_purge_touches_nothing_any_more(

@@ -17,7 +17,7 @@ import pytest
 from experiments import load_content, reliability_table
 from experiments.common import Row
 from experiments.faults import __main__ as faults
-from experiments.faults import content, cuts, flips
+from experiments.faults import content, cuts, flips, media
 
 
 def test_prompts_missed_beside_the_flipped_ones_are_lost(
@@ -80,6 +80,14 @@ def test_a_user_or_a_writer_that_ends_over_an_error_is_no_quiet_one() -> None:
         load_content.users(store, 2, 4.0, 4, 1)
     with pytest.raises(ZeroDivisionError), load_content.Writer(store, 4) as writer:
         wait([writer._writing], 60)
+
+
+def test_a_fault_behind_which_nothing_is_stored_any_more_says_nothing() -> None:
+    """The first one made the store read-only for longer than its worker lived: "lost 0" was said of
+    one prompt."""
+    assert media._goes_on(["open", "kept 0", "0", "refused disk", "kept", "kept 3 4", "4"])
+    assert not media._goes_on(["open", "kept 0", "0", "refused disk", "kept", "refused disk"])
+    assert not media._goes_on(["open", "kept 0", "0"])
 
 
 def test_what_was_not_counted_is_no_zero(tmp_path: Path, capsys: Any) -> None:

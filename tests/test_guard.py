@@ -359,6 +359,20 @@ def weights(page, n=2048):
     return made
 
 
+def learnt(page):
+    made = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(made.weight, page)
+    torch.nn.init.zeros_(made.bias)
+    return made
+
+
+class Plain:
+    """Without a repr: said by where it lies."""
+
+    def __init__(self, page):
+        self.page = page
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -368,7 +382,9 @@ def weights(page, n=2048):
         lambda page: Top(weights(page)),
         lambda page: Top(Pair(weights(page), 0.5)),
         lambda page: Top(OrderedDict(of=Learned(weights(page)))),
-        lambda page: Hidden(weights(page)), Called,
+        lambda page: Hidden(weights(page)), Called, Hidden,
+        lambda page: Top(learnt(page)), lambda page: Learned(learnt(page)),
+        lambda page: Learned([Plain(page)]), lambda page: Top(Plain(learnt(page))),
         lambda page: Quiet(page=page),
     ],
 )  # fmt: skip

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import impress
 from impress.errors import FormatError
 from impress.policy import AllHeads, Exact, Paper, Policy, Random, Recency
+from impress.tree.eviction import ByWorth
 from impress.usage.history import NEWEST, SAVE_EVERY, History, Note
 from impress.usage.remembered import HALF_LIFE, Remembered, decode, encode, head_of
 
@@ -158,6 +159,26 @@ def test_a_use_counts_half_after_a_half_life_of_requests() -> None:
     for _ in range(HALF_LIFE):
         h.request([])
     assert np.allclose(scores(h, 7, 0), 0.5)
+
+
+def test_what_needs_every_row_is_no_less_needed_where_none_decided_about_it() -> None:
+    """Left out of the mean that eviction from home goes by: a prefix of which most layers fall back
+    went before one of which a fifth is chosen, and one always read whole had no share at all."""
+    h = History(LAYERS, W, 1 << 20, {}.get)
+
+    def noted(span: int, layer: int, rows: list[int] | None) -> Note:
+        return replace(note(rows, layer, whole=rows is None), span=span)
+
+    few = [*range(0, ROWS, 5)]
+    h.request([noted(1, 0, None), noted(1, 1, [0])])  # a layer fell back
+    h.request([noted(2, layer, few) for layer in range(LAYERS)])
+    h.request([noted(3, layer, None) for layer in range(LAYERS)])  # read whole
+    shares = h.known_shares()
+    assert shares[3] == 1 > shares[1] > 0.5 > shares[2] == pytest.approx(len(few) / ROWS, abs=0.01)
+    important = h.summary(1)
+    assert important is not None and important[1] == pytest.approx(1 / ROWS, abs=0.01)
+    by_worth = ByWorth(shares)(*(np.array(one) for one in ([1, 2, 3], [9] * 3, [9] * 3, [4] * 3)))
+    assert by_worth.argmin() == 1
 
 
 def test_ranks_are_of_fading_uses_times_shares_and_never_need_renewing() -> None:

@@ -7,9 +7,11 @@ are events of a profiler. (And as a loop goes round: as a rule a call away from 
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -367,6 +369,59 @@ def test_a_copy_that_comes_to_nothing_is_given_back_though_it_is_cut_off(
     assert not store._repacker.drafts() and not store._repacker.writing
     assert [span.outcome for span in store.repack().spans] == ["moved"]
     assert_serves(store, TOKENS, 256)
+
+
+def test_what_an_interrupted_settle_takes_out_of_limbo_is_freed_by_the_next(
+    store: impress.PrefixStore,
+) -> None:
+    """It stayed taken and nobody's until a restart, and as it counted as on its way out, nothing
+    was evicted any more: a full store refused all. Or a thread counted as at work for ever."""
+    store._home.others.stop()  # nobody else settles
+    reclaimer = store._home.reclaimer
+    assert reclaimer is not None
+
+    def make() -> SpanRecord:
+        slot, meta = store.ssd.reserve(2 * PAGE), store.ssd.reserve(PAGE)
+        assert slot is not None and meta is not None
+        (record,) = store.catalog.records()
+        span = next(store._home.span_ids)
+        made = replace(record, span_id=span, meta=meta.parts[0], parts=slot.parts)
+        reclaimer.limbo.add(made, 0, -math.inf)
+        reclaimer.spoil([span])
+        return made
+
+    def check(made: SpanRecord) -> None:
+        assert reclaimer._n_busy == 0
+        reclaimer.settle()
+        assert not reclaimer.limbo.records() and made.span_id not in reclaimer.spoilt
+        assert store.ssd.usage().used == used
+        store.ssd.check()
+
+    used = store.ssd.usage().used
+    at_each_step(make, lambda made: reclaimer.settle(), check)
+    assert_serves(store, TOKENS, 256)
+
+
+def test_an_interrupted_trim_leaves_the_accounts_whole(tmp_path: Path) -> None:
+    """A segment was in one of them and not in the other: its number was never to be made again, and
+    every store that wanted one more segment was refused until a restart."""
+    names = count()
+
+    def make() -> SsdTier:
+        tier = SsdTier(tmp_path / str(next(names)), HOLE, 4 * HOLE)
+        for slot in [tier.reserve(HOLE) for _ in range(3)]:
+            assert slot is not None
+            tier.free(slot)
+        return tier
+
+    def check(tier: SsdTier) -> None:
+        tier.check()
+        files = {int(path.stem) for path in tier.folder.glob("*.seg")}
+        assert tier._space.sizes.keys() == tier._space._free.keys() == files
+        assert all(tier.reserve(HOLE) is not None for _ in range(4))
+        tier.close()
+
+    at_each_step(make, lambda tier: tier.trim(), check)
 
 
 def test_an_interrupted_flush_does_not_stop_the_committer(store: impress.PrefixStore) -> None:

@@ -18,10 +18,11 @@ import impress.read.sparse
 import impress.read.tickets
 import tiers.ticket
 from impress.engines.hf_prefix import find_prefix
-from impress.policy import Exact, Quality, Random
+from impress.policy import Exact, Quality, Random, SnapWindow
 from impress.read.shadow import Seen, ShadowSession
 from impress.selection.choices import Selection
 from tiers.base import Read
+from tiers.errors import ReadFailed
 from tiers.iopool import Lane
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
@@ -285,6 +286,31 @@ def test_a_shadow_that_is_late_is_no_lost_request(
                 session.weigh(0, seen)
     busy.set()
     hog.wait(60)
+    assert store.stats()["lost"] == {}
+
+
+def test_a_shadow_whose_header_is_late_is_no_lost_request(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read before requests, and an ordinary late read came out as a traceback in the log."""
+    store = open_store(geometry, dram_bytes=0)
+    put_prompt(store, prompt(128)).wait(60)
+    asked = Seen(torch.zeros(4, 1, 128), 1.0, torch.zeros(4, 1))
+    lanes, submit = list[Lane](), store._pool.submit
+
+    def noted(lane: Lane, *args: Any, **named: Any) -> Any:
+        lanes.append(lane)
+        return submit(lane, *args, **named)
+
+    def late(*_args: object) -> None:
+        raise ReadFailed("late", "told to be")
+
+    monkeypatch.setattr("impress.read.sparse.read_header", late)
+    with store.lease(prompt(128)) as lease, ShadowSession(lease, SnapWindow()) as session:
+        monkeypatch.setattr(store._pool, "submit", noted)
+        with pytest.raises(impress.PrefixLost, match="told to be"):
+            session.weigh(0, asked)
+    assert lanes and Lane.DEMAND not in lanes
     assert store.stats()["lost"] == {}
 
 

@@ -665,6 +665,40 @@ def test_a_model_that_torch_quantised_is_refused_by_the_name_of_what_holds_it():
         namespace_of(model)
 
 
+class Scaled(torch.Tensor):
+    """As torchao's quantised weights: no values of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, _context, _size, _stride):
+        return Scaled(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(f"no {func}")
+
+
+def test_weights_that_hold_tensors_of_their_own_are_refused_in_one_line():
+    """A traceback said that an operator was not implemented."""
+    model = tiny()
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    wrapped = torch.nn.Parameter(Scaled(weight.detach()), requires_grad=False)
+    model.model.layers[0].self_attn.k_proj.weight = wrapped
+    with pytest.raises(Unsupported, match=r"k_proj.weight is quantised by torch, or divided"):
+        namespace_of(model)
+
+
 def test_weights_that_are_not_in_memory_are_refused():
     with torch.device("meta"):
         model = tiny()

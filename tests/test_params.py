@@ -84,6 +84,28 @@ def bring(store: impress.PrefixStore, tokens: Any, seed: int, policy: Any = POLI
     return found, used[0]
 
 
+def test_an_open_that_is_cut_off_leaves_no_fit_behind(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had begun before anybody could close it, and wrote in a shard that was another's."""
+    with open_store(SHAPE, probes=("int4-v1",)) as store:
+        put(store, 0)
+    with monkeypatch.context() as patch:
+
+        def cut_off(*_args: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(impress.store, "Admission", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            open_store(SHAPE, probes=("pca25-v1",), shard=0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "impress-fit"]
+    params = store.path / "shards" / "main" / "params"
+    assert not params.exists()
+    store = open_store(SHAPE, probes=("pca25-v1",), shard=0)
+    store.flush()  # what is there is fitted to
+    assert list(params.iterdir())
+
+
 def test_the_fallback_serves_until_enough_is_stored_and_parameters_after(open_store: Open) -> None:
     store = open_store(SHAPE, probes=("pca25-v1",))
     first, second = put(store, 0), put(store, 1)

@@ -47,7 +47,7 @@ from impress.usage.history import Note
 from impress.usage.remembered import decode
 from impress.write.budget import DAY_S, Bucket, Pace, WriteBudget
 from impress.write.leaving import SMALL_PART
-from tiers.base import Slot
+from tiers.base import PAGE, Slot
 from tiers.errors import MediumError
 from tiers.ticket import Signal
 
@@ -951,6 +951,50 @@ def test_a_copy_that_takes_its_place_late_counts_as_moved(
     assert store.repack().moved == 1
     assert store.counters["repacks/yes"] == 2
     sound(store)
+
+
+def test_a_copy_whose_commit_is_late_counts_in_the_repackers_space(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(geometry, repack_space_bytes=3 * 128 * geometry.token_bytes // 2)
+    for seed in range(2):
+        put_prompt(store, prompt(128, seed)).wait(60)
+        look(store, prompt(128, seed))
+    committer, land, commit = store._home.committer, threading.Event(), store.index.commit
+    assert committer is not None
+    intend = committer.intend
+
+    def late(put: Any, *args: Any, **named: Any) -> None:
+        assert not put or land.wait(60)  # the swap's
+        commit(put, *args, **named)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(impress.repacking.repack, "COMMIT_TIMEOUT_S", 0.0)
+        slow.setattr(store.index, "commit", late)
+        slow.setattr(committer, "intend", lambda record, _timeout_s: intend(record, 60))
+        report = store.repack()
+        land.set()
+        store.flush()
+    assert [span.outcome for span in report.spans] == ["not committed yet", LINGERING]
+    sound(store)
+
+
+@pytest.mark.parametrize("spare", [0, 16 << 10, 1 << 20])
+def test_a_dry_run_asks_for_the_room_that_the_copy_takes(
+    open_store: Open, geometry: impress.Geometry, spare: int
+) -> None:
+    """Its header was taken to be as long as the old one: what it promised had no room."""
+    store = open_store(geometry, segment_bytes=8 << 20, disk_bytes=8 << 20, disk_high=1.0,
+                       disk_low=1.0)  # fmt: skip
+    put_prompt(store, prompt(512)).wait(60)
+    look(store, prompt(512))
+    (record,) = store.catalog.records()
+    usage = store.ssd.usage()
+    rest = usage.total - usage.used - record.owned_bytes - spare
+    assert store.ssd.reserve(rest // PAGE * PAGE) is not None
+    (would,) = store.repack(dry_run=True).spans
+    (did,) = store.repack().spans
+    assert did.outcome == would.outcome.replace("would move", "moved")
 
 
 @pytest.mark.parametrize("what", ["quarantine", "purge", "split", "lease", "close"])

@@ -241,7 +241,7 @@ def test_a_close_does_not_wait_for_ever_for_a_look_that_hangs(
     monkeypatch.setattr(impress.write.reclaim, "WRITE_TIMEOUT_S", 0.01)
     begun, going_on = threading.Event(), threading.Event()
 
-    def hangs(*_args: Any) -> None:
+    def hangs(*_args: Any, **_named: Any) -> None:
         begun.set()
         going_on.wait(120)
 

@@ -220,6 +220,13 @@ def test_who_may_not_write_reads_where_nobody_does(
     assert "mount it writable" in str(said) and "rebuild" not in str(said)
 
 
+def test_an_index_that_writes_no_more_says_what_to_do(tmp_path: Path) -> None:
+    """Behind a write of its first pages that failed LMDB refuses all, though the disk be well: the
+    store said that it tries again, for good."""
+    said = env.error_of(tmp_path, lmdb.PanicError("mdb_txn_begin: MDB_PANIC"))
+    assert "close the store, and open it again" in str(said)
+
+
 @pytest.mark.usefixtures("unwritable")
 def test_a_file_system_that_went_read_only_under_a_writer_is_read_from(
     start: Start, open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry,

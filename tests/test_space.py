@@ -27,6 +27,7 @@ import impress.write.reclaim
 from impress.read.session import Lease
 from impress.spans.tables import read_header
 from impress.upkeep.verify import verify_store
+from impress.write.commit import Committer
 from impress.write.index import Index
 from impress.write.writer import Writer
 from tiers.base import PAGE, Bytes, Slot
@@ -215,6 +216,39 @@ def test_an_open_that_fails_as_an_erasing_hangs_keeps_the_shard(
         with pytest.raises(impress.StoreLocked):
             open_store(geometry, shard=1, **QUIET)
     go.set()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_open_that_fails_and_is_cut_off_as_it_closes_keeps_the_shard(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, and once more in the wait for the committer: the lock was let go beside it, and what
+    it wrote then landed on the next owner's rows."""
+    open_store(geometry, **QUIET).close()
+
+    def cut_off(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(impress.store, "serve_metrics", cut_off)
+        patch.setattr(Committer, "close", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            open_store(geometry, shard=0, **QUIET)
+    with pytest.raises(impress.StoreLocked):
+        open_store(geometry, shard=0, **QUIET)
+
+
+def test_an_open_that_fails_and_closes_lets_the_shard_go(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_args: object) -> None:
+        raise impress.StoreFailed("no port")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(impress.store, "serve_metrics", fails)
+        with pytest.raises(impress.StoreFailed, match="no port"):
+            open_store(geometry, shard=0, **QUIET)
+    open_store(geometry, shard=0, **QUIET)
 
 
 def test_parameters_that_are_being_changed_keep_the_shard(

@@ -355,6 +355,33 @@ def test_a_write_comes_to_its_turn_beside_reads_that_never_end(
     assert pool.close(60)
 
 
+def test_writes_that_have_waited_take_one_thread_and_not_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a disk that takes longer for one than they are to wait, every thread that came free took
+    the next: reads waited for all of them, longer than requests do."""
+    monkeypatch.setattr(iopool, "STORE_WAITS_S", 0.0)
+    pool, gate, begun, order = IoPool(2), threading.Event(), threading.Event(), list[str]()
+
+    def write() -> None:
+        begun.set()
+        assert gate.wait(60)
+        order.append("write")
+
+    stored = pool.submit(Lane.STORE, [write])
+    assert begun.wait(60)
+    held, free = threading.Event(), threading.Event()
+    other = pool.submit(Lane.DEMAND, [lambda: (held.set(), free.wait(60))])
+    assert held.wait(60)
+    more = pool.submit(Lane.STORE, [write, write])
+    read = pool.submit(Lane.DEMAND, [lambda: order.append("read")])
+    free.set()  # one thread comes free, and the other is at a write
+    assert other.wait(60) and read.wait(60) and order == ["read"]
+    gate.set()
+    assert stored.wait(60) and more.wait(60)
+    assert pool.close(60)
+
+
 def test_urgent_lanes_go_first() -> None:
     pool, begun, gate, order = IoPool(1), threading.Event(), threading.Event(), []
 

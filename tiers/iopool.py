@@ -71,6 +71,7 @@ class IoPool:
         self._open = True
         self._stored_s = 0.0  # when a write was begun last, or the first that waits came
         self._at = [0, 0]  # threads at work that somebody waits for, and at other work
+        self._storing = 0  # of these, at writes
         n_all = n_threads + self.n_copiers  # the copiers last
         self._since = [0.0] * n_all  # when each began the task it is at; 0: idle
         self._threads: list[threading.Thread] = []
@@ -232,6 +233,7 @@ class IoPool:
                             self._stored_s = job[0]
                         queued.popleft()  # at last: behind it nothing asks for memory
                         self._at[behind] += 1
+                        self._storing += lane is Lane.STORE
                         return job
                 if not self._open and not any(queues):
                     self._wake[copies].notify_all()  # who waited for a turn at what was left
@@ -247,8 +249,10 @@ class IoPool:
                 continue
 
     def _order(self, queues: Sequence[Sequence[Job]]) -> Iterable[Lane]:
-        """Lanes, the most urgent first; but a write that has waited for long goes before all."""
-        if queues[Lane.STORE] and monotonic() - self._stored_s > STORE_WAITS_S:
+        """Lanes, the most urgent first; but a write goes before all where they have waited for long
+        and none is under way: on a slow disk they would take every thread, one behind the other."""
+        waits = queues[Lane.STORE] and not self._storing
+        if waits and monotonic() - self._stored_s > STORE_WAITS_S:
             return Lane.STORE, *Lane
         return Lane
 
@@ -266,6 +270,7 @@ class IoPool:
             del job, ticket, task
             with self._lock:
                 self._at[lane >= Lane.PROMOTE] -= 1
+                self._storing -= lane is Lane.STORE
                 if lane >= Lane.PROMOTE:
                     self._wake_behind()  # this thread may be wanted for something urgent
                 if not any(self._at) and not self._is_queued():

@@ -111,16 +111,17 @@ class SegmentFiles:
         if file is not None:
             os.close(file.fd)
 
-    def drop_deleted(self, grace_s: float) -> None:
+    def drop_deleted(self, grace_s: float, *, by_name: bool = True) -> None:
         """Let go of files that their writers have deleted; closed when no read can be on its way.
 
+        `by_name`: also where a link to it is left somewhere, which takes a look at each name.
         Until then the file system keeps their blocks, and a new file of that name is another one.
         """
         now = monotonic()
         theirs = [s for s in [*self._files] if self._read_only or s not in self.numbers]
         for segment in theirs:  # without the lock: others' reads do not wait for a file system
             file = self._files.get(segment)
-            if file is not None and _is_gone(file):
+            if file is not None and _is_gone(file, by_name=by_name):
                 with self._lock:
                     if self._files.get(segment) is file:
                         self._deleted.append((now, self._files.pop(segment).fd))
@@ -141,11 +142,11 @@ class SegmentFiles:
             self._deleted.clear()
 
 
-def _is_gone(file: SegmentFile) -> bool:
+def _is_gone(file: SegmentFile, *, by_name: bool) -> bool:
     """Whether another file, or none, has its name: it may have others, in a copy made of links."""
     mine = os.fstat(file.fd)
-    if not mine.st_nlink:
-        return True
+    if not mine.st_nlink or not by_name:
+        return not mine.st_nlink
     try:
         return file.path.stat().st_ino != mine.st_ino
     except FileNotFoundError:

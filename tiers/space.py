@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tiers.base import Extent
 
@@ -113,12 +114,14 @@ class Space:
             self._free[segment] = free
             self.free_bytes += sum(n for _, n in free)
 
-    def give(self, extents: Iterable[Extent]) -> None:
+    def give(self, extents: Iterable[Extent], owed: list[Any] | None = None) -> None:
         """Mark used extents as free again and merge neighbours; all of them or, whatever is raised,
-        none."""
+        none. `owed`: its first is off the list then."""
         free, n_bytes = self._with(extents)
         # No signal comes between, as in `claim`.
         self._free, self.free_bytes = free, self.free_bytes + n_bytes
+        if owed:
+            del owed[0]
 
     @property
     def swept_bytes(self) -> int:
@@ -185,9 +188,11 @@ class Space:
         """Forget a segment that is wholly free; the bytes it had."""
         assert self.is_empty(segment), "segment in use"
         self.cleaned([Extent(segment, 0, self.sizes[segment])])
-        n_bytes = self.sizes.pop(segment)
-        self.free_bytes -= n_bytes
+        n_bytes = self.sizes[segment]
+        # No signal comes between, as in `claim`.
+        del self.sizes[segment]
         del self._free[segment]
+        self.free_bytes -= n_bytes
         return n_bytes
 
     def is_empty(self, segment: int) -> bool:

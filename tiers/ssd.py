@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tiers.base import PAGE, Bytes, Extent, Read, Slot, Usage, round_up, verify
 from tiers.coalesce import RUN_BYTES, Run, batches, locate
@@ -79,9 +79,9 @@ class SsdTier:
         """Segments of that number's folder are read there from now on."""
         self._files.join(number, folder)
 
-    def drop_deleted(self, grace_s: float) -> None:
+    def drop_deleted(self, grace_s: float, *, by_name: bool = True) -> None:
         """Let go of files that other writers have deleted, when no read can be on its way."""
-        self._files.drop_deleted(grace_s)
+        self._files.drop_deleted(grace_s, by_name=by_name)
 
     @property
     def direct(self) -> bool:
@@ -134,22 +134,22 @@ class SsdTier:
         with self._lock:
             return n_bytes <= max(self._segment_bytes, self._space.largest)
 
-    def free(self, slot: Slot) -> None:
-        """As Tier. What is stale of it (see Space) is erased first."""
+    def free(self, slot: Slot, owed: list[Any] | None = None) -> None:
+        """As Tier. What is stale of it (see Space) is erased first. `owed`: see Space.give."""
         while True:
             counted = False  # `retire` waits for it
             try:
                 with self._lock:
                     stale = [] if self._retired else self._space.stale_parts(slot.parts)
                     if not stale:
-                        self._space.give(slot.parts)
+                        self._space.give(slot.parts, owed)
                         return
                     self._n_erasing, counted = self._n_erasing + 1, True
                 self.erase_now(Slot(tuple(stale)))
             except MediumError as err:  # it is free all the same, and the next to erase finds it
                 log.error("ssd: %s: free, and not erased as it was to be: %s", self.folder, err)
                 with self._lock:
-                    self._space.give(slot.parts)
+                    self._space.give(slot.parts, owed)
                 return
             finally:
                 if counted:
@@ -302,8 +302,9 @@ class SsdTier:
         n_bytes, path = 0, self._files.path(segment)
         try:
             with self._lock:
-                is_empty = self._space.is_empty(segment) and not self._retired
-                n_bytes = self._space.drop(segment) if is_empty else 0
+                if self._space.is_empty(segment) and not self._retired:
+                    n_bytes = self._space.sizes[segment]
+                    self._space.drop(segment)
             if n_bytes:
                 self._files.delete(segment)
             return n_bytes
@@ -313,7 +314,8 @@ class SsdTier:
         finally:  # after Ctrl-C, too: what stays is to be filled or tried again
             if n_bytes and path.exists():
                 with self._lock:
-                    self._space.add(segment, n_bytes)
+                    if segment not in self._space.sizes:
+                        self._space.add(segment, n_bytes)
 
     def close(self) -> None:
         """Give back what the system lent. No read or write may be under way."""

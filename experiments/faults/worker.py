@@ -12,6 +12,7 @@ from pathlib import Path
 
 from experiments.faults.content import open_store, put
 from impress.errors import ImpressError
+from impress.write import health
 
 
 def main() -> int:
@@ -19,6 +20,8 @@ def main() -> int:
     folder, first = Path(sys.argv[1]), int(sys.argv[2])
     most = int(sys.argv[3]) if len(sys.argv) > 3 else None
     engine = sys.argv[4] if len(sys.argv) > 4 else "auto"
+    if len(sys.argv) > 5:  # seconds: sooner than a server, or a fault strikes once in all prompts
+        health.RETRY_S = float(sys.argv[5])  # type: ignore[misc]
     with open_store(folder, io_engine=engine) as store:
         print("open", flush=True)
         fresh: list[int] = []

@@ -8,11 +8,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import transformers
+from packaging.version import Version
 from transformers import GenerationConfig
 
 from impress.engines.hf_modules import (
@@ -143,14 +145,19 @@ def _check_causal(config: Any) -> None:
         raise Unsupported("is_causal=False is not supported: keys depend on what follows them")
 
 
+#: Quantizations by which a pass's largest value scales all of it.
+_BY_PASS: Final = {"fouroversix": "Four Over Six", "nvfp4": "NVFP4"}
+
+
 def _check_quantization(config: Any) -> None:
     """Raises Unsupported on LLM.int8() with a threshold: a column in which any row of a pass is
     above it is computed in float for all of them. What its modules do check_causal_modules asks."""
     given = getattr(config, "quantization_config", None) or {}
     settings = given if isinstance(given, Mapping) else given.to_dict()
     method = settings.get("quant_method")  # in a config's object an enum's member
-    if getattr(method, "value", method) == "fouroversix":  # a pass's largest value scales all of it
-        raise Unsupported("Four Over Six is not supported: keys depend on what follows them")
+    name = _BY_PASS.get(str(getattr(method, "value", method)))
+    if name is not None:
+        raise Unsupported(f"{name} is not supported: keys depend on what follows them")
     threshold = settings.get("llm_int8_threshold", 6.0)  # what bitsandbytes takes where none is set
     if settings.get("load_in_8bit") and threshold:
         raise Unsupported(
@@ -225,9 +232,13 @@ def _check_mode(model: Any) -> None:
     check_rounding(model)
 
 
+#: Before 5.19 RoPE's angles are a product of float32 matrices, in a model of any dtype.
+_ANGLES_BY_PRODUCT: Final = Version(transformers.__version__).release < (5, 19)
+
+
 def check_rounding(model: Any) -> None:
     """Raises Unsupported where a setting of torch's has a model round more than its dtype says."""
-    if model.dtype == torch.float32 and _is_rounded():
+    if (model.dtype == torch.float32 or _ANGLES_BY_PRODUCT) and _is_rounded():
         raise Unsupported(
             "torch may round float32 matrices before it multiplies them, and no key tells that: "
             "call torch.set_float32_matmul_precision('highest')"

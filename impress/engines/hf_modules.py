@@ -80,6 +80,11 @@ def check_causal_modules(model: Any, modules: Sequence[Any]) -> None:
             raise Unsupported(
                 f"{_name(model, module)} has is_causal=False: keys depend on what follows them"
             )
+        if type(module).__name__ == "Float8Linear":  # torchao's: a pass's largest value scales all
+            raise Unsupported(
+                f"{_name(model, module)} is a Float8Linear: keys depend on what follows them; "
+                "attach the model without it"
+            )
         int8 = type(module).__name__ == "Linear8bitLt"  # PEFT's class of this name has no state
         state = module.__dict__.get("state") if int8 else None
         if threshold := getattr(state, "threshold", 0):
@@ -97,6 +102,13 @@ def check_adapters(model: Any) -> None:
             kind = "an aLoRA"  # it begins at the last invocation in the prompt
         elif getattr(adapter, "peft_type", None) == "XLORA":
             kind = "an X-LoRA"  # it is mixed by the whole prompt
+        elif getattr(adapter, "peft_type", None) == "LILY":
+            kind = "a Lily"  # by the mean of a pass
+        if getattr(adapter, "sample_at_inference", False):
+            raise Unsupported(
+                f"adapter {name!r} draws at random in every pass (sample_at_inference): one draw "
+                "would be stored for all; delete it, or load it without that"
+            )
         if kind:
             raise Unsupported(
                 f"adapter {name!r} is {kind}, and a token's keys then depend on what follows: "

@@ -68,6 +68,8 @@ class PromptOnce:
         self._is_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
+        if self._is_prompt and not self._is_heard:
+            value = value.clone()  # on a CPU it is what the model is given next
         if not (self._is_prompt and self._is_heard):
             self._streamer.put(value)
         self._is_prompt, self._is_heard = False, True

@@ -32,8 +32,9 @@ class Weights:
     """What a model's weights are, to be asked later whether they still are. Process-local.
 
     Noticed: a parameter or buffer that is another object, lies elsewhere, in another shape or order
-    or was written through autograd's version; another adapter; and, whatever way it was written
-    (`.data`, inference mode, memory used again), a change of the sampled elements. A change that
+    or was written through autograd's version; a module of another class; another adapter; and,
+    whatever way it was written (`.data`, inference mode, memory used again), a change of the
+    sampled elements. A change that
     moves neither address nor version and that is nowhere sampled is not: a few rows of an embedding
     through `.data`, say.
     """
@@ -48,6 +49,7 @@ class Weights:
         self._host = [_HostSample(tensor) if _is_plain(tensor) else None for tensor in tensors]
         self._samples = self._sampled(tensors)
         self._adapter = _adapter(model, modules)
+        self._kinds = _kinds(modules)
 
     def check(self) -> None:
         """In every request. Raises StoreMismatch where weights are others now or code has come to
@@ -65,6 +67,8 @@ class Weights:
 
     def _changed(self, modules: Sequence[Any]) -> bool:
         """On a GPU one copy from it."""
+        if _kinds(modules) != self._kinds:  # over the same tensors
+            return True
         tensors = _tensors(modules)
         if len(tensors) != len(self._refs):
             return True
@@ -103,6 +107,11 @@ class _HostSample:
             "strides": (step * size,), "data": (tensor.data_ptr(), True),
         }  # fmt: skip
         self.words = np.asarray(self)
+
+
+def _kinds(modules: Sequence[Any]) -> list[type]:
+    """The classes of modules that have tensors."""
+    return [type(module) for module in modules if module._parameters or module._buffers]
 
 
 def _adapter(model: Any, modules: Sequence[Any]) -> list[list[str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from impress.errors import PrefixLost
 from impress.policy import Policy
 from impress.quality.guard import Weighed
 from impress.read.load import Load
@@ -16,6 +17,7 @@ from impress.read.session import Lease, Session
 from impress.read.sparse import SparseSession
 from impress.selection.choices import Selection
 from impress.selection.scores import true_missing_mass
+from tiers.errors import MediumError
 from tiers.iopool import Lane
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ class ShadowSession(SparseSession):
                 seen.query.to(all_keys.device), all_keys, seen.scaling, seen.suffix_lse,
                 chosen.positions,
             )  # fmt: skip
+        except MediumError as err:  # of a header, or no memory to read into: no request's loss
+            raise PrefixLost(err.reason, str(err)) from None
         finally:
             self._keys = None
             for load in used:

@@ -45,7 +45,6 @@ from impress.spans.tables import read_header
 from impress.tree.catalog import Held
 from tiers.base import Bytes
 from tiers.errors import MediumError, ReadFailed
-from tiers.iopool import Lane
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -333,7 +332,7 @@ class SparseSession(Session):
         limit_s = self._r.config.read_timeout_s
         read = partial(within_memory, lambda: found.append(read_header(self._r.ssd, held.record)))
         try:
-            if self._r.pool.submit(Lane.DEMAND, [read]).wait(limit_s):
+            if self._r.pool.submit(self._lane, [read]).wait(limit_s):
                 return found[0]
         except ReadFailed as err:
             if not err.harmless:

@@ -46,7 +46,7 @@ from tiers.base import Slot
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
 from tiers.threads import start
-from tiers.ticket import Signal
+from tiers.ticket import Signal, until
 
 log = logging.getLogger("impress")
 
@@ -138,8 +138,7 @@ class Repacker:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
-        if self._pass.acquire(timeout=timeout_s):  # a pass that someone else runs
-            self._pass.release()
+        until(lambda: not self._pass.locked(), timeout_s)  # a pass that someone else runs
 
     # ---- a pass ----------------------------------------------------------------------------
 
@@ -293,11 +292,17 @@ class Repacker:
         growth = math.inf if capacity is None else max(0, capacity - usage.total)
         if ssd.no_room:  # the file system is full
             growth = 0
-        rows = max(0, so_far.taken + move.part.layout.data_bytes)
-        holed = ssd.missing(rows, SMALL_PART) > growth
-        if holed or so_far.taken + move.n_bytes > usage.free + growth:  # a header: in any hole
+        data = move.part.layout.data_bytes
+        holed = ssd.missing(max(0, so_far.taken + data), SMALL_PART) > growth
+        header = self._header_bytes(move, 1)  # in any hole
+        if holed or so_far.taken + data + header > usage.free + growth:
             return NO_ROOM
         return WOULD[0] if move.plan is not None else WOULD[1]
+
+    def _header_bytes(self, move: Move, n_parts: int) -> int:
+        """Room that a copy's header takes until it is written."""
+        layout, window = move.part.layout, move.held.record.window
+        return meta_bytes(n_parts, layout.n_windows, window, layout.n_layers, layout.n_sums)
 
     # ---- a move ----------------------------------------------------------------------------
 
@@ -311,10 +316,7 @@ class Repacker:
             with suppress(MediumError):
                 data = ssd.reserve(layout.data_bytes, SMALL_PART)
                 if data is not None:
-                    size = meta_bytes(
-                        len(data.parts), layout.n_windows, move.held.record.window,
-                        layout.n_layers, layout.n_sums,
-                    )  # fmt: skip
+                    size = self._header_bytes(move, len(data.parts))
                     meta = ssd.reserve(size, size)
             # A header is one extent, for scans.
             if data is not None and meta is not None and len(meta.parts) == 1:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from impress.spans.format import SpanRecord
 from impress.tree.nodes import Ids
-from impress.tree.radix import RadixTree
+from impress.tree.radix import RadixTree, Walker
 from impress.usage.prefix_lru import prefix_lru
 from impress.usage.remembered import HALF_LIFE
 
@@ -158,3 +158,21 @@ def _queue(
 def _key(score: Score, node: int, span: int, hits: int, used: int, end: int) -> Key:
     value = score(*(np.array([n], dtype=np.int64) for n in (span, hits, used, end)))
     return float(value[0]), used, span, node
+
+
+def crowned(
+    tree: RadixTree, held: Collection[int], score: Score, own: range, children: Walker
+) -> Iterator[int]:
+    """Nodes of one's own from which only others' hang that nobody holds, least score first."""
+    nodes = tree.nodes()
+    spans = tree.columns(nodes)[0]
+    theirs = nodes[(spans < own.start) | (spans >= own.stop)]
+    above = {tree.parent(node) for node in theirs.tolist()}
+    mine = {node for node in above if tree.view(node).span in own}
+    found = np.fromiter(mine, dtype=np.int64, count=len(mine))
+    for i in np.argsort(score(*tree.columns(found)), kind="stable").tolist():
+        node = int(found[i])
+        below = {tree.view(n).span for n in tree.subtree(node, children)[:-1]}
+        kept = below.intersection(held) or any(span in own for span in below)
+        if not kept and tree.view(node).span not in held:
+            yield node

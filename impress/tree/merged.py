@@ -16,13 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 
-import numpy as np
-
 from impress.blockhash import chain
 from impress.errors import FormatError, StoreFailed
 from impress.spans.format import SpanRecord, decode_index, extents_of, place_of, split_index
 from impress.tree.catalog import Catalog
-from impress.tree.eviction import BATCH, Dead, Score
+from impress.tree.eviction import BATCH, Dead, Score, crowned
 from impress.tree.places import Short
 from impress.tree.radix import Match, Walker
 from impress.tree.waiting import Waiting
@@ -43,6 +41,8 @@ class MergedCatalog(Catalog):
         added = super().publish(record, prefix)
         with self.lock:
             self._find(record, prefix)
+            if added > 0 and self.waiting:  # it may be what they hang from
+                self.waiting.n_chances += 1
         return added
 
     def knows(self, span: int, value: bytes | None = None) -> bool:
@@ -192,14 +192,19 @@ class MergedCatalog(Catalog):
             return len(self.waiting) if mine else 0
 
     def _cut(self, node: int, spans: Collection[int], children: Walker, gone: list[int]) -> None:
-        """Remove a subtree; adds one's own spans retired by that to `gone`. Others' that nobody
-        withdrew wait, also those that a node further up views still."""
+        """Remove a subtree; adds one's own spans retired by that to `gone`."""
         for below in self._tree.subtree(node, children):
-            span = self._tree.view(below).span
-            if span not in spans and span not in self.own and span not in self.waiting:
-                self._wait(span, self._before(below))
+            span = self._let_wait(below, spans)
             if self._remove(below) and span in self.own:
                 gone.append(span)
+
+    def _let_wait(self, node: int, spans: Collection[int]) -> int:
+        """The span of a node that is to go; if it is none of these, and another's, it waits, also
+        where a node further up views it still."""
+        span = self._tree.view(node).span
+        if span not in spans and span not in self.own and span not in self.waiting:
+            self._wait(span, self._before(node))
+        return span
 
     def before(self, spans: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         """Of those of these spans that are in the tree, or wait: labels from the root to each."""
@@ -261,9 +266,19 @@ class MergedCatalog(Catalog):
         self.waiting.put(span, before, place_of(self._kept[span])[2])
 
     def quarantine(self, span: int) -> list[int]:
-        """As `Catalog.quarantine`; nor does the bad one wait for the rest of its place."""
-        retired = super().quarantine(span)
-        self.forget_waiting([span])
+        """As `Catalog.quarantine`; others' that hang from it wait for who fills its place, but the
+        bad one does not."""
+        retired = []
+        with self.lock:
+            children = self._tree.walker()
+            for node in self._tree.of_span(span):
+                if self._tree.view(node).span != span:
+                    continue  # it went with an earlier subtree
+                for below in self._tree.subtree(node, children):
+                    gone = self._let_wait(below, [span])
+                    if self._remove(below):
+                        retired.append(gone)
+            self.waiting.forget(span)
         return retired
 
     def forget_waiting(self, spans: Iterable[int]) -> None:
@@ -292,28 +307,14 @@ class MergedCatalog(Catalog):
             return retired
         with self.lock:
             children = self._tree.walker()
-            for node in self._crowned(spare, score, children):
+            held = {*self._pins, *spare}
+            for node in crowned(self._tree, held, score, self.own, children):
                 if n_bytes <= 0:
                     break
                 self._cut(node, (), children, mine := list[int]())
                 retired += mine
                 n_bytes -= sum(self._record(span).owned_bytes for span in mine)
         return retired
-
-    def _crowned(self, spare: Collection[int], score: Score, children: Walker) -> Iterator[int]:
-        """Own nodes from which only others' hang that nobody holds, least score first."""
-        nodes, held = self._tree.nodes(), {*self._pins, *spare}
-        spans = self._tree.columns(nodes)[0]
-        theirs = nodes[(spans < self.own.start) | (spans >= self.own.stop)]
-        above = {self._tree.parent(node) for node in theirs.tolist()}
-        mine = {node for node in above if self._tree.view(node).span in self.own}
-        found = np.fromiter(mine, dtype=np.int64, count=len(mine))
-        for i in np.argsort(score(*self._tree.columns(found)), kind="stable").tolist():
-            node = int(found[i])
-            below = {self._tree.view(n).span for n in self._tree.subtree(node, children)[:-1]}
-            kept = below & held or any(span in self.own for span in below)
-            if not kept and self._tree.view(node).span not in held:
-                yield node
 
     def keep_unplaced(self, spans: Iterable[int]) -> None:
         """What these that `load` retired hang from could not be read: they are found when it can

@@ -166,9 +166,11 @@ class Remembered:
         in_place = (self.uses * needed).mean(axis=1, dtype=np.float64)
         in_place *= np.exp2((self.ticks - self.tick) / HALF_LIFE)
         score = float(np.where(np.isnan(self.scores), in_place, self.scores).mean())
-        if not decided.any():
-            return Summary(score, math.nan, math.nan)
-        return Summary(score, float(share[decided].mean()), float(needed[decided].mean()))
+        used = self.looks > 0  # also by requests that need every row, about which none decides
+        return Summary(score, *(
+            float(some.mean()) if len(some) else math.nan
+            for some in (share[decided], needed[used])
+        ))  # fmt: skip
 
 
 class Head(NamedTuple):

@@ -19,7 +19,7 @@ from impress.write.draft import Draft, Media, Stored
 from impress.write.fitting import Fitter
 from impress.write.home import Home
 from impress.write.jobs import GiveUp, Job, StoreJob
-from impress.write.leaving import Wanted
+from impress.write.leaving import COMMIT_TIMEOUT_S, Wanted
 from impress.write.writer import Writer
 from tiers.base import Extent, Slot
 from tiers.errors import MediumError, ReadFailed
@@ -201,6 +201,8 @@ class Admission:
                 meta = home.leaving.reserve(header, n_bytes, header)
             if slot is not None and meta is not None:
                 home.health.found_room(layout.data_bytes)
+                if home.budget.is_due:
+                    self._committer.save_wear(COMMIT_TIMEOUT_S)
                 return meta.parts[0], slot
         except (StoreFailed, MediumError) as err:
             home.health.trouble(str(err))

@@ -18,7 +18,17 @@ from impress.usage.history import History
 from impress.write.changes import Change
 from impress.write.headers import Headers
 from impress.write.index import Index
-from impress.write.jobs import Asked, Batch, Duties, GiveUp, StoreJob, SwapJob, Swapped, Trial
+from impress.write.jobs import (
+    Asked,
+    Batch,
+    Duties,
+    GiveUp,
+    SaveWear,
+    StoreJob,
+    SwapJob,
+    Swapped,
+    Trial,
+)
 from impress.write.swap import Swaps, failed
 from tiers.base import PAGE
 from tiers.errors import MediumError
@@ -75,6 +85,8 @@ class Batches:
 
     def deal_with(self, batch: Batch) -> None:
         """All of its jobs but the barriers."""
+        for wear in batch.wears:  # first: a store waits to begin, those here may wait for a disk
+            self._answer(wear, self._save_wear)
         self.attempt(self.retry)
         err = self.attempt(self._commit, batch)
         if err is not None:
@@ -149,6 +161,9 @@ class Batches:
             outcome = self._swaps.swap(job)
         finally:
             job.done(outcome)
+
+    def _save_wear(self, _job: SaveWear) -> None:
+        self._index.commit({}, wear=self._duties.wear())
 
     def _try(self, trial: Trial) -> None:
         try:

@@ -10,6 +10,8 @@ from typing import Final
 
 DAY_S: Final = 86_400.0
 _SPENT: Final = struct.Struct("<dd")  # bytes spent, seconds of the wall
+#: Of a day's writes, what a crash may forget: this, or a 64th of them.
+UNSAVED_BYTES: Final = 256 << 20
 
 #: Seconds since some moment; and a wait of so many seconds, True when it is to end at once.
 Clock = Callable[[], float]
@@ -92,7 +94,13 @@ class WriteBudget:
     def __init__(self, daily_bytes: int | None, clock: Clock, saved: bytes = b"") -> None:
         self._clock = clock
         self._lock = threading.Lock()  # of what is spent where there is no limit
-        self._spent, self._at_s = _spent(saved) or (0.0, clock())
+        self._unsaved = 0  # allowed since the last dump
+        self._most_unsaved = min((daily_bytes or 0) / 64, UNSAVED_BYTES)
+        known = _spent(saved)
+        self._spent, self._at_s = known or (0.0, clock())
+        # Of a clock that is behind no earlier time is saved: set right, it would have a day gone by
+        # that never was. What fills while this runs is in what is spent.
+        self._newest_s = -math.inf if known is None else known[1]
         self._bucket = None
         if daily_bytes is not None:
             self._bucket = Bucket(daily_bytes / DAY_S, daily_bytes, clock)
@@ -101,7 +109,10 @@ class WriteBudget:
     def allow(self, n_bytes: int) -> bool:
         """Whether n_bytes may be written today; if so they are counted."""
         if self._bucket is not None:
-            return self._bucket.try_take(n_bytes)
+            allowed = self._bucket.try_take(n_bytes)
+            with self._lock:
+                self._unsaved += n_bytes * allowed
+            return allowed
         self._count(n_bytes)
         return True
 
@@ -109,8 +120,16 @@ class WriteBudget:
         """They were allowed and not written."""
         if self._bucket is not None:
             self._bucket.give(n_bytes)
+            with self._lock:
+                self._unsaved = max(0, self._unsaved - n_bytes)
         else:
             self._count(-n_bytes)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether so much was allowed since the last dump that a crash now would forget more than a
+        small part of a day: to be saved before it is written."""
+        return self._unsaved > self._most_unsaved
 
     @property
     def left_bytes(self) -> int | None:
@@ -119,10 +138,12 @@ class WriteBudget:
 
     def dump(self) -> bytes:
         """What is spent and when that was so, to go on from after a restart."""
-        if self._bucket is not None:
-            return _SPENT.pack(*self._bucket.state()[1:])
         with self._lock:
-            return _SPENT.pack(self._spent, self._at_s)
+            self._unsaved = 0  # first: what is allowed from here on may not be in it
+            spent, at_s = self._spent, self._at_s
+            if self._bucket is not None:
+                _, spent, at_s = self._bucket.state()
+            return _SPENT.pack(spent, max(at_s, self._newest_s))
 
     def _count(self, n_bytes: int) -> None:
         """Without a limit, so without a rate to fill at: what was spent fades over a day.

@@ -22,7 +22,7 @@ from impress.usage.history import History
 from impress.write.batches import Batches
 from impress.write.headers import Headers
 from impress.write.index import Index
-from impress.write.jobs import Batch, Duties, Erase, Intent, Job, Trial
+from impress.write.jobs import Batch, Duties, Erase, Intent, Job, SaveWear, Trial
 from impress.write.swap import failed
 from tiers.base import Slot
 from tiers.ssd import SsdTier
@@ -124,7 +124,11 @@ class Committer:
         """Write to a reserved slot, sync and commit; takes the slot. Raises what is in the way."""
         self._ask(Trial(slot), timeout_s)
 
-    def _ask(self, job: Trial | Intent, timeout_s: float) -> None:
+    def save_wear(self, timeout_s: float) -> None:
+        """Save what is spent of the day's writes, before more is. Raises StoreFailed."""
+        self._ask(SaveWear(), timeout_s)
+
+    def _ask(self, job: Trial | Intent | SaveWear, timeout_s: float) -> None:
         """Wait for what comes of it, and raise that."""
         self._put(job)
         if not job.ended.wait(timeout_s):

@@ -287,6 +287,8 @@ def _failed(folder: Path, err: Exception) -> StoreFailed:
     said = (err.strerror if isinstance(err, OSError) else None) or str(err)
     if isinstance(err, lmdb.MemoryError):
         said += f"; it maps {MAP_BYTES >> 30} GiB of addresses: raise `ulimit -v`"
+    if isinstance(err, lmdb.PanicError):  # behind a write of its first pages that failed
+        said += "; LMDB writes no more in this process: close the store, and open it again"
     return StoreFailed(f"index: {folder}: {said.removeprefix(f'{folder}: ')}")
 
 

@@ -66,6 +66,9 @@ class Fitter:
         self._n_tokens = 0  # READY, as far as the next fit is concerned
         self._unread: set[int] = set()  # spans that did not read back, left out until a restart
         self._not_kept: set[str] = set()  # codecs whose fit was in vain, until a restart
+
+    def begin(self) -> None:
+        """Fit what is missing to what is stored already, where that is enough."""
         if self._missing():
             self.poke(sum(record.n_windows * record.window for record in self._records()))
 

@@ -27,6 +27,7 @@ from impress.write.index import Index
 from impress.write.neighbours import Neighbour, Unread, spans_in, stamp_of
 from tiers.ssd import SsdTier
 from tiers.threads import start
+from tiers.ticket import until
 
 log = logging.getLogger("impress")
 
@@ -178,7 +179,8 @@ class Follower:
             if changed or chances != tried:
                 self._catalog.retry(RETRIES, self.value)
             self._n_chances = chances
-            self._ssd.drop_deleted(2 * self._grace_s)  # files go after their spans
+            # Files go after their spans.
+            self._ssd.drop_deleted(2 * self._grace_s, by_name=changed)
             self.say()
             return changed
 
@@ -199,17 +201,14 @@ class Follower:
         """The writers need not wait for this process any more: it reads nothing of theirs. False:
         a look hangs, and may go on yet; then all stays open."""
         self.stop()
-        if not self._turn.acquire(timeout=STOP_S):
+        if not until(lambda: not self._turn.locked(), STOP_S):
             log.error(
                 "%s: a look at the other shards hangs: until this process ends, their writers wait "
                 "for it as long as a lease lasts", self._path,
             )  # fmt: skip
             return False
-        try:
-            for neighbour in self.neighbours.values():
-                neighbour.close()
-        finally:
-            self._turn.release()
+        for neighbour in self.neighbours.values():  # a look that begins now ends at once
+            neighbour.close()
         return True
 
     # ---- a look ----------------------------------------------------------------------------

@@ -84,6 +84,8 @@ class Home:
             if self._own_index is not None:
                 self._own_index.close()
             raise
+        if shard is not None:
+            shard.is_kept = True  # from here on `close` lets go of it, or keeps it
 
     def _open(self, config: Config, identity: Identity) -> None:
         if self._shard is not None:

@@ -86,6 +86,11 @@ class Trial(Asked):
 
 
 @dataclass(slots=True)
+class SaveWear(Asked):
+    """Save what the write budget says of itself."""
+
+
+@dataclass(slots=True)
 class Intent(Asked):
     """A copy that is about to be written: note it as to be erased, until it is in the index."""
 
@@ -112,7 +117,7 @@ class Duties:
     spoil: Callable[[Iterable[int]], None]
 
 
-Job = StoreJob | GiveUp | Erase | Intent | SwapJob | Trial | list[int] | Signal
+Job = StoreJob | GiveUp | Erase | Intent | SaveWear | SwapJob | Trial | list[int] | Signal
 
 
 @dataclass(slots=True)
@@ -128,6 +133,7 @@ class Batch:
     intents: list[Intent] = field(default_factory=list)
     swaps: list[SwapJob] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
+    wears: list[SaveWear] = field(default_factory=list)
     barriers: list[Signal] = field(default_factory=list)
 
     def add(self, job: Job) -> None:
@@ -149,5 +155,7 @@ class Batch:
                 self.swaps.append(job)
             case Trial():
                 self.trials.append(job)
+            case SaveWear():
+                self.wears.append(job)
             case _:
                 self.barriers.append(job)

@@ -1,6 +1,6 @@
 """Spans that are out of the index, and whose space other processes may still read.
 
-out of tree and index ─add→ limbo ─take→ no reader may read it, or the limit is over ─left→ free
+out of tree and index ─add→ limbo ─take→ no reader may read it, or the limit is over → free
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from impress.spans.format import SpanRecord
@@ -34,7 +34,7 @@ class Limbo:
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._waiting: deque[InLimbo] = deque()  # oldest first
-        self._leaving: dict[int, SpanRecord] = {}  # taken, their space not given back yet
+        self._leaving: list[list[SpanRecord]] = []  # taken: off these as their space is free
 
     def __len__(self) -> int:
         """How many may be taken one day."""
@@ -43,21 +43,22 @@ class Limbo:
     def records(self) -> list[SpanRecord]:
         """All whose space is not free, those being erased at this moment too."""
         with self._lock:
-            return [*(one.record for one in self._waiting), *self._leaving.values()]
+            leaving = [record for some in self._leaving for record in [*some]]
+            return [*(one.record for one in self._waiting), *leaving]
 
     def add(self, record: SpanRecord, generation: int, now_s: float) -> None:
         with self._lock:
             self._waiting.append(InLimbo(record, generation, now_s))
 
-    def take(self, readers: Sequence[Seen], now_s: float) -> list[SpanRecord]:
-        """Those whose space may be given to others now: the caller's to free, and then `left`.
+    def take(self, readers: Sequence[Seen], now_s: float, free: list[SpanRecord]) -> None:
+        """In `free` those whose space may be given to others now: the caller takes each off that
+        list as it is free; or has to `put_back` it, whatever is raised from here on.
 
         `now_s`: from before the readers were listed. What came since stays: a reader that began in
         between may have it, and is not among them.
         """
-        free: list[SpanRecord] = []
         with self._lock:
-            kept: deque[InLimbo] = deque()
+            kept, mine = deque[InLimbo](), list[SpanRecord]()
             for one in self._waiting:
                 late = now_s - one.since_s > self._limit_s
                 span, generation = one.record.span_id, one.generation
@@ -65,19 +66,17 @@ class Limbo:
                 if (held and not late) or one.since_s > now_s:
                     kept.append(one)
                     continue
-                free.append(one.record)
-            self._waiting = kept
-            self._leaving.update({record.span_id: record for record in free})
-        return free
+                mine.append(one.record)
+            leaving = [*(some for some in self._leaving if some), free]
+            # No signal comes between: that is looked for behind calls.
+            free += mine
+            self._leaving, self._waiting = leaving, kept
 
-    def put_back(self, records: Iterable[SpanRecord]) -> None:
-        """Taken, and not freed, as an exception came between: the next to take gets them."""
+    def put_back(self, records: list[SpanRecord]) -> None:
+        """Taken, and not freed, as an exception came between: off the list, and the next to take
+        gets them."""
         with self._lock:
-            for record in records:
-                self._leaving.pop(record.span_id, None)
-                self._waiting.appendleft(InLimbo(record, 0, -math.inf))
-
-    def left(self, span: int) -> None:
-        """Its space is free."""
-        with self._lock:
-            self._leaving.pop(span, None)
+            waiting = deque([*(InLimbo(r, 0, -math.inf) for r in records), *self._waiting])
+            # No signal comes between, as in `take`.
+            self._waiting = waiting
+            del records[:]

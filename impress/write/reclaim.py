@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Final
@@ -92,8 +91,17 @@ class Reclaim:
         """Give back what no other process may be reading any more."""
         with self._ours() as ours:
             if ours and self.limbo:
-                now_s = monotonic()  # before readers are listed: see take
-                self._bury(self.limbo.take(self._readers(), now_s))
+                self._let_go(self._readers)
+
+    def _let_go(self, readers: Callable[[], Sequence[Seen]]) -> None:
+        """Give back what none of these may be reading."""
+        now_s, free = monotonic(), list[SpanRecord]()  # before readers are listed: see take
+        try:
+            self.limbo.take(readers(), now_s, free)
+            self._bury(free)
+        except BaseException:  # Ctrl-C: nobody else knows of these
+            self.limbo.put_back(free)
+            raise
 
     def wait_for(self, spans: Collection[int]) -> None:
         """Until these spans' space is free, for a while."""
@@ -116,7 +124,7 @@ class Reclaim:
         with self._lock:
             self._open = False
             ended = self._state.wait_for(lambda: not self._n_busy, WRITE_TIMEOUT_S)
-        self._bury(self.limbo.take([], monotonic()))
+        self._let_go(list)
         return ended
 
     def bury(self, record: SpanRecord) -> None:
@@ -156,14 +164,15 @@ class Reclaim:
         if os.getpid() != self._pid:  # before any lock: in a child nobody may ever open it
             yield False
             return
-        with self._lock:
-            ours = self._open
-            self._n_busy += ours
+        counted = False
         try:
-            yield ours
+            with self._lock:
+                counted = self._open
+                self._n_busy += counted  # no signal comes between: that is looked for behind calls
+            yield counted
         finally:
             with self._lock:
-                self._n_busy -= ours
+                self._n_busy -= counted
                 self._state.notify_all()
 
     @contextlib.contextmanager
@@ -173,23 +182,20 @@ class Reclaim:
             self._state.wait_for(lambda: not self._n_busy, WRITE_TIMEOUT_S)
             yield
 
-    def _bury(self, records: Sequence[SpanRecord]) -> None:
-        spoilt = self.spoilt.intersection(record.span_id for record in records)
-        left = deque(records)
+    def _bury(self, left: list[SpanRecord]) -> None:
+        """Takes them off the list, one by one: what stays there, if something is raised, has its
+        space yet, and is in limbo."""
+        spoilt: set[int] = set()
         try:
-            self._wipe(records)
+            spoilt |= self.spoilt.intersection([record.span_id for record in left])
+            self._wipe(left)
             while left:
                 # On a failing disk, or without memory for a call, the header's generation and its
                 # rows' sums still give it away.
                 with contextlib.suppress(MediumError, MemoryError):
                     self._ssd.write(Slot((left[0].meta,)), 0, _BLANK)
-                record = left.popleft()  # before: it is never freed twice
-                try:
-                    self._ssd.free(Slot((record.meta,)))
-                    self._ssd.free(Slot(record.parts))
-                finally:
-                    self.limbo.left(record.span_id)
-        except BaseException:  # Ctrl-C: nobody else knows of these
+                self._ssd.free(Slot((left[0].meta, *left[0].parts)), left)  # off it as it is free
+        except BaseException:
             self.spoilt.update(spoilt.intersection(record.span_id for record in left))
             self.limbo.put_back(left)
             raise

@@ -16,7 +16,7 @@ import disk
 import pytest
 import world
 from simulate import simulate
-from turns import Event, Hang, Scheduler, Thread
+from turns import Condition, Event, Hang, Lock, Scheduler, Thread
 
 import impress
 import tiers.ssd
@@ -165,6 +165,31 @@ def test_it_would_notice_a_hang() -> None:
     never = Event(sched)
     waiter = Thread(sched, never.wait, name="waiter")
     waiter.start()
+    with pytest.raises(Hang, match="waiter"):
+        sched.wait_until(lambda: not waiter.alive, None)
+    sched.kill_all()
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_it_would_notice_a_lost_wake_up(*, called: bool) -> None:
+    """Who waited for something went on once it was so, whether anybody had called or not."""
+    sched = Scheduler(1)
+    cond, flag = Condition(sched, Lock(sched, "a test")), list[int]()
+
+    def waits() -> None:
+        with cond:
+            cond.wait_for(lambda: flag)
+
+    waiter = Thread(sched, waits, name="waiter")
+    waiter.start()
+    sched.wait_until(lambda: bool(cond._waiting), None)
+    with cond:
+        flag.append(1)
+        if called:
+            cond.notify()
+    if called:
+        sched.wait_until(lambda: not waiter.alive, None)
+        return
     with pytest.raises(Hang, match="waiter"):
         sched.wait_until(lambda: not waiter.alive, None)
     sched.kill_all()

@@ -238,13 +238,17 @@ class Lock:
 
 
 class Condition:
-    """threading.Condition; others may share its lock (never taken twice by one thread here)."""
+    """threading.Condition; others may share its lock (never taken twice by one thread here).
+
+    Who waits goes on when it is called, as there, and not as soon as it might: a call that nobody
+    makes, or that goes to another, is a hang. Which of several is called is the seed's.
+    """
 
     def __init__(self, sched: Scheduler, lock: Lock) -> None:
         self.acquire, self.release = lock.acquire, lock.release
         self._sched = sched
         self._lock = lock
-        self._calls = 0
+        self._waiting: list[list[bool]] = []  # each: whether it was called
 
     def __enter__(self) -> Condition:
         self.acquire()
@@ -253,29 +257,35 @@ class Condition:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        seen = self._calls
-        return self._wait_for(lambda: self._calls > seen, timeout)
-
     def wait_for(self, ready: Callable[[], Any], timeout: float | None = None) -> bool:
-        return bool(ready()) or self._wait_for(lambda: bool(ready()), timeout)
+        end = None if timeout is None else self._sched.now + max(timeout, 0.0)
+        while not ready():
+            left = None if end is None else end - self._sched.now
+            if left is not None and left <= 0:
+                return False
+            self.wait(left)
+        return True
 
-    def _wait_for(self, ready: Callable[[], bool], timeout: float | None) -> bool:
-        lock = self._lock
+    def wait(self, timeout: float | None = None) -> bool:
+        lock, me = self._lock, [False]
+        self._waiting.append(me)
         self.release()
         try:
-            return self._sched.wait_until(lambda: not lock.locked() and ready(), timeout)
+            return self._sched.wait_until(lambda: not lock.locked() and me[0], timeout)
         finally:
+            self._waiting = [other for other in self._waiting if other is not me]
             if not self._sched.current.killed:
                 if lock.locked():
                     self._sched.wait_until(lambda: not lock.locked(), None)
                 lock.take()
 
     def notify(self, n: int = 1) -> None:
-        self._calls += 1
+        left = [one for one in self._waiting if not one[0]]
+        for one in self._sched.rng.sample(left, min(n, len(left))):
+            one[0] = True
 
     def notify_all(self) -> None:
-        self._calls += 1
+        self.notify(len(self._waiting))
 
 
 class Event:

@@ -113,6 +113,58 @@ def test_prompt_embeddings_are_named_by_what_vllm_computes_with_them(serve: Serv
     assert n_cached == [0] * 5 + [256] * 5
 
 
+def test_what_vllms_own_cache_takes_for_the_same_embeddings_is_not_stored(serve: Serve) -> None:
+    """It goes by their bytes alone: the blocks of zeros were given to a prompt of tokens 0, and
+    stored as that one's own."""
+    import torch
+
+    zeros = torch.randn(300, 128)
+    zeros[:140] = 0
+    first = {"prompt_embeds": zeros}
+    mixed = [i < 140 for i in range(300)]
+    second = {**first, "prompt_token_ids": [0] * 300, "prompt_is_token_ids": mixed}
+    served = serve(enable_prompt_embeds=True, enable_prefix_caching=True)
+    for prompt in (first, second):
+        served.llm.generate([prompt], params(5), use_tqdm=False)
+        served.settle()
+    served.forget()
+    n_cached = []
+    for prompt in (first, second):
+        (out,) = served.llm.generate([prompt], params(5), use_tqdm=False)
+        n_cached.append(out.num_cached_tokens)
+        served.forget()
+    assert n_cached == [256, 0]
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "my_quantize_config.json"])
+def test_files_that_say_how_weights_are_quantized_are_in_the_name(
+    models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """vLLM reads them where the config says nothing: what was wrong in one was put right, and old
+    prefixes were answered from what it had made."""
+    import shutil
+
+    from vllm.config import KernelConfig, LoadConfig, ModelConfig
+
+    shutil.copytree(models["opt"], tmp_path / "model")
+    model = ModelConfig(model=str(tmp_path / "model"), dtype="float32", skip_tokenizer_init=True)
+
+    def named(quantization: str | None) -> bytes:
+        model.quantization = quantization
+        config = SimpleNamespace(
+            model_config=model, load_config=LoadConfig(), kernel_config=KernelConfig()
+        )
+        return _namespace(config, Settings.of({"store": "x"}), "float32")
+
+    plain, found = named(None), [named("awq")]
+    for text in ('{"quantization": {"quant_algo": "A"}}', '{"quantization": {"quant_algo": "B"}}'):
+        (tmp_path / "model" / name).write_text(text)
+        found.append(named("awq"))
+    assert len({*found}) == 3
+    (tmp_path / "model" / name).unlink()
+    assert named(None) == plain and named("awq") == found[0]
+
+
 def test_the_salt_is_the_tenant() -> None:
     extra, tenant = extras_of(_request(cache_salt="mine"), 300, 128, vllm_keys_of(), Adapters())
     assert (extra, tenant) == ({}, "salt:mine")
@@ -612,7 +664,8 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
 ) -> None:
     """Two servers on one directory found each other's KV though one computed it with a config of
     another place, or with weights that it quantized otherwise."""
-    from vllm.config import LoadConfig, ModelConfig
+    import torch
+    from vllm.config import KernelConfig, LoadConfig, ModelConfig
 
     own = (models["opt"] / "config.json").read_text()
     for name in ("same", "other"):
@@ -628,10 +681,13 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
         )  # fmt: skip
         for key, value in changed.items():
             setattr(model, key, value)
-        config = SimpleNamespace(model_config=model, load_config=LoadConfig())
+        config = SimpleNamespace(
+            model_config=model, load_config=LoadConfig(), kernel_config=KernelConfig(**kernels)
+        )
         settings = Settings.of({"store": "x", "cross_engine": cross_engine})
         return _namespace(config, settings, "float32")
 
+    kernels: dict[str, Any] = {}
     plain, elsewhere = named(), named(str(tmp_path / "other"))
     assert len({plain, elsewhere, named(str(tmp_path / "same"))}) == 3
     assert named(str(models["opt"])) == plain == named()
@@ -646,10 +702,24 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
     with pytest.raises(Unsupported, match="hf_overrides as a function cannot be named"):
         named(hf_overrides=lambda config: config)
     plain_fp8 = named(quantization="fp8")
-    for name, value in (("VLLM_CPU_INT4_W4A8", "0"), ("VLLM_MARLIN_INPUT_DTYPE", "int8")):
+    for name, value in (
+        ("VLLM_CPU_INT4_W4A8", "0"), ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
+        ("VLLM_DISABLED_KERNELS", "CPUFP8W8A8BlockScaledMMKernel"),
+    ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert named(quantization="fp8") != plain_fp8 and named() == plain
+    kernels = {"linear_backend": "marlin"}
+    assert named(quantization="fp8") != plain_fp8 and named() == plain
+    kernels = {}
+    with monkeypatch.context() as patch:  # what `torch.set_float32_matmul_precision` is told
+        patch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "medium")
+        assert named() != plain
+        half = named(dtype=torch.bfloat16)
+        with pytest.raises(ConfigError, match="cross_engine does not go with environment"):
+            named(cross_engine=True)
+        patch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "highest")
+        assert named() == plain and named(dtype=torch.bfloat16) == half
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_HUMMING_USE_F16_ACCUM", "1")
         with pytest.raises(Unsupported, match=r"VLLM_HUMMING_USE_F16_ACCUM .*: unset it"):
@@ -855,6 +925,15 @@ def test_weights_that_vllm_may_pass_over_are_refused(
     shutil.copy(old / "a.bin", old / "stray.bin")
     with pytest.raises(Unsupported, match=r"stray\.bin beside a\.bin"):
         _served(old)
+    (old / "stray.bin").unlink()
+    shutil.copy(old / "a.bin", old / "part.safetensors")  # which needs no index, and comes first
+    with pytest.raises(Unsupported, match=r"part\.safetensors beside a\.bin"):
+        _served(old)
+    gguf = copy("gguf")
+    (gguf / "model.safetensors").rename(gguf / "x.gguf")
+    (gguf / "y.pt").write_bytes(b"none")
+    with pytest.raises(Unsupported, match=r"y\.pt beside x\.gguf"):
+        _served(gguf)
     for given in ("pt", "npcache", "sharded_state", "tensorizer"):
         with pytest.raises(Unsupported, match=f"--load-format {given} .*: drop it"):
             _served(models["opt"], load_format=given)

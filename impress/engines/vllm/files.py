@@ -24,7 +24,15 @@ _ALL_FILES: Final = ("runai_streamer",)
 #: Of torch.save's files vLLM passes over these (filter_files_not_needed_for_inference).
 _NO_WEIGHTS: Final = ("training_args.bin", "optimizer.bin")
 #: Of the environment, what has quantized layers round a pass otherwise; and what does so by files.
-_ROUNDING: Final = ("VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE")
+_ROUNDING: Final = ("VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_DISABLED_KERNELS")
+#: Of the kernels' settings likewise: by them activations are quantized, or not.
+_KERNELS: Final = ("linear_backend", "linear_backend_per_quant")
+#: Ends of the names of files that say how a directory's weights are quantized, where its config
+#: does not.
+_QUANTIZED: Final = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+_UNSET: Final[tuple[Any, ...]] = (None, "auto", {})
+#: In what float32 matrices are rounded to before they are multiplied.
+_PRECISION: Final = "VLLM_FLOAT32_MATMUL_PRECISION"
 _REFUSED: Final = (
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG",
     "VLLM_HUMMING_USE_F16_ACCUM",
@@ -51,13 +59,15 @@ def check_files(vllm_config: Any) -> None:
 
 def _check_weights(directory: Path, load_format: str) -> None:
     named = weight_files(directory)
-    pattern = f"*{named[0].suffix}" if named[0].suffix == ".bin" else "*.safetensors"
+    beside = {".bin": ["*.bin"], ".gguf": ["*.pt"]}.get(named[0].suffix, [])  # or vLLM takes these
+    patterns = ["*.safetensors", *beside]
     indexed = (directory / "model.safetensors.index.json").is_file()
     if indexed and load_format not in _ALL_FILES:  # the rest is passed over
         if load_format not in ("auto", "mistral"):
             return
-        pattern = "consolidated*.safetensors"  # but for Mistral's own, which come first
-    found = {path for path in directory.glob(pattern) if path.name not in _NO_WEIGHTS}
+        patterns = ["consolidated*.safetensors"]  # but for Mistral's own, which come first
+    every = (path for pattern in patterns for path in directory.glob(pattern))
+    found = {path for path in every if path.name not in _NO_WEIGHTS}
     if others := sorted(found - set(named)):
         raise Unsupported(
             f"{directory} holds {others[0].name} beside {named[0].name}, and which of them vLLM "
@@ -88,10 +98,31 @@ def quantization_elsewhere(model: Any) -> str:
         raise Unsupported(f"quantization_config_file must be a file on this disk: {err}") from None
 
 
-def environment_of(model: Any) -> dict[str, str]:
-    """What is set of the environment by which a quantized model rounds. Raises Unsupported."""
+def quantization_beside(model: Any, directory: Path) -> list[tuple[str, str]]:
+    """Files beside a config that say how a quantized model's weights are to be read: their names
+    and what they hold. Raises Unsupported."""
+    if not model.quantization:
+        return []
+    found = [path for path in directory.glob("*.json") if path.name.endswith(_QUANTIZED)]
+    if model.hf_config_path and model.hf_config_path != model.model:
+        found += Path(model.hf_config_path).glob("hf_quant_config.json")
+    try:
+        return [(path.name, path.read_text(encoding="utf-8")) for path in sorted(found)]
+    except (OSError, ValueError) as err:
+        raise Unsupported(f"how {model.model} is quantized cannot be read: {err}") from None
+
+
+def environment_of(vllm_config: Any) -> dict[str, str]:
+    """What else is set by which a model rounds. Raises Unsupported."""
+    model = vllm_config.model_config
     if named := [name for name in _REFUSED if os.environ.get(name)]:
         raise Unsupported(f"no key tells what {named[0]} has layers compute: unset it")
-    if not model.quantization:
-        return {}
-    return {name: os.environ[name] for name in _ROUNDING if name in os.environ}
+    found = {}
+    precision = os.environ.get(_PRECISION, "").lower()
+    if str(model.dtype) == "torch.float32" and precision not in ("", "highest"):
+        found[_PRECISION] = precision
+    if model.quantization:
+        found.update({name: os.environ[name] for name in _ROUNDING if name in os.environ})
+        kernels = {name: getattr(vllm_config.kernel_config, name, None) for name in _KERNELS}
+        found.update({k: str(set_to) for k, set_to in kernels.items() if set_to not in _UNSET})
+    return found

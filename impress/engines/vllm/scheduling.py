@@ -186,6 +186,8 @@ class SchedulerSide:
     def matched(self, request: Any, n_computed: int) -> int:
         """Tokens that can be loaded beyond those in vLLM's own cache. Pure but for a memo."""
         tracked = self._tracked[request.request_id]
+        if n_computed and request.prompt_embeds is not None and not tracked.refused:
+            tracked.refused = "vLLM's own cache goes by its embeddings' bytes alone"  # keys._meant
         hit = self._stored(tracked)
         tracked.hit = (n_computed, hit)
         return max(hit - n_computed, 0)
@@ -194,8 +196,7 @@ class SchedulerSide:
         """vLLM has blocks for a request, and takes n_external tokens of the hit."""
         tracked = self._tracked[request.request_id]
         if n_external:
-            first = tracked.hit[0]
-            tracked.to_load = (first, first + n_external)
+            tracked.to_load = (tracked.hit[0], tracked.hit[0] + n_external)
         if tracked.private:
             _privatise(request)  # what it publishes from here on is not found, by itself neither
 

@@ -25,6 +25,7 @@ from impress.engines.vllm.files import (
     check_files,
     config_elsewhere,
     environment_of,
+    quantization_beside,
     quantization_elsewhere,
 )
 from impress.engines.vllm.loading import check_unchanged, directory_of
@@ -313,13 +314,15 @@ def _one_group(kv_cache_config: Any) -> tuple[Any, tuple[str, ...]]:
 def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
     """The namespace of the model's files, as this configuration computes with them."""
     model = vllm_config.model_config
+    directory = directory_of(model, vllm_config.load_config)
     changes = {
         "quantization": model.quantization,
         "quantization_config": model.quantization_config,
         "hf_config": config_elsewhere(model),
         "hf_overrides": model.hf_overrides if not callable(model.hf_overrides) else None,
         "quantization_config_file": quantization_elsewhere(model),
-        "environment": environment_of(model),
+        "environment": environment_of(vllm_config),
+        "quantization_files": quantization_beside(model, directory),
     }
     if callable(model.hf_overrides):
         raise Unsupported("hf_overrides as a function cannot be named in a key: pass a dict")
@@ -327,7 +330,6 @@ def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
     if made and settings.cross_engine:
         raise ConfigError(f"vllm: cross_engine does not go with {', '.join(made)}")
     engine = _family(model) + (json.dumps(made, sort_keys=True, default=str) if made else "")
-    directory = directory_of(model, vllm_config.load_config)
     named = namespace_of(directory, cross_engine=settings.cross_engine, engine=engine, dtype=dtype)
     check_unchanged(model, directory)  # behind it: what it has read of them counts
     return named
