@@ -32,7 +32,7 @@ NAMES: Final = (
     "vbuffers", "hashpool", "trace",
 )  # fmt: skip
 #: Those whose time or figures hang on the disk's rate.
-_DISK: Final = ("chunks", "repack", "ttft", "ablation", "scale")
+_DISK: Final = ("zero_hit", "chunks", "repack", "ttft", "ablation", "scale")
 #: Those that a device would compute for where there is one: their reports are of emulated compute,
 #: as docs/RESULTS.md says of them.
 _COMPUTE: Final = ("ttft", "ablation", "scale")

@@ -28,7 +28,7 @@ def cells(options: Options) -> list[Cell]:
     quick = options.quick
     plan, n = Plan(options, verdict, NAMES), 100
     if quick:
-        plan, n = Plan(options, verdict, NAMES, 16, 2), 12
+        plan, n = Plan(options, verdict, NAMES, 16, 2), 40
     planned = [check_cell(verdict)]
     planned += [cell(plan, shape, n, shape=shape) for shape in SHAPES[quick]]
     planned += [cell(plan, f"10:32:{data}", n, ratio=data) for data in RATIOS[quick]]

@@ -214,8 +214,9 @@ def figures_of(outcomes: list[Outcome], policy: Policy, seed: int) -> dict[str, 
         **said,
         **_masses(np.concatenate([o.mass for o in outcomes]), policy),
     }  # fmt: skip
-    if not (isinstance(policy, Exact) or made["flips_to_wrong"] or made["flips_to_right"]):
-        made["lost_points_high"] = most_unseen(len({o.document for o in outcomes}))
+    if not isinstance(policy, Exact):  # who lost one is known no better than who lost none
+        least_known = most_unseen(len({o.document for o in outcomes}))
+        made["lost_points_high"] = max(made["lost_points_high"], least_known)
     return {name: float(value) for name, value in made.items()}
 
 

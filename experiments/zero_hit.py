@@ -269,6 +269,7 @@ def _policy(row: Row) -> str:
 
 EXPERIMENT: Final = Experiment(
     "zero_hit", "What a store costs where nothing, or a part, hits.", cells, figures,
+    uses_disk=True,  # until all is stored is in the throughput's time
     meta=lambda _options: {
         "policy": "the engine's; one that chooses rows watches attention inside the forward, and "
         "stores importance and probes",

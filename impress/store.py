@@ -127,8 +127,8 @@ class PrefixStore:
         config, geometry, uuid = self.config, self.geometry, self._identity.uuid
         self._tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
         self.ssd, self.ledgers = home.ssd, home.ledgers  # the latter: the guard's, of policies
-        self.catalog, self.left_out = home.catalog, home.others.left_out  # for commands
-        self.history = home.history  # what requests have shown of each span
+        self.left_out, self.absent = home.others.left_out, home.others.absent  # for commands
+        self.catalog, self.history = home.catalog, home.history  # what requests have shown of spans
         params = Params(home.place.params, write=self.writable, others=home.others.params)
         self.buffers = self._copies.buffers()  # engines', too
         self._reading = Reading(

@@ -9,7 +9,9 @@ from pathlib import Path
 import lmdb
 import pytest
 from console import (
+    CONFIG,
     FORK,
+    GEOMETRY,
     PROMPT,
     assert_refused,
     opened,
@@ -25,6 +27,7 @@ import impress.cli.live
 from impress.cli import options
 from impress.cli.explain import _prompt
 from impress.cli.run import _print
+from impress.cli.survey import open_for_reading, survey
 from impress.report import write_report
 from impress.weights import weight_files
 from tiers.files import segment_paths
@@ -231,6 +234,67 @@ def test_rebuild_does_not_go_by_an_identity_that_no_header_fits(path, what):
     assert json.loads(identity.read_text()) == json.loads(was)
     with opened(path, "r") as store:
         assert store.lookup(PROMPT) == len(PROMPT)
+
+
+@pytest.mark.parametrize("how", ["renamed", "copied"])
+def test_nothing_is_purged_where_a_folder_was_renamed_or_copied(path, how):
+    """It said "erased" of what was left in there whole, and a rebuild brought it back."""
+    main, other = path / "shards/main", path / "shards/1"
+    if how == "renamed":
+        main.rename(other)
+    else:
+        shutil.copytree(main, other)
+    files = [*path.glob("shards/*/segments/*.seg"), *path.glob("shards/*/index/data.mdb")]
+    held = [file.read_bytes() for file in files]
+    done = run("purge", "--store", path, "--namespace", "a test")
+    assert_refused(done, "nothing is purged", "of shard 1 are numbered as another folder's")
+    assert [file.read_bytes() for file in files] == held
+    done, found = run_json("inspect", "--store", path)
+    assert done.returncode == 0 and found["failed_shards"] == ["1"]
+    assert "only a part is looked at" in run("inspect", "--store", path).stdout
+    assert "shard 1" in run("verify", "--store", path).stdout
+
+
+def test_a_renamed_folder_is_unsound_also_once_a_writer_has_opened_it(path):
+    """Its index has lost the spans by then, and verify said "sound" of full segments."""
+    (path / "shards/main").rename(path / "shards/1")
+    with impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG.model_copy(update={"shard": 1})):
+        pass
+    done = run("verify", "--store", path)
+    assert done.returncode == 1 and "segments, so that nobody is served them" in done.stdout
+
+
+def test_commands_that_only_look_hold_up_no_writer(tmp_path):
+    """While inspect was open a full store refused every prompt: what it evicted stayed in limbo."""
+    path = tmp_path / "store"
+    small = CONFIG.model_copy(update={"segment_bytes": 1 << 20, "disk_bytes": 1 << 20})
+    with impress.PrefixStore.open(path, GEOMETRY, "a test", small) as store:
+        seeds = iter(range(10_000))
+        while not store.stats()["evicted_spans"]:
+            put(store, [next(seeds), *PROMPT[1:]])
+            store.flush()
+        reader, _ = open_for_reading(path)
+        with reader:
+            for _ in range(4):
+                tokens, rows = [next(seeds), *PROMPT[1:]], rows_of(len(PROMPT))
+                assert store.store(tokens, rows, rows).wait(60)
+
+
+def test_a_shard_that_may_not_be_listed_is_named(path, monkeypatch, tmp_path):
+    """Of another user, in a shared directory: the whole command failed."""
+    with opened(path), impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG) as second:
+        put(second, [9, *PROMPT[1:]])
+    real = Path.iterdir
+
+    def iterdir(self):
+        if self.match("shards/1/*"):
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    reader, identity = open_for_reading(path)
+    with reader:
+        assert survey(reader, identity)["shards"][1]["total"] == 0
 
 
 def test_verify_and_rebuild_name_a_folder_that_was_renamed(path):

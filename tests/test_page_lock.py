@@ -35,14 +35,16 @@ class Runtime:
         self.error = 0  # as torch would find it
 
     def cudaHostRegister(self, at: Any, n_bytes: Any, _flags: Any) -> int:
-        self.error = self.refuses or (712 if at.value in self.locked else 0)
-        if not self.error:
+        error = self.refuses or (712 if at.value in self.locked else 0)
+        if not error:
             self.locked[at.value] = n_bytes.value
-        return self.error
+        self.error = error or self.error  # what succeeds takes no error back
+        return error
 
     def cudaHostUnregister(self, at: Any) -> int:
-        self.error = 0 if self.locked.pop(at.value, 0) else 713
-        return self.error
+        error = 0 if self.locked.pop(at.value, 0) else 713
+        self.error = error or self.error
+        return error
 
     def cudaGetLastError(self) -> int:
         error, self.error = self.error, 0

@@ -20,6 +20,7 @@ from experiments import accuracy, accuracy_measure
 from experiments.accuracy_real import documents_of, query_of, shared_tokens
 from experiments.harness import main
 from experiments.tasks import FORMATS, Rows, draw, load
+from experiments.tasks.formats import Item
 from impress.errors import BadInput
 from impress.policy import Exact
 
@@ -204,6 +205,20 @@ def test_without_a_train_split_shots_are_not_asked() -> None:
         draw(rows, 5, seed=0)
     with pytest.raises(BadInput, match="at least 1"):
         draw(Rows("rte", (), rows.validation), 0, seed=0)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_what_is_about_the_same_thing_as_a_shot_is_not_asked(split: str) -> None:
+    """The shot shows the answer: of PIQA with default shots two were asked so."""
+    items = tuple(
+        Item(f"goal {i // 2}, way {i % 2}", ("a", "b"), 0, f"goal {i // 2}") for i in range(12)
+    )
+    rows = Rows("piqa", items[1:2], items) if split == "train" else Rows("piqa", (), items)
+    drawn = draw(rows, 1, seed=3)
+    about = drawn.prefix.split(",")[0]
+    assert len(drawn.items) == 10 and about not in {item.about for item in drawn.items}
+    with pytest.raises(BadInput, match="about something else"):
+        draw(Rows("piqa", (), items[:2]), 1, seed=0)
 
 
 # ---- a model, tiny and random ------------------------------------------------------------------

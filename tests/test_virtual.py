@@ -206,6 +206,45 @@ def test_a_budget_takes_memory_from_idle_slots_first_and_then_refuses():
     buffers.close()
 
 
+@pytest.mark.parametrize("n", range(6))
+def test_a_slot_whose_memory_is_taken_away_by_half_has_none(n, monkeypatch):
+    """Ctrl-C left it with rows that some of its buffers had nothing behind any more: the next
+    request that took it ended the process."""
+    held = make(batch=2).sizes.held_bytes(400)
+    buffers = make(batch=2, budget_bytes=2 * held)
+    for rental in [buffers.rent(1, 400, 400) for _ in range(2)]:
+        rental.release()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HostRanges, "unback", once(HostRanges.unback, n))
+        buffers.rent(1, 600, 600)
+    gc.collect()
+    assert [slot.n_rows for slot in buffers._slots if slot.use is Use.IDLE] == [0]
+    for rental in [buffers.rent(1, 300, 300) for _ in range(2)]:
+        fill(rental, 0, 300, 1.0)
+    buffers.close()
+
+
+@pytest.mark.parametrize("n", range(12))
+def test_pages_that_a_cut_off_request_had_mapped_spoil_no_slot(n, monkeypatch):
+    """A driver refuses to map what is mapped: each request to come had ordinary memory."""
+
+    class Strict(Played):
+        def cuMemMap(self, at, *more):
+            return (1,) if at in self.mapped else super().cuMemMap(at, *more)
+
+    driver = Strict()
+    buffers = on_a_device(monkeypatch, driver, batch=2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Strict, "cuMemMap", once(Strict.cuMemMap, n))
+        buffers.rent(2, 300, 300)
+    gc.collect()
+    rental = buffers.rent(2, 300, 300)
+    assert rental is not None and buffers.said == "virtual"
+    assert len(driver.mapped) * buffers._ranges.page_bytes == buffers.usage().held_bytes
+    rental.release()
+    buffers.close()
+
+
 def test_idle_memory_beyond_what_is_kept_goes_in_the_background():
     buffers = make(batch=2, keep_bytes=0)
     rental = buffers.rent(2, 300, 300)

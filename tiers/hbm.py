@@ -100,14 +100,15 @@ class HbmTier(Arena):
     def write(self, slot: Slot, off: int, data: Bytes) -> None:
         under_way: deque[Event] = deque()
         try:
-            direct = self._there().reaches(data)
+            memory = self._there()  # to the end: a close meanwhile must not give it to others
+            direct = memory.reaches(data)
             for i, (at, host) in enumerate(_stages(slot, off, data)):
                 if len(under_way) == _N_STAGES:
                     under_way.popleft().synchronize()
                 staged = host if direct else self._pinned(i)[: len(host)]
                 if not direct:
                     np.copyto(staged, host)
-                under_way.append(self._there().up(at, staged))
+                under_way.append(memory.up(at, staged))
             for event in under_way:
                 event.synchronize()
         except RuntimeError as err:  # what torch raises for whatever CUDA reports
@@ -235,20 +236,20 @@ class CudaMemory:
         import torch
 
         self._torch: Any = torch
-        device = torch.device("cuda", torch.cuda.current_device())
         try:
+            device = torch.device("cuda", torch.cuda.current_device())
             # Under inference mode it would be writable only there, and threads of ours never are.
             with torch.inference_mode(False):
                 self._arena = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:
-            free = torch.cuda.mem_get_info(device)[0]
+            torch.cuda.synchronize(device)  # whoever had this memory before may still be using it
+            self._up: Any = self._torch.cuda.Stream(device)
+            self._down: Any = self._torch.cuda.Stream(device)
+        except RuntimeError as err:  # OutOfMemoryError is one; without a context yet there is none
+            said = str(err).splitlines() or [type(err).__name__]
             raise MediumError(
-                f"hbm: {n_bytes:,} bytes asked of {device}, which has {free:,} free: "
-                "lower hbm_bytes"
+                f"hbm: {n_bytes:,} bytes asked of the CUDA device: {said[0]}: lower hbm_bytes, or "
+                "see who else uses it"
             ) from None
-        torch.cuda.synchronize(device)  # whoever had this memory before may still be using it
-        self._up: Any = self._torch.cuda.Stream(device)
-        self._down: Any = self._torch.cuda.Stream(device)
 
     def reaches(self, host: Bytes) -> bool:
         return (
@@ -331,6 +332,7 @@ def page_lock(memory: Bytes, device: int = -1) -> None:
     with torch.cuda.device(device):
         error = process.cudaHostRegister(*where)
         if error == _THERE_ALREADY:
+            process.cudaGetLastError()  # no call that succeeds takes it back
             _unlock(at, os.getpid())
             error = process.cudaHostRegister(*where)
         if error:

@@ -70,16 +70,15 @@ class CudaRanges:
 
     def back(self, at: Range, off: int, n_bytes: int) -> None:
         backed, end = self._state[at.address], off + n_bytes
-        here = off
         with self._entered():
             try:
                 for here in range(off, end, self.page_bytes):
-                    backed.map(here, self._page())
-                here = end
+                    if here not in backed.pages:  # else it is there since Ctrl-C cut one off
+                        backed.map(here, self._page())
                 allowed = self._driver.cuMemSetAccess(at.address + off, n_bytes, [self._access], 1)
                 _call(allowed, "cuMemSetAccess")
-            except MediumError:
-                self.unback(at, off, here - off)
+            except BaseException:
+                self.unback(at, off, n_bytes)
                 raise
 
     def fill(self, at: Range, off: int, n_bytes: int) -> None:
@@ -90,6 +89,8 @@ class CudaRanges:
         backed = self._state[at.address]
         with self._entered():
             for here in range(off, off + n_bytes, self.page_bytes):
+                if here not in backed.pages:
+                    continue
                 handle = backed.unmap(here)
                 if self.kept_bytes < MOST_KEPT:
                     self._kept.append(handle)

@@ -27,9 +27,10 @@ class Drawn:
 def draw(rows: Rows, n_shots: int, seed: int, n_items: int | None = None) -> Drawn:
     """n_shots answered questions of the train split by chance, the same before every question.
 
-    Without a train split they come from the validation split, and are not asked. n_items: ask only
-    so many, by chance. lm-eval draws other shots for each question; a stored prefix is one for all.
-    Raises BadInput where there are too few rows, or none asked for.
+    Without a train split they come from the validation split. What is about the same thing as a
+    shot is not asked. n_items: ask only so many, by chance. lm-eval draws other shots for each
+    question; a stored prefix is one for all. Raises BadInput where there are too few rows, or none
+    asked for.
     """
     if n_shots < 1:
         raise BadInput(f"shots: at least 1 makes a prefix, got {n_shots}")
@@ -41,9 +42,10 @@ def draw(rows: Rows, n_shots: int, seed: int, n_items: int | None = None) -> Dra
     if n_shots > most:
         raise BadInput(f"shots: {n_shots} asked for, the {split} split has {most} to give")
     chosen = [int(i) for i in rng.permutation(len(pool))[:n_shots]]
-    left = rows.validation
-    if split == "validation":
-        left = tuple(item for i, item in enumerate(left) if i not in set(chosen))
+    about = {pool[i].about for i in chosen}  # a question about the same thing has its answer there
+    left = tuple(item for item in rows.validation if item.about not in about)
+    if not left:
+        raise BadInput(f"shots: {n_shots} leave no question that is about something else")
     if n_items is not None and n_items < len(left):
         left = tuple(left[i] for i in sorted(rng.permutation(len(left))[:n_items]))
     return Drawn(_text([pool[i] for i in chosen]), left, split)

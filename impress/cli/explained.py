@@ -26,12 +26,7 @@ def print_match(found: dict[str, Any]) -> None:
     if found["mismatch"]:
         say(f"[bold]never a hit[/bold]: {escape(found['mismatch'])}; use another directory")
     say_damaged(found)
-    if found["failed_shards"]:
-        names = ", ".join(found["failed_shards"])
-        say(
-            f"[bold]only a part is looked at[/bold]: the index of shard {escape(names)} cannot be "
-            "read (impress verify), and what it holds counts as not stored here"
-        )
+    say_unread(found)
     if found["being_written"]:
         say(
             "a process writes to the store: its leases and scores are as last saved, and what it "
@@ -43,6 +38,16 @@ def print_match(found: dict[str, Any]) -> None:
     first, *others = found["found"]
     _print_root(first, found)
     _print_others(first, others)
+
+
+def say_unread(found: dict[str, Any]) -> None:
+    """Where of a shard nothing is seen."""
+    if found["failed_shards"]:
+        names = ", ".join(found["failed_shards"])
+        say(
+            f"[bold]only a part is looked at[/bold]: shard {escape(names)} cannot be read (impress "
+            "verify says why), and what it holds counts as not stored here"
+        )
 
 
 def say_damaged(found: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
-from impress.cli.explained import say_damaged
+from impress.cli.explained import say_damaged, say_unread
 from impress.cli.live import live_counters
 from impress.cli.options import Json, Store, print_json, store_dir
 from impress.cli.survey import (
@@ -117,6 +117,7 @@ def _print(found: dict[str, Any]) -> None:
         f"{count(found['nodes'], 'tree node')}\n"
     )
     say_damaged(found)
+    say_unread(found)
     show(_tiers(found["tiers"], live="live" in found))
     if len(found["shards"]) > 1:
         show(_shards(found["shards"], found["failed_shards"], found["window"]))

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from impress.blockhash import Tokens, key_after, labels_of, namespace_digest, root_key
-from impress.cli.survey import called, known_of
+from impress.cli.survey import called, known_of, unread
 from impress.config import Config
 from impress.quality.ledgers import decoded
 from impress.read.parts import Source, parts_of, source_of
@@ -59,7 +59,7 @@ def match_prompt(store: PrefixStore, tokens: Tokens, namespace: bytes | None) ->
         "windows": len(tokens) // store.window,
         "tail_tokens": len(tokens) % store.window,
         "damaged_index_values": store.counters["damaged_spans"],
-        "failed_shards": [*store.left_out()],
+        "failed_shards": unread(store),
         "being_written": any(s.writer is not None for s in shares_of(store.path, store.catalog)),
         "found": rows,
     }

@@ -102,6 +102,12 @@ def _erased(
         with writing(shard):
             shard.lock()
         shard.unlock()
+        if n := shard.n_misnamed():
+            raise StoreFailed(
+                f"{where}: nothing is purged, {n} segments of shard {shard.name} are numbered as "
+                "another folder's and would stay: give a folder that was renamed its name back and "
+                "run impress rebuild, or delete a copy"
+            )
     stored, digests = set[bytes](), set[bytes]()
     there, unerased = list[SpanRecord](), 0
     if shards:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +18,7 @@ from impress.errors import BadInput, FormatError
 from impress.spans.format import VERSION
 from impress.store import PrefixStore
 from impress.upkeep.shares import shares_of
-from impress.write.directory import Identity, read_identity
+from impress.write.directory import Identity, read_identity, shards_of
 
 HOTTEST: Final = 5
 
@@ -36,7 +37,18 @@ def open_for_reading(path: Path) -> tuple[PrefixStore, Identity]:
         raise FormatError(f"{err} (impress verify says what else)") from None
     if store.left_out():
         store.follow()
+    store.absent()  # no rows are read: a full store would find no room while this is looked at
     return store, identity
+
+
+def unread(store: PrefixStore) -> list[str]:
+    """Shards of which nothing is seen: they cannot be read, or were renamed or copied."""
+    names = [*store.left_out()]
+    for shard in shards_of(store.path):
+        with suppress(OSError):  # whoever may not list them may not read them either
+            if shard.n_misnamed() and shard.name not in names:
+                names.append(shard.name)
+    return names
 
 
 def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
@@ -54,7 +66,7 @@ def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
             "token_bytes": g.token_bytes,
         },
         "shards": [asdict(share) for share in shares_of(store.path, store.catalog)],
-        "failed_shards": [*store.left_out()],
+        "failed_shards": unread(store),
         "damaged_index_values": store.counters["damaged_spans"],
         "tiers": {"hbm": None, "dram": None, "ssd": _ssd(store)},
         "spans": counts["spans"],

@@ -223,7 +223,8 @@ class VirtualBuffers:
         return ""
 
     def _back(self, i: int, n_rows: int) -> None:
-        """Memory behind n_rows rows of slot i in all buffers, or, on MediumError, nothing more."""
+        """Memory behind n_rows rows of slot i in all buffers, or, whatever is raised, nothing more.
+        """
         old, new = self.sizes.backed(self._slots[i].n_rows), self.sizes.backed(n_rows)
         done: list[tuple[Range, int, int]] = []
         try:
@@ -232,7 +233,7 @@ class VirtualBuffers:
                     if end > off:
                         self._ranges.back(area, i * slot + off, end - off)
                         done.append((area, i * slot + off, end - off))
-        except MediumError:
+        except BaseException:
             for area, off, n_bytes in done:
                 self._ranges.unback(area, off, n_bytes)
             raise
@@ -327,11 +328,11 @@ class VirtualBuffers:
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)  # what was queued may still read it
         for i in reclaim(self._slots, self.sizes, n_bytes, spared):
+            ends = self.sizes.backed(self._slots[i].n_rows)
+            self._slots[i].n_rows = 0  # first: cut off, it has less memory than that no more
             for pair in self.areas:
-                ends = self.sizes.backed(self._slots[i].n_rows)
                 for area, slot, end in zip(pair, self.sizes.slot_bytes, ends, strict=True):
                     self._ranges.unback(area, i * slot, end)
-            self._slots[i].n_rows = 0
         self._ranges.trim(max(0, self._settings.keep_bytes - self._idle()))
 
     def _held(self) -> int:

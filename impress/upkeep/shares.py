@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -37,7 +38,9 @@ def shares_of(path: Path, catalog: MergedCatalog) -> list[Share]:
 def _share(shard: Shard, catalog: MergedCatalog, locks: dict[_File, int]) -> Share:
     used = sum(extent.length for extent in catalog.extents(shard.spans)[0])
     views = catalog.views_of(shard.spans)
-    total = sum(size_of(path) for path in segment_paths(shard.segments))
+    total = 0
+    with suppress(OSError):  # another user's, which may not be listed
+        total = sum(size_of(path) for path in segment_paths(shard.segments))
     device = _device(shard.path)
     holders = (locks.get((*device, _inode(path))) for path in shard.readers.glob("*"))
     readers = sum(holder not in (None, os.getpid()) for holder in holders)  # who asks is none

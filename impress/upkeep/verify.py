@@ -116,7 +116,7 @@ def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
         raise StoreFailed(str(err)) from None
     try:
         for shard in shards:
-            if values[shard.number]:
+            if values[shard.number] or _misnamed(shard):
                 mine = values[shard.number]
                 one = _Verification(
                     path, identity, shard, mine, everything, pool, shared=shared, unread=unread
@@ -125,6 +125,13 @@ def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
     finally:
         pool.close(0.1)  # its threads are daemons: one stuck in a read does not hold the process
     return total
+
+
+def _misnamed(shard: Shard) -> int:
+    try:
+        return shard.n_misnamed()
+    except OSError:  # that it cannot be read is said where it is
+        return 0
 
 
 def _values(shard: Shard, total: Verdict) -> dict[int, bytes]:
@@ -209,11 +216,13 @@ class _Verification:
             else:
                 records.append(record)
         self._verdict.spans = len(self._values)
-        if strange := sum(span not in self._shard.spans for span in self._values):
+        strange = sum(span not in self._shard.spans for span in self._values)
+        misnamed = _misnamed(self._shard)  # also when a writer has let go of the spans in them
+        if strange or misnamed:
             self._report(
-                f"shard {self._shard.name}: {strange} spans are numbered as another folder's, so "
-                "that nobody is served them: give a folder that was renamed its name back and run "
-                "impress rebuild, or delete a copy"
+                f"shard {self._shard.name}: {strange} spans are numbered as another folder's, and "
+                f"{misnamed} segments, so that nobody is served them: give a renamed folder "
+                "its name back and run impress rebuild, or delete a copy"
             )
         return records
 

@@ -25,7 +25,15 @@ from typing import Any, Final
 from impress.errors import BadInput, FormatError, StoreFailed, StoreLocked, StoreMismatch
 from impress.spans.format import VERSION
 from impress.types import Geometry
-from tiers.files import lock_file, make_folder, turn_at, unlock_file, write_whole
+from tiers.files import (
+    lock_file,
+    make_folder,
+    segment_paths,
+    turn_at,
+    unlock_file,
+    write_whole,
+)
+from tiers.segments import SEGMENTS
 
 log = logging.getLogger("impress")
 
@@ -241,6 +249,12 @@ class Shard:
         except BaseException:
             self.unlock()
             raise
+
+    def n_misnamed(self) -> int:
+        """Segments here that are numbered as another folder's: it was renamed, or is a copy, and
+        nobody writes to them. Raises OSError."""
+        numbers = (int(path.stem) // SEGMENTS for path in segment_paths(self.segments))
+        return sum(number != self.number for number in numbers)
 
     def check_index(self) -> None:
         """Raises FormatError where segments lie here without an index, or a purge was cut off;

@@ -129,6 +129,12 @@ class Follower:
         """Names of shards that hold something and cannot be read, and why; until a look can."""
         return self._unread.left_out()
 
+    def absent(self) -> None:
+        """Nothing of theirs is read from here on, but headers: their writers need not wait."""
+        for neighbour in self.neighbours.values():
+            neighbour.close_presence()
+            neighbour.presence = None
+
     def params(self) -> list[Path]:
         """Where the others keep probe parameters."""
         return [neighbour.shard.params for neighbour in self.neighbours.values()]

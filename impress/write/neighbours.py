@@ -130,12 +130,19 @@ class Unread:
 
     def left_out(self) -> dict[str, str]:
         """Name of each that holds something, and why not. One that is just being made does not."""
-        failed = [last for last in self._failed.values() if segment_paths(last.shard.segments)]
+        failed = [last for last in self._failed.values() if _holds_any(last.shard)]
         return {last.shard.name: last.why for last in failed}
 
     def read(self, shard: Shard) -> None:
         """It can be: what fails from here on is said again."""
         self._failed.pop(shard.number, None)
+
+
+def _holds_any(shard: Shard) -> bool:
+    try:
+        return bool(segment_paths(shard.segments))
+    except OSError:  # another user's, say: that is for it to tell
+        return True
 
 
 def spans_in(index: Index, shard: Shard) -> Iterator[tuple[int, bytes]]:

@@ -5,7 +5,7 @@
 
  0  8 generation up to which it has followed: of what was taken out before it holds only
  8  4 spans held, 4 zero, then their ids, 8 each
--8  8 xxh3_64 of all before
+16 + 8·spans  8 xxh3_64 of all before; what is behind it is of an earlier, longer one
 
 Anything else, an empty file too, says that it may read whatever was ever there.
 """
