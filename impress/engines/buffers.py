@@ -223,7 +223,7 @@ class VirtualBuffers:
         return ""
 
     def _back(self, i: int, n_rows: int) -> None:
-        """Memory behind n_rows rows of slot i in all buffers, or, whatever is raised, nothing more."""
+        """Memory behind n_rows rows of slot i in all buffers; whatever is raised, nothing more."""
         old, new = self.sizes.backed(self._slots[i].n_rows), self.sizes.backed(n_rows)
         done: list[tuple[Range, int, int]] = []
         try:
