@@ -57,7 +57,8 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
     check_family(config)
     queries = [query_of(tokenizer, drawn, item, more.task) for item in drawn.items]
     documents = documents_of(drawn.items)
-    shared = shared_tokens(queries)
+    shots = tokenizer(drawn.prefix, add_special_tokens=False)["input_ids"]
+    shared = shared_tokens(queries, shots)
     _check_lengths(queries, shared, config)
 
     @cache
@@ -110,12 +111,18 @@ def documents_of(items: Sequence[Item]) -> list[int]:
     return [first.setdefault(item.about, i) for i, item in enumerate(items)]
 
 
-def shared_tokens(queries: list[Query]) -> tuple[int, ...]:
-    """The tokens that all prompts begin with; at least one of each prompt is left to compute."""
+def shared_tokens(queries: list[Query], shots: Sequence[int]) -> tuple[int, ...]:
+    """The tokens of the shots that all prompts begin with, of a question none: rows are chosen by
+    it. At least one of each prompt is left to compute."""
     first, last = min(query.prompt for query in queries), max(query.prompt for query in queries)
-    n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
-             min(len(first), len(last)))  # fmt: skip
+    n = min(_n_common(first, last), _n_common(first, shots))
     return first[: min(n, *(len(query.prompt) - 1 for query in queries))]
+
+
+def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
+    least = min(len(one), len(other))
+    pairs = zip(one[:least], other[:least], strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), least)
 
 
 def _check_lengths(queries: list[Query], shared: tuple[int, ...], config: Any) -> None:

@@ -290,7 +290,10 @@ def test_a_real_run_scores_as_one_forward_of_prompt_and_choice_does(
     assert figures[f"{where}.25.random.rows_share"] == pytest.approx(0.25, abs=0.01)
     assert figures[f"{where}.int4.bytes_share"] == pytest.approx(0.3125)  # 16 dimensions a scale
     assert (f"{where}.exact.accuracy_norm" in figures) is (task in ("piqa", "openbookqa"))
-    assert len(shared_tokens(queries)) >= 64
+    encoded = tokenizer(drawn.prefix, add_special_tokens=False)["input_ids"]
+    assert len(shared_tokens(queries, encoded)) >= 64
+    alone = shared_tokens(queries[:1], encoded)  # of one question all prompts are alike to its end
+    assert 64 <= len(alone) <= len(encoded)
 
 
 def test_another_model_of_the_name_and_other_questions_are_measured_again(
