@@ -39,6 +39,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="of the lookup models' (default: all; few with --quick)",
     )
     add(
+        "--first", type=int, metavar="N",
+        help="number of the first of these (default 0; the default bound was chosen on 0 to 251)",
+    )  # fmt: skip
+    add(
         "--kept", type=_percents, default=KEPT, metavar="LIST",
         help=f"percent of the rows (default {','.join(map(str, KEPT))})",
     )  # fmt: skip
@@ -63,9 +67,12 @@ def _cells(options: Options) -> Sequence[Cell]:
         n = n_most if more.documents is None else more.documents
         if not 0 < n <= n_most:
             raise Unable(f"--documents wants 1 to {n_most}, got {n}")
-        return accuracy_lookup.cells(options, arms(more.kept), n)
-    if more.documents is not None:
-        raise Unable("--documents goes with the lookup models, --items with --model")
+        first = more.first or 0
+        if first < 0:
+            raise Unable(f"--first wants a number from 0 on, got {first}")
+        return accuracy_lookup.cells(options, arms(more.kept), range(first, first + n))
+    if {more.documents, more.first} != {None}:
+        raise Unable("--documents and --first go with the lookup models, --items with --model")
     if more.task is None or more.data is None:
         raise Unable("--model needs --task and --data")
     if more.shots is None:

@@ -7,7 +7,7 @@ over. Weights, arithmetic and rows are float16, as the checkpoints are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Final
 
@@ -29,8 +29,12 @@ _ARM_S: Final = 0.05
 _QUESTIONS: Final = 4
 
 
-def cells(options: Options, arms: dict[str, Arm], n_documents: int | None = None) -> list[Cell]:
-    """A cell for each document of each checkpoint; n_documents None: all of this size."""
+def cells(
+    options: Options, arms: dict[str, Arm], documents: Iterable[int] | None = None
+) -> list[Cell]:
+    """A cell for each of these documents (None: all of this size) and each checkpoint."""
+    if documents is None:
+        documents = range(N_DOCUMENTS[options.quick])
     torch.set_num_threads(1)
 
     @cache
@@ -42,7 +46,7 @@ def cells(options: Options, arms: dict[str, Arm], n_documents: int | None = None
         Cell({"group": checkpoint, "document": index, "arms": sorted(arms),
               "weights": weights[checkpoint]},
              _measure(engine, checkpoint, index, arms), seconds)
-        for index in range(n_documents or N_DOCUMENTS[options.quick])
+        for index in documents
         for checkpoint in CHECKPOINTS
     ]  # fmt: skip
 
