@@ -31,6 +31,7 @@ from impress.cli.survey import open_for_reading, survey
 from impress.report import write_report
 from impress.weights import weight_files
 from tiers.files import segment_paths
+from tiers.segments import SEGMENTS
 
 
 @pytest.fixture
@@ -264,6 +265,28 @@ def test_a_renamed_folder_is_unsound_also_once_a_writer_has_opened_it(path):
     assert done.returncode == 1 and "segments, so that nobody is served them" in done.stdout
 
 
+def test_segments_of_two_folders_in_one_are_moved_and_made_again(path):
+    """To rename it back made the others the strange ones: there was no way to purge any more."""
+    main, other = path / "shards/main", path / "shards/1"
+    main.rename(other)
+    mine = CONFIG.model_copy(update={"shard": 1})
+    with impress.PrefixStore.open(path, GEOMETRY, "a test", mine) as store:
+        put(store, [7, *PROMPT[1:]])
+    _, found = run_json("inspect", "--store", path)
+    assert found["spans"] == 1 and found["failed_shards"] == ["1"]
+    other.rename(main)
+    done = run("purge", "--store", path, "--namespace", "a test")
+    assert_refused(done, "move them to that of their number")
+    (strange,) = [file for file in (main / "segments").iterdir() if int(file.stem) >= SEGMENTS]
+    (other / "segments").mkdir(parents=True)
+    strange.rename(other / "segments" / strange.name)
+    assert run("rebuild", "--store", path).returncode == 0
+    with opened(path, "r") as store:
+        assert store.lookup(PROMPT) == len(PROMPT)
+        assert store.lookup([7, *PROMPT[1:]]) == len(PROMPT)
+    assert run("purge", "--store", path, "--namespace", "a test").returncode == 0
+
+
 def test_commands_that_only_look_hold_up_no_writer(tmp_path):
     """While inspect was open a full store refused every prompt: what it evicted stayed in limbo."""
     path = tmp_path / "store"
@@ -294,7 +317,9 @@ def test_a_shard_that_may_not_be_listed_is_named(path, monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "iterdir", iterdir)
     reader, identity = open_for_reading(path)
     with reader:
-        assert survey(reader, identity)["shards"][1]["total"] == 0
+        found = survey(reader, identity)
+    assert (found["failed_shards"], found["shards"][1]["total"]) == (["1"], 0)
+    assert found["tiers"]["ssd"]["missing"] == 0
 
 
 def test_verify_and_rebuild_name_a_folder_that_was_renamed(path):

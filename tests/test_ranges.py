@@ -126,6 +126,8 @@ class Played:
 
     def cuMemUnmap(self, at, size):
         assert size == PAGE and self.in_context() and not self.is_busy
+        if at not in self.mapped:
+            return (1,)
         del self.mapped[at]
         self.usable.discard(at)
         return (0,)

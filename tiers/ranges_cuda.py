@@ -125,6 +125,10 @@ class CudaRanges:
             backed.end()
 
 
+#: CUDA_ERROR_INVALID_VALUE: of cuMemUnmap, where nothing is mapped.
+_NOT_MAPPED: Final = 1
+
+
 @dataclass(slots=True)
 class _Backed:
     """What is mapped into one range: handles of pages by offset."""
@@ -136,16 +140,17 @@ class _Backed:
     pages: dict[int, Any] = field(default_factory=dict)
 
     def map(self, off: int, handle: Any) -> None:
-        try:
-            done = self.driver.cuMemMap(self.address + off, self.page_bytes, 0, handle, 0)
-            _call(done, "cuMemMap")
-        except MediumError:
+        self.pages[off] = handle  # first: Ctrl-C comes as the call returns, and it is mapped then
+        done = self.driver.cuMemMap(self.address + off, self.page_bytes, 0, handle, 0)
+        if int(done[0]):
+            del self.pages[off]
             self.driver.cuMemRelease(handle)
-            raise
-        self.pages[off] = handle
+            _call(done, "cuMemMap")
 
     def unmap(self, off: int) -> Any:
-        _call(self.driver.cuMemUnmap(self.address + off, self.page_bytes), "cuMemUnmap")
+        done = self.driver.cuMemUnmap(self.address + off, self.page_bytes)
+        if int(done[0]) != _NOT_MAPPED:  # else a map, or an unmap, was cut off here
+            _call(done, "cuMemUnmap")
         return self.pages.pop(off)
 
     def end(self) -> None:

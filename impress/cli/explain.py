@@ -74,8 +74,9 @@ def explain(
     Reads a snapshot of the index and the matching headers, no rows, and holds up no writer. Token
     ids are never printed.
 
-    With --query, the model then answers with one token over the same snapshot: how many rows each
-    layer chose and why, what it estimates to miss, from which tiers they came. Nothing is stored.
+    With --query, the model then answers with one token over a snapshot of its own: how many rows
+    each layer chose and why, what it estimates to miss, from which tiers they came. Nothing is
+    stored.
 
     **Exit status**
 
@@ -139,6 +140,7 @@ def _explained(
                 tokens, namespace, request = ask(
                     model, where, geometry, identity.window, prompt, query, policy
                 )
+        opened.follow()  # a model was loaded meanwhile, and no writer has waited for this reader
         found: dict[str, Any] = {
             "store": str(where), "window": identity.window, "mismatch": mismatch,
             "read_as": "text" if isinstance(prompt, str) else "token ids",

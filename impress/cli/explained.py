@@ -45,8 +45,8 @@ def say_unread(found: dict[str, Any]) -> None:
     if found["failed_shards"]:
         names = ", ".join(found["failed_shards"])
         say(
-            f"[bold]only a part is looked at[/bold]: shard {escape(names)} cannot be read (impress "
-            "verify says why), and what it holds counts as not stored here"
+            f"[bold]only a part is looked at[/bold]: shard {escape(names)} cannot be read, or not "
+            "all of it (impress verify says why), and what cannot counts as not stored here"
         )
 
 

@@ -166,7 +166,7 @@ def _shards(rows: list[dict[str, Any]], failed: list[str], window: int) -> Table
     for row in rows:
         writer = "nobody" if row["writer"] is None else f"process {row['writer']}"
         held = f"{row['spans']:,}", f"{row['windows'] * window:,}", size(row["used"])
-        if row["name"] in failed:
+        if row["name"] in failed and not row["spans"]:
             held = "unreadable", "–", "–"
         table.add_row(row["name"], *held, size(row["total"]), writer, str(row["readers"]))
     return table

@@ -105,8 +105,7 @@ def _erased(
         if n := shard.n_misnamed():
             raise StoreFailed(
                 f"{where}: nothing is purged, {n} segments of shard {shard.name} are numbered as "
-                "another folder's and would stay: give a folder that was renamed its name back and "
-                "run impress rebuild, or delete a copy"
+                f"another folder's and would stay: {Shard.RENAMED}"
             )
     stored, digests = set[bytes](), set[bytes]()
     there, unerased = list[SpanRecord](), 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,7 @@ from impress.errors import BadInput, FormatError
 from impress.spans.format import VERSION
 from impress.store import PrefixStore
 from impress.upkeep.shares import shares_of
-from impress.write.directory import Identity, read_identity, shards_of
+from impress.write.directory import Identity, Shard, read_identity, shards_of
 
 HOTTEST: Final = 5
 
@@ -42,13 +41,16 @@ def open_for_reading(path: Path) -> tuple[PrefixStore, Identity]:
 
 
 def unread(store: PrefixStore) -> list[str]:
-    """Shards of which nothing is seen: they cannot be read, or were renamed or copied."""
+    """Shards of which not all is seen: they cannot be read or listed, or were renamed or copied."""
     names = [*store.left_out()]
-    for shard in shards_of(store.path):
-        with suppress(OSError):  # whoever may not list them may not read them either
-            if shard.n_misnamed() and shard.name not in names:
-                names.append(shard.name)
-    return names
+    return names + [s.name for s in shards_of(store.path) if s.name not in names and _is_strange(s)]
+
+
+def _is_strange(shard: Shard) -> bool:
+    try:
+        return bool(shard.n_misnamed())
+    except OSError:
+        return True
 
 
 def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def _ssd(store: PrefixStore) -> dict[str, Any]:
 
     `missing`: bytes that spans own and no segment has. Shards that cannot be read do not count.
     """
-    left_out = store.left_out()
+    left_out = unread(store)
     shares = [s for s in shares_of(store.path, store.catalog) if s.name not in left_out]
     total, used = sum(share.total for share in shares), sum(share.used for share in shares)
     runs = [(record.span_id, record.n_windows) for record in store.catalog.records()]

@@ -221,8 +221,7 @@ class _Verification:
         if strange or misnamed:
             self._report(
                 f"shard {self._shard.name}: {strange} spans are numbered as another folder's, and "
-                f"{misnamed} segments, so that nobody is served them: give a renamed folder "
-                "its name back and run impress rebuild, or delete a copy"
+                f"{misnamed} segments, so that nobody is served them: {Shard.RENAMED}"
             )
         return records
 
@@ -363,6 +362,8 @@ class _Verification:
 
     def _drop_evicted(self) -> None:
         """Forget what was found about spans that a writer removed while this ran."""
+        if not self._values:  # none to be evicted; that the index cannot be read has been said
+            return
         evicted: set[int] = set()
         again = Verdict()
         now = _values(self._shard, again)

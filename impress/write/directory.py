@@ -256,6 +256,13 @@ class Shard:
         numbers = (int(path.stem) // SEGMENTS for path in segment_paths(self.segments))
         return sum(number != self.number for number in numbers)
 
+    RENAMED: Final = (
+        "give a folder that was renamed its name back, or, where there are others beside them, "
+        f"move them to that of their number (N.seg to shards/M/segments, M = N // {SEGMENTS}, "
+        "for 0 main), and run impress rebuild; or delete a copy"
+    )
+    """What to do where some are."""
+
     def check_index(self) -> None:
         """Raises FormatError where segments lie here without an index, or a purge was cut off;
         StoreFailed where that cannot be told."""
