@@ -74,9 +74,8 @@ def explain(
     Reads a snapshot of the index and the matching headers, no rows, and holds up no writer. Token
     ids are never printed.
 
-    With --query, the model then answers with one token over a snapshot of its own: how many rows
-    each layer chose and why, what it estimates to miss, from which tiers they came. Nothing is
-    stored.
+    With --query, the model then answers with one token over its own snapshot: how many rows each
+    layer chose and why, what it estimates to miss, from which tiers they came. Nothing is stored.
 
     **Exit status**
 
