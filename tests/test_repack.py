@@ -36,7 +36,7 @@ import impress
 from impress.policy import Exact, Policy
 from impress.repacking.packing import expected, likely_chosen, plan_repack, tiled
 from impress.repacking.repack import Repacker
-from impress.repacking.report import LINGERING
+from impress.repacking.report import LINGERING, RepackReport
 from impress.repacking.span_copy import SpanPart
 from impress.spans.layout import PlaneLayout
 from impress.spans.order import RowOrder
@@ -914,18 +914,10 @@ def test_a_commit_that_outlasts_the_wait_is_told_apart_from_the_next_copy(
     sound(store)
 
 
-def test_a_copy_that_takes_its_place_late_counts_as_moved(
-    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was counted as late and nothing else: not as moved, and what it had left, which somebody
-    still read, not as space of the repacker."""
-    monkeypatch.setattr("impress.write.reclaim.YIELD_TIMEOUT_S", 0.0)
-    store = open_store(geometry, repack_space_bytes=3 * 128 * geometry.token_bytes // 2)
-    leases = []
-    for seed in range(2):
-        put_prompt(store, prompt(128, seed)).wait(60)
-        look(store, prompt(128, seed))
-        leases.append(store.lease(prompt(128, seed)))
+def repack_late(
+    store: impress.Store, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> RepackReport:
+    """A pass that waits for none of its commits: they land after it."""
     committer, land, commit = store._home.committer, threading.Event(), store.index.commit
     assert committer is not None
     intend = committer.intend
@@ -938,9 +930,25 @@ def test_a_copy_that_takes_its_place_late_counts_as_moved(
         slow.setattr(impress.repacking.repack, "COMMIT_TIMEOUT_S", 0.0)
         slow.setattr(store.index, "commit", late)
         slow.setattr(committer, "intend", lambda record, _timeout_s: intend(record, 60))
-        report = store.repack(max_bytes=3 * 128 * geometry.token_bytes // 2)
+        report = store.repack(**options)
         land.set()
         store.flush()
+    return report
+
+
+def test_a_copy_that_takes_its_place_late_counts_as_moved(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was counted as late and nothing else: not as moved, and what it had left, which somebody
+    still read, not as space of the repacker."""
+    monkeypatch.setattr("impress.write.reclaim.YIELD_TIMEOUT_S", 0.0)
+    store = open_store(geometry, repack_space_bytes=3 * 128 * geometry.token_bytes // 2)
+    leases = []
+    for seed in range(2):
+        put_prompt(store, prompt(128, seed)).wait(60)
+        look(store, prompt(128, seed))
+        leases.append(store.lease(prompt(128, seed)))
+    report = repack_late(store, monkeypatch, max_bytes=3 * 128 * geometry.token_bytes // 2)
     outcomes = [span.outcome for span in report.spans]
     assert outcomes == ["not committed yet", "over this pass's bytes"]
     assert store.counters.grouped("repacks") == {"late": 1, "yes": 1}
@@ -960,21 +968,7 @@ def test_a_copy_whose_commit_is_late_counts_in_the_repackers_space(
     for seed in range(2):
         put_prompt(store, prompt(128, seed)).wait(60)
         look(store, prompt(128, seed))
-    committer, land, commit = store._home.committer, threading.Event(), store.index.commit
-    assert committer is not None
-    intend = committer.intend
-
-    def late(put: Any, *args: Any, **named: Any) -> None:
-        assert not put or land.wait(60)  # the swap's
-        commit(put, *args, **named)
-
-    with monkeypatch.context() as slow:
-        slow.setattr(impress.repacking.repack, "COMMIT_TIMEOUT_S", 0.0)
-        slow.setattr(store.index, "commit", late)
-        slow.setattr(committer, "intend", lambda record, _timeout_s: intend(record, 60))
-        report = store.repack()
-        land.set()
-        store.flush()
+    report = repack_late(store, monkeypatch)
     assert [span.outcome for span in report.spans] == ["not committed yet", LINGERING]
     sound(store)
 
