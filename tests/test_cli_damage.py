@@ -16,6 +16,7 @@ from console import (
     assert_refused,
     opened,
     put,
+    records_of,
     rows_of,
     run,
     run_json,
@@ -113,6 +114,22 @@ def test_no_size_is_negative_where_segments_are_short(path):
     ssd = found["tiers"]["ssd"]
     assert ssd["free"] == 0 and ssd["missing"] == ssd["used"] > 0
     assert "lie in no segment: impress verify" in run("inspect", "--store", path).stdout
+
+
+def test_what_is_missing_is_not_hidden_by_the_room_of_other_segments(tmp_path):
+    """By sums a lost segment was `missing` only as far as the others were full."""
+    path = tmp_path / "store"
+    with opened(path) as store:
+        put(store, list(range(30 * 64)))
+        put(store, list(range(9000, 9000 + 4 * 64)))
+    first, second = segment_paths(path / "shards/main/segments")
+    owned = [extent for record in records_of(path) for extent in (record.meta, *record.parts)]
+    lost = sum(extent.length for extent in owned if extent.segment == int(first.stem))
+    first.unlink()
+    _, found = run_json("inspect", "--store", path)
+    ssd = found["tiers"]["ssd"]
+    assert ssd["missing"] == found["shards"][0]["missing"] == lost > ssd["used"] - ssd["total"]
+    assert second.exists() and ssd["total"] > 0
 
 
 def test_what_belongs_to_tenants_of_one_model_is_shown_in_one_order(tmp_path):

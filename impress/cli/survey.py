@@ -16,7 +16,7 @@ from impress.config import Config
 from impress.errors import BadInput, FormatError
 from impress.spans.format import VERSION
 from impress.store import PrefixStore
-from impress.upkeep.shares import shares_of
+from impress.upkeep.shares import Share, shares_of
 from impress.write.directory import Identity, Shard, read_identity, shards_of
 
 HOTTEST: Final = 5
@@ -55,6 +55,10 @@ def _is_strange(shard: Shard) -> bool:
 
 def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
     """Identity, occupancy, spans, namespaces, hottest prefixes. Ready for JSON."""
+    shares = shares_of(store.path, store.catalog)
+    if any(share.missing for share in shares):  # a writer may have evicted it meanwhile
+        store.follow()
+        shares = shares_of(store.path, store.catalog)
     counts = store.catalog.counts()
     g = identity.geometry
     return {
@@ -67,10 +71,10 @@ def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
             "head_dim": g.head_dim, "v_head_dim": g.v_dim, "dtype": g.dtype,
             "token_bytes": g.token_bytes,
         },
-        "shards": [asdict(share) for share in shares_of(store.path, store.catalog)],
+        "shards": [asdict(share) for share in shares],
         "failed_shards": unread(store),
         "damaged_index_values": store.counters["damaged_spans"],
-        "tiers": {"hbm": None, "dram": None, "ssd": _ssd(store)},
+        "tiers": {"hbm": None, "dram": None, "ssd": _ssd(store, shares)},
         "spans": counts["spans"],
         "nodes": counts["nodes"],
         "windows": counts["windows"],
@@ -98,19 +102,19 @@ def known_of(store: PrefixStore, span: int) -> tuple[float | None, float | None]
     return score, None if math.isnan(important) else important
 
 
-def _ssd(store: PrefixStore) -> dict[str, Any]:
+def _ssd(store: PrefixStore, shares: Sequence[Share]) -> dict[str, Any]:
     """Bytes of the segments; what spans own is used. A writer's unfinished stores count as free.
 
     `missing`: bytes that spans own and no segment has. Shards that cannot be read do not count.
     """
     left_out = unread(store)
-    shares = [s for s in shares_of(store.path, store.catalog) if s.name not in left_out]
+    shares = [share for share in shares if share.name not in left_out]
     total, used = sum(share.total for share in shares), sum(share.used for share in shares)
     runs = [(record.span_id, record.n_windows) for record in store.catalog.records()]
     n_windows = store.catalog.counts()["windows"]
     return {
         "total": total, "used": used, "free": max(0, total - used),
-        "missing": sum(max(0, share.used - share.total) for share in shares),
+        "missing": sum(share.missing for share in shares),
         "dead_bytes": sum(dead.n_bytes for dead in store.catalog.dead()),
         "chunks": n_windows * store.geometry.n_layers,
         "important_share": mean_known(store, runs)[1],

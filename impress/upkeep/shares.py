@@ -24,7 +24,8 @@ class Share:
     spans: int
     windows: int  # in the tree
     total: int  # bytes of its segments
-    used: int  # of them, what spans own
+    used: int  # what spans own
+    missing: int  # of that, what lies in no segment
     writer: int | None
     readers: int
 
@@ -36,16 +37,22 @@ def shares_of(path: Path, catalog: MergedCatalog) -> list[Share]:
 
 
 def _share(shard: Shard, catalog: MergedCatalog, locks: dict[_File, int]) -> Share:
-    used = sum(extent.length for extent in catalog.extents(shard.spans)[0])
+    owned = catalog.extents(shard.spans)[0]
     views = catalog.views_of(shard.spans)
-    total = 0
+    sizes: dict[int, int] = {}
     with suppress(OSError):  # another user's, which may not be listed
-        total = sum(size_of(path) for path in segment_paths(shard.segments))
+        sizes = {int(path.stem): size_of(path) for path in segment_paths(shard.segments)}
+    missing = sum(
+        extent.length - min(max(sizes.get(extent.segment, 0) - extent.off, 0), extent.length)
+        for extent in owned
+    )
     device = _device(shard.path)
     holders = (locks.get((*device, _inode(path))) for path in shard.readers.glob("*"))
     readers = sum(holder not in (None, os.getpid()) for holder in holders)  # who asks is none
     writer = locks.get((*device, _inode(shard.path / "lock")))
-    return Share(shard.name, len(views), sum(views.values()), total, used, writer, readers)
+    total, used = sum(sizes.values()), sum(extent.length for extent in owned)
+    n_windows = sum(views.values())
+    return Share(shard.name, len(views), n_windows, total, used, missing, writer, readers)
 
 
 def _locked_by() -> dict[_File, int]:
