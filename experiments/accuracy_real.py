@@ -91,14 +91,15 @@ def _weights(model: str, config: Any) -> str:
 
 def query_of(tokenizer: Any, drawn: Drawn, item: Item, task: str) -> Query:
     """A question behind the shared prefix, tokenised as lm-eval does: the choice's tokens are those
-    that the prompt with it has more than the prompt alone."""
+    that the prompt with it has more than the prompt alone; white space that ends the prompt belongs
+    to the choice."""
 
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    text = drawn.prefix + item.context
-    prompt = encode(text)
-    choices = tuple(encode(text + choice)[len(prompt) :] for choice in item.choices)
+    whole = drawn.prefix + item.context
+    prompt = encode(whole.rstrip())
+    choices = tuple(encode(whole + choice)[len(prompt) :] for choice in item.choices)
     if not all(choices):
         raise Unable(f"a choice of {item.choices} adds no token to its prompt with this tokenizer")
     lengths = tuple(len(choice) - 1 for choice in item.choices)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from experiments import accuracy, accuracy_measure
 from experiments.accuracy_real import documents_of, query_of, shared_tokens
 from experiments.harness import main
-from experiments.tasks import FORMATS, Rows, draw, load
+from experiments.tasks import FORMATS, Drawn, Rows, draw, load
 from experiments.tasks.formats import Item
 from impress.errors import BadInput
 from impress.policy import Exact
@@ -29,7 +29,7 @@ TASKS = ("rte", "copa", "piqa", "openbookqa")
 
 
 def test_rte_is_asked_as_lm_eval_asks_it() -> None:
-    item = load("rte", str(DATA / "rte")).validation[1]
+    item = load("rte", str(DATA / "rte")).asked[1]
     assert item.context == (
         "Ten climbers reached the top before the storm.\n"
         "Question: Some climbers reached the top. True or False?\nAnswer:"
@@ -43,12 +43,12 @@ def test_copa_drops_the_full_stop_and_connects() -> None:
     rows = load("copa", str(DATA / "copa"))
     assert rows.train[0].context == "My body cast a shadow over the grass because"
     assert rows.train[0].choices == (" the sun was rising.", " the grass was cut.")
-    assert rows.validation[0].context == "The man turned on the faucet therefore"
-    assert rows.validation[0].gold == 1
+    assert rows.asked[0].context == "The man turned on the faucet therefore"
+    assert rows.asked[0].gold == 1
 
 
 def test_piqa_and_openbookqa_read_both_forms(tmp_path: Path) -> None:
-    item = load("piqa", str(DATA / "piqa" / "val.jsonl")).validation[0]
+    item = load("piqa", str(DATA / "piqa" / "val.jsonl")).asked[0]
     assert item.context == "Question: dresser\nAnswer:"
     assert item.choices[0] == " replace drawer with bobby pin" and item.gold == 1
     published = FORMATS["piqa"].parse(
@@ -56,7 +56,7 @@ def test_piqa_and_openbookqa_read_both_forms(tmp_path: Path) -> None:
          "sol2": "finish, woodgrain with  bobby pin", "label": 1}, "row",
     )  # fmt: skip
     assert published == item
-    book = load("openbookqa", str(DATA / "openbookqa")).validation[1]
+    book = load("openbookqa", str(DATA / "openbookqa")).asked[1]
     assert book.context == "Predators eat" and book.choices[2] == " bunnies" and book.gold == 2
     published = FORMATS["openbookqa"].parse(
         {"question_stem": "Predators eat", "answerKey": "C ",
@@ -128,7 +128,7 @@ def test_a_file_that_is_no_rows_is_named(tmp_path: Path, text: bytes, says: str)
 def test_what_is_not_there_is_said_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(BadInput, match=r"no val\.jsonl"):
+    with pytest.raises(BadInput, match=r"none in any of val\.jsonl, validation\.jsonl, dev\.jsonl"):
         load("rte", str(tmp_path))
     with pytest.raises(BadInput, match="no such file"):
         load("rte", "/nowhere/rte.jsonl")
@@ -153,6 +153,30 @@ def test_a_data_set_of_the_hub_is_read_by_name(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(BadInput, match="super_glue validation row 1: field 'label'"):
         load("rte", "super_glue")
     assert asked == [("super_glue", "rte")]
+
+
+def test_of_openbookqa_the_split_is_asked_that_the_harness_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its test split has answers, and lm-eval asks that; of the other three tasks validation."""
+    row = {"answerKey": "A", "choices": {"text": ["a", "b"], "label": ["A", "B"]}}
+    data = {split: [{**row, "question_stem": split}] for split in ("train", "validation", "test")}
+    fake = types.SimpleNamespace(load_dataset=lambda *_name: data)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setattr("experiments.tasks.rows.find_spec", lambda name: fake)
+    for split, rows in data.items():
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(rows[0]))
+    for found in (load("openbookqa", "openbookqa"), load("openbookqa", str(tmp_path))):
+        assert (found.split, found.asked[0].context, found.train[0].context) == (
+            "test", "test", "train",
+        )  # fmt: skip
+    (tmp_path / "test.jsonl").unlink()
+    assert load("openbookqa", str(tmp_path)).asked[0].context == "validation"
+    good = (DATA / "rte" / "val.jsonl").read_text()
+    for split in ("validation", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(good if split == "validation" else "{}")
+    (tmp_path / "train.jsonl").unlink()
+    assert load("rte", str(tmp_path)).split == "validation"
 
 
 class DatasetsError(Exception):
@@ -190,7 +214,7 @@ def test_shots_come_from_train_and_are_the_same_for_all() -> None:
     rows = load("copa", str(DATA / "copa"))
     drawn = draw(rows, 2, seed=3)
     assert drawn == draw(rows, 2, seed=3)
-    assert drawn.shots_from == "train" and drawn.items == rows.validation
+    assert drawn.shots_from == "train" and drawn.items == rows.asked
     texts = [f"{item.context}{item.choices[item.gold]}\n\n" for item in rows.train]
     assert drawn.prefix in {a + b for a in texts for b in texts}
 
@@ -204,7 +228,7 @@ def test_without_a_train_split_shots_are_not_asked() -> None:
     with pytest.raises(BadInput, match="has 4 to give"):
         draw(rows, 5, seed=0)
     with pytest.raises(BadInput, match="at least 1"):
-        draw(Rows("rte", (), rows.validation), 0, seed=0)
+        draw(Rows("rte", (), rows.asked), 0, seed=0)
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -294,6 +318,18 @@ def test_a_real_run_scores_as_one_forward_of_prompt_and_choice_does(
     assert len(shared_tokens(queries, encoded)) >= 64
     alone = shared_tokens(queries[:1], encoded)  # of one question all prompts are alike to its end
     assert 64 <= len(alone) <= len(encoded)
+
+
+def test_white_space_that_ends_a_prompt_is_scored_with_the_choice(model_dir: Path) -> None:
+    """lm-eval moves it there: stems of OpenBookQA end in a space, and were cut behind it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    item = Item("Predators eat \n", (" lions", " bunnies"), 1, "it")
+    query = query_of(tokenizer, Drawn("", (item,), "train"), item, "openbookqa")
+    prompt = tokenizer("Predators eat")["input_ids"]
+    wanted = [tokenizer(f"Predators eat \n{choice}")["input_ids"] for choice in item.choices]
+    assert [*query.prompt] == prompt
+    assert [[*choice] for choice in query.choices] == [one[len(prompt) :] for one in wanted]
+    assert query.lengths == (5, 7)  # acc_norm goes by the choices alone
 
 
 def test_another_model_of_the_name_and_other_questions_are_measured_again(

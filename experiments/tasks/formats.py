@@ -32,12 +32,14 @@ class Item:
 class Format:
     """How one task's rows become questions. `normalised`: lm-eval reports acc_norm too.
 
-    `config`: the data set's configuration on the Hugging Face hub, None for its only one.
+    `config`: the data set's configuration on the Hugging Face hub, None for its only one. `asks`:
+    the splits that lm-eval asks, the first that there is.
     """
 
     parse: Callable[[Mapping[str, Any], str], Item]
     normalised: bool
     config: str | None
+    asks: tuple[str, ...] = ("validation",)
 
 
 def _rte(row: Mapping[str, Any], where: str) -> Item:
@@ -92,7 +94,7 @@ FORMATS: Final[dict[str, Format]] = {
     "rte": Format(_rte, False, "rte"),
     "copa": Format(_copa, False, "copa"),
     "piqa": Format(_piqa, True, None),
-    "openbookqa": Format(_openbookqa, True, "main"),
+    "openbookqa": Format(_openbookqa, True, "main", ("test", "validation")),
 }
 
 

@@ -13,21 +13,28 @@ from experiments.tasks.formats import FORMATS, Format, Item
 from impress.errors import BadInput
 
 #: What the file of a split may be called, without .jsonl; the first that is there.
-_SPLITS: Final = {"train": ("train",), "validation": ("val", "validation", "dev")}
+_SPLITS: Final = {
+    "train": ("train",), "validation": ("val", "validation", "dev"), "test": ("test",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A task's questions; `train` is empty where the data has no such split."""
+    """A task's questions; `train` is empty where the data has no such split.
+
+    `asked`: of the `split` that lm-eval asks: of OpenBookQA test, where the data has it.
+    """
 
     task: str
     train: tuple[Item, ...]
-    validation: tuple[Item, ...]
+    asked: tuple[Item, ...]
+    split: str = "validation"
 
 
 def load(task: str, data: str) -> Rows:
-    """Every question of a task. `data`: a folder of train.jsonl and val.jsonl, one file with the
-    questions to ask, or the name of a data set on the Hugging Face hub (needs `datasets`).
+    """Every question of a task. `data`: a folder of train.jsonl and val.jsonl (OpenBookQA:
+    test.jsonl or else that), one file with the questions to ask, or the name of a data set on the
+    Hugging Face hub (needs `datasets`).
 
     Raises BadInput naming file, line and field of a row that is malformed, or what is missing.
     """
@@ -40,15 +47,17 @@ def load(task: str, data: str) -> Rows:
             raise BadInput(f"{path}: no rows")
         return Rows(task, (), rows)
     if path.is_dir():
-        train, validation = (_of_folder(path, names, form) for names in _SPLITS.values())
-        if not validation:
-            raise BadInput(f"{path}: no val.jsonl with rows (nor validation.jsonl, dev.jsonl)")
-        return Rows(task, train, validation)
+        train = _of_folder(path, "train", form)
+        for split in form.asks:
+            if asked := _of_folder(path, split, form):
+                return Rows(task, train, asked, split)
+        other = ", ".join(f"{name}.jsonl" for split in form.asks for name in _SPLITS[split])
+        raise BadInput(f"{path}: no rows to ask: none in any of {other}")
     return _of_hub(task, data, form)
 
 
-def _of_folder(folder: Path, names: tuple[str, ...], form: Format) -> tuple[Item, ...]:
-    files = (folder / f"{name}.jsonl" for name in names)
+def _of_folder(folder: Path, split: str, form: Format) -> tuple[Item, ...]:
+    files = (folder / f"{name}.jsonl" for name in _SPLITS[split])
     file = next((file for file in files if file.is_file()), None)
     return tuple(_of_file(file, form)) if file is not None else ()
 
@@ -83,12 +92,12 @@ def _of_hub(task: str, name: str, form: Format) -> Rows:
     except Exception as err:  # not reached, not so arranged, a script: `datasets` has its own
         said = (str(err).strip().splitlines() or [type(err).__name__])[0]
         raise BadInput(f"{name}: {said}; or give a folder of train.jsonl and val.jsonl") from None
-    splits = []
-    for split in _SPLITS:
-        rows = found.get(split, ())
-        splits.append(
-            tuple(form.parse(row, f"{name} {split} row {i}") for i, row in enumerate(rows))
-        )
-    if not splits[1]:
-        raise BadInput(f"{name}: no validation split with rows")
-    return Rows(task, *splits)
+
+    def of(split: str) -> tuple[Item, ...]:
+        rows = enumerate(found.get(split, ()))
+        return tuple(form.parse(row, f"{name} {split} row {i}") for i, row in rows)
+
+    for split in form.asks:
+        if asked := of(split):
+            return Rows(task, of("train"), asked, split)
+    raise BadInput(f"{name}: no {' or '.join(form.asks)} split with rows")

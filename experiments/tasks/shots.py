@@ -27,7 +27,7 @@ class Drawn:
 def draw(rows: Rows, n_shots: int, seed: int, n_items: int | None = None) -> Drawn:
     """n_shots answered questions of the train split by chance, the same before every question.
 
-    Without a train split they come from the validation split. What is about the same thing as a
+    Without a train split they come from the split that is asked. What is about the same thing as a
     shot is not asked. n_items: ask only so many, by chance. lm-eval draws other shots for each
     question; a stored prefix is one for all. Raises BadInput where there are too few rows, or none
     asked for.
@@ -37,13 +37,13 @@ def draw(rows: Rows, n_shots: int, seed: int, n_items: int | None = None) -> Dra
     if n_items is not None and n_items < 1:
         raise BadInput(f"items: at least 1 is asked, got {n_items}")
     rng = np.random.default_rng(seed)
-    pool, split = (rows.train, "train") if rows.train else (rows.validation, "validation")
-    most = len(pool) - (split == "validation")
+    pool, split = (rows.train, "train") if rows.train else (rows.asked, rows.split)
+    most = len(pool) - (pool is rows.asked)
     if n_shots > most:
         raise BadInput(f"shots: {n_shots} asked for, the {split} split has {most} to give")
     chosen = [int(i) for i in rng.permutation(len(pool))[:n_shots]]
     about = {pool[i].about for i in chosen}  # a question about the same thing has its answer there
-    left = tuple(item for item in rows.validation if item.about not in about)
+    left = tuple(item for item in rows.asked if item.about not in about)
     if not left:
         raise BadInput(f"shots: {n_shots} leave no question that is about something else")
     if n_items is not None and n_items < len(left):
