@@ -11,8 +11,9 @@ from typing import Final
 
 from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
+from experiments.systems.paired import say, shares_lost, times
 from experiments.systems.sizes import Verdict, arguments, checked, how, meta
-from experiments.systems.sweep import Plan, by_cell, cell, check_cell, draw_p50, line, ratio
+from experiments.systems.sweep import Plan, by_cell, cell, check_cell, draw_p50, line
 
 #: Technique -> IMPRESS without it.
 WITHOUT: Final = {
@@ -40,14 +41,12 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
         whole = systems.get("impress")
         if whole is None:
             continue
-        lost = {
-            name: systems[without]["p50_ms"] - whole["p50_ms"]
-            for name, without in WITHOUT.items() if without in systems
-        }  # fmt: skip
-        total = sum(max(ms, 0.0) for ms in lost.values())
-        for name, ms in lost.items():
-            said[f"{label}.{name}.times"] = ratio(systems[WITHOUT[name]]["p50_ms"], whole["p50_ms"])
-            said[f"{label}.{name}.share"] = max(ms, 0.0) / total if total else 0.0
+        without = {name: systems[arm] for name, arm in WITHOUT.items() if arm in systems}
+        for name, row in without.items():
+            say(said, f"{label}.{name}.times", times(row, whole))
+            say(said, f"{label}.{name}.mean_times", times(row, whole, "mean_ms"))
+        for name, share in shares_lost(whole, without).items():
+            say(said, f"{label}.{name}.share", share)
     return said, rows
 
 

@@ -165,12 +165,13 @@ LINES: Final = (
          f"{_SLICE}; what is left of them beside waits that are stretched"),
     Line("Fig 18", "what p50 loses without identification / reordering / caching, as shares of the "
          "three losses", "of the gain: 60/30/10 (30B RTE), 36/8/56 (13B COPA)",
-         tuple(Ours("ablation", f"{model}.{name}.share", "{:.0%}", f"{model} {name} ")
+         tuple(Ours("ablation", f"{model}.{name}.share", "{:.0%}", f"{model} {name} ",
+                    within=True)
                for model in ("opt-30b", "opt-13b")
                for name in ("identification", "reordering", "caching")), "emulated",
          "each is left out alone here: the three losses are more than the whole gain; caching is "
-         "left out for LFU, which for OPT-13B is faster at p50 (by the mean a tenth slower); it "
-         "hangs on how requests look at rows (knobs) and on the cache ratio"),
+         "left out for LFU, which for OPT-13B is faster at p50; it hangs on how requests look at "
+         "rows (knobs) and on the cache ratio"),
     Line("Fig 20", "chunks touched, before ÷ after reordering", "1.2×",
          (Ours("chunks", "chunks_times_fewer.64"), _OVERLAP), "computed", _AT),
     Line("Fig 20", "I/O time of a packed sparse read ÷ sequential floor, overlap ≥ .9", "",

@@ -152,12 +152,13 @@ _BY: Final = ("p50_ms", "mean_ms")
 
 
 def across_table(report: Mapping[str, Any]) -> str:
-    """p50 of some systems, a line for each cell, with the measured fallback share, and the rate of
-    the disk that compute was stretched by, and the commit where rows say it."""
+    """p50 of some systems, a line for each cell, with the measured fallback share, the rate of the
+    disk that compute was stretched by and fio's before it, and the commit where rows say it."""
     heads = [
         "cell",
         "fell back",
         "disk GB/s",
+        "fio GB/s",
         "commit",
         *_ACROSS,
         "AS+H2O+LFU ÷ impress",
@@ -170,29 +171,32 @@ def across_table(report: Mapping[str, Any]) -> str:
         p50 = {name: row["p50_ms"] for name, row in systems.items()}
         lfu, ours = (systems.get(name, {}) for name in ("as_h2o_lfu", "impress"))
         ratios = [times(lfu, ours, of) if of in lfu and of in ours else None for of in _BY]
-        ratios += [worst_of(systems, of) for of in _BY]
+        barred = [worst_of(systems, of) for of in _BY]
         fell = systems["impress"]["fell_back"] if "impress" in systems else ""
         commits = dict.fromkeys(row.get("commit", "") for row in systems.values())
         rates = [
             row.get("disk_gb_s", PAPER_DISK_GB_S / row["dilation"])
             for row in systems.values() if "dilation" in row
         ]  # fmt: skip
+        by_fio = [row["fio_gb_s"] for row in systems.values() if "fio_gb_s" in row]
         values = [
             fell,
             rates[0] if rates else "",
+            by_fio[0] if by_fio else "",
             " ".join(commits),
             *(p50.get(name, "") for name in _ACROSS),
-            *map(_with_interval, ratios),
+            *(_with_interval(found, 3) for found in ratios),
+            *(_with_interval(found, 4) for found in barred),  # a bar of 1.05 within 1.0533
         ]
         made.append(f"| {label} | {' | '.join(_cell(value) for value in values)} |")
     return "\n".join(made) + "\n"
 
 
-def _with_interval(found: Times | None) -> str:
+def _with_interval(found: Times | None, digits: int) -> str:
     if found is None:
         return ""
-    low, high = found.low, found.high
-    return f"{found.ratio:.3g}" + ("" if low is None else f" [{low:.3g}, {high:.3g}]")
+    shown = [f"{end:.{digits}g}" for end in found if end is not None]
+    return shown[0] + (f" [{', '.join(shown[1:])}]" if shown[1:] else "")
 
 
 def _cell(value: Any) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import ttft
-from experiments.systems.paired import each_ms, times, worst_of
+from experiments.systems.paired import each_ms, shares_lost, times, worst_of
 
 
 def _row(ms: Any, **more: Any) -> dict[str, Any]:
@@ -54,6 +54,31 @@ def test_a_report_without_each_request_has_a_ratio_alone() -> None:
     assert times({**old, "p50_ms": 12.5}, old) == (1.25, None, None)
     assert times(_row([1.0], io_ms=6.0), _row([1.0], io_ms=4.0), "io_ms") == (1.5, None, None)
     assert times(old, {"p50_ms": 0.0}).ratio == float("inf")
+
+
+def test_shares_of_a_gain_have_intervals() -> None:
+    """What caching lost stood there as 10 %: it was anything from nothing to 14."""
+    rng = np.random.default_rng(5)
+    whole = rng.uniform(20, 30, 60)
+    without = {
+        "much": _row(2 * whole), "slower": _row(0.9 * whole),
+        "little": _row(whole + rng.normal(1, 8, 60)),
+    }  # fmt: skip
+    found = shares_lost(_row(whole), without)
+    assert sum(one.ratio for one in found.values()) == pytest.approx(1)
+    assert found["slower"] == (0, 0, 0)
+    for name in ("much", "little"):
+        share, low, high = found[name]
+        assert low is not None and high is not None and low <= share <= high
+        assert high - low > 0.02
+    assert found["little"].low == 0 and found["much"].ratio > 0.8
+    old = {"p50_ms": 10.0}
+    assert shares_lost(old, {"a": {"p50_ms": 13.0}, "b": {"p50_ms": 11.0}}) == {
+        "a": (0.75, None, None), "b": (0.25, None, None),
+    }  # fmt: skip
+    assert shares_lost(old, {"a": old, "b": {"p50_ms": 9.0}}) == {
+        "a": (0.0, None, None), "b": (0.0, None, None),
+    }  # fmt: skip
 
 
 def test_the_chosen_mode_stands_beside_the_best_of_the_three() -> None:

@@ -59,6 +59,24 @@ def times(one: Mapping[str, Any], other: Mapping[str, Any], of: str = "p50_ms") 
     return Times(ratio, float(low), float(high))
 
 
+def shares_lost(
+    whole: Mapping[str, Any], without: Mapping[str, Mapping[str, Any]], of: str = "p50_ms"
+) -> dict[str, Times]:
+    """What `whole` is faster by than each that lacks something, as a share of all these gains; one
+    that is faster without has none. Intervals as those of `times`."""
+    lost = np.array([max(row[of] - whole[of], 0.0) for row in without.values()])
+    shares = (lost / lost.sum() if lost.any() else lost).tolist()
+    if not all("each_ms" in row for row in (whole, *without.values())):
+        return {name: Times(share) for name, share in zip(without, shares, strict=True)}
+    base, *others = _drawn([whole, *without.values()], of)
+    drawn = np.maximum(np.array(others) - base, 0.0)
+    drawn /= np.maximum(drawn.sum(axis=0), 1e-9)
+    ends = np.percentile(drawn, (2.5, 97.5), axis=1).T.tolist()
+    return {
+        name: Times(share, *both) for name, share, both in zip(without, shares, ends, strict=True)
+    }
+
+
 def worst_of(systems: Mapping[str, Mapping[str, Any]], of: str = "p50_ms") -> Times | None:
     """The chosen mode's time ÷ the best of recomputing, exact and sparse, in a cell. `of`: p50, or
     the mean, which is what it goes by; reports of before it was noted have none.
