@@ -112,6 +112,40 @@ def test_who_needs_no_order_gets_rows_as_they_lie(
     assert store.buffers.used_bytes == 0
 
 
+@pytest.mark.parametrize("geometry", [SHARED, ALONE], ids=["shared pieces", "a piece a row"])
+@pytest.mark.parametrize("into", [False, True], ids=["to the session's memory", "to the caller's"])
+def test_what_is_held_of_a_packed_span_may_fill_other_chunks_than_its_own(
+    geometry: impress.Geometry, into: bool, open_store: Open
+) -> None:
+    """Rising importance puts a span's first windows into its last chunks, which they fill. Beside a
+    span whose rows lie among others' they come in order: by their chunks' number, and not their
+    own, they were other windows' rows, or what the memory held of another request."""
+    chunk = SpanLayout.of(geometry, 64, 1).chunk_bytes
+    store = open_store(geometry, dram_bytes=9 * chunk)
+    tokens = prompt(N)
+    fork = np.concatenate((tokens[:128], prompt(N, 1)[128:]))
+    rising = np.tile(np.arange(256.0), (2, 1))
+    assert put_prompt(store, tokens[:256], importance=rising, wait_s=30).wait(60)
+    spread = np.random.default_rng(3).random((2, N))
+    assert put_prompt(store, fork, importance=spread, wait_s=30).wait(60)
+    for turn in range(6):
+        for n, first in ((128, 0), (256, 0), (N, 0), (256, 64), (N, 64)):
+            outs = [
+                (torch.full((n - first, geometry.n_kv_heads, geometry.head_dim), 7.0)
+                 .transpose(0, 1),
+                 torch.full((n - first, geometry.n_kv_heads, geometry.v_dim), 7.0).transpose(0, 1))
+                for _ in range(geometry.n_layers)
+            ]  # fmt: skip
+            in_order = bool(turn % 3)
+            read_all(store, fork, n, first=first, outs=outs if into else None, in_order=in_order)
+            wait_for_promotions(store)
+    for first in (64, 128):  # a span alone, of which the beginning is not asked for
+        read_all(store, tokens, 256, first=first, in_order=False)
+    wait_for_promotions(store)
+    rows = store.stats()["rows_from"]
+    assert rows["ssd"] and rows["dram"] and store.buffers.used_bytes == 0
+
+
 @pytest.mark.parametrize("probe", ["heads3-v1", "int4-v1"], ids=["by records", "by all keys"])
 def test_a_layer_that_falls_back_comes_as_it_lies_but_not_beside_its_keys(
     probe: str, open_store: Open

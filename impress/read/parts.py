@@ -108,9 +108,11 @@ class Part:
         Of all rows of a packed span found when first asked for: who asks for all layers need not.
         """
         if self._ordinals is None and self.is_packed:
-            window, order = self.source.held.record.window, self.source.order
+            held, order = self.source.held, self.source.order
+            window = held.record.window
             assert order is not None, "only rows with an order are packed"
-            found = order.run(self.layer, self.first * window, self.count * window)
+            # Those held: of a span held by part they fill as many chunks, but others.
+            found = order.run(self.layer, held.first * window, held.count * window)
             found -= self.first * window
             self._ordinals = found  # at last: another thread may be at it
         return self._ordinals
