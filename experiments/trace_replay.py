@@ -20,7 +20,8 @@ import numpy as np
 
 from experiments.trace_file import Request
 from impress.blockhash import labels_of, namespace_digest, root_key
-from impress.cache.chunks import ChunkCache, levels_of
+from impress.cache.chunks import ChunkCache
+from impress.cache.levels import levels_of
 from impress.config import Config
 from impress.read.parts import Source
 from impress.read.worth import judge, ranks_if_used

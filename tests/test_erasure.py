@@ -29,6 +29,7 @@ from impress.tree.merged import MergedCatalog
 from impress.tree.nodes import Ids
 from impress.tree.radix import RadixTree
 from impress.upkeep.rebuild import rebuild_store
+from impress.write import env
 from impress.write.env import compact
 from impress.write.limbo import Limbo
 from impress.write.reclaim import Reclaim
@@ -434,9 +435,9 @@ def test_a_purge_reaches_a_span_between_tree_and_limbo(
         forgotten.set()
         assert looking.wait(60)
 
-    def looks(reclaim: Reclaim) -> Any:
+    def looks(reclaim: Reclaim, look: Callable[[], Any]) -> Any:
         looking.set()
-        return at_rest(reclaim)
+        return at_rest(reclaim, look)
 
     def purged(roots: Collection[bytes]) -> list[int]:
         gone = purge(roots)
@@ -771,6 +772,26 @@ def test_an_index_that_was_replaced_goes_though_a_purge_was_killed_before_it_cou
     with open_store(geometry) as store:
         assert store.lookup(prompt(256, 1)) == 0
         assert prompt(256, 1).tobytes()[:256] not in everything_in(path)
+
+
+def test_the_removal_of_an_index_that_was_replaced_is_durable(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut brought it back, with the token ids, behind "erased": the last sync was before
+    the removal."""
+    with open_store(geometry) as store:
+        put_prompt(store, prompt(256, 1)).wait(60)
+        path = store.path
+    there: list[bool] = []
+    gone = path / "shards/main/index.gone"
+
+    def synced(folder: Path) -> None:
+        if folder == gone.parent:
+            there.append(gone.exists())
+
+    monkeypatch.setattr(env, "sync_path", synced)
+    compact(path / "shards/main/index")
+    assert there and not there[-1]
 
 
 def test_an_index_that_was_set_aside_goes_with_a_purge(

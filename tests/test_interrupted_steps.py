@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,6 +26,7 @@ from test_repack import look
 import impress
 from impress.cache.chunks import ChunkCache, Ids
 from impress.cache.heap import MinHeap
+from impress.read import climb
 from impress.read.tickets import nothing
 from impress.repacking.drafts import Drafts
 from impress.repacking.repack import Repacker
@@ -34,6 +35,8 @@ from impress.spans.format import SpanRecord
 from impress.tree.catalog import Catalog
 from impress.tree.radix import RadixTree
 from impress.tree.views import Views
+from impress.usage.history import History, Note
+from impress.usage.remembered import Remembered
 from impress.write.home import Home
 from impress.write.reclaim import Reclaim
 from tiers.base import PAGE, Extent, Slot
@@ -234,6 +237,55 @@ def test_an_interrupted_copy_takes_no_place(how: str) -> None:
     at_each_step(make, act, check, first=how == "publish")  # at its first it has not begun
 
 
+def test_an_interrupted_climb_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between taking places and filling them, and on the way into publishing them: nobody found
+    these chunks, and as they had a place they were not copied again."""
+    monkeypatch.setattr(climb, "_copy", lambda *_: None)
+    counters = SimpleNamespace(add=lambda *_: None)
+    load: Any = SimpleNamespace(layer=0, reading=SimpleNamespace(counters=counters))
+    held = SimpleNamespace(record=SimpleNamespace(n_windows=6))
+    part: Any = SimpleNamespace(span=1, first=0, source=SimpleNamespace(held=held))
+
+    def act(cache: ChunkCache) -> None:
+        climb._copy_up(load, part, 0, [np.arange(4)] * 2, None, cache, None)
+
+    def check(cache: ChunkCache) -> None:
+        assert sum(cache.occupancy().values()) in (0, 4)
+        assert_nothing_is_lost(cache)
+
+    at_each_step(lambda: ChunkCache(8 * 8192, {0: 4096, 1: 4096}, 1), act, check)
+
+
+def test_an_interrupted_abandoning_of_copies_can_be_repeated() -> None:
+    def make() -> tuple[ChunkCache, Ids]:
+        cache = ChunkCache(8 * 8192, {0: 4096, 1: 4096}, 1)
+        return cache, cache.admit(1, 6, 0, np.arange(4))[1]
+
+    def check(state: tuple[ChunkCache, Ids]) -> None:
+        cache, entries = state
+        cache.abandon(entries)
+        assert_nothing_is_lost(cache)
+
+    at_each_step(make, lambda state: state[0].abandon(state[1]), check)
+
+
+def test_what_is_remembered_is_counted_wherever_ctrl_c_comes() -> None:
+    """A span's bytes counted though it was gone: two such, and nothing was learnt any more."""
+    window = 16
+
+    def make() -> History:
+        history = History(1, window, 1 << 20)
+        for span in (1, 2):
+            history.note(Note(span, 4 * window, 0, 0, window, np.arange(3)))
+        return history
+
+    def act(history: History) -> None:
+        history.forget(1)
+        history._put(3, Remembered.empty(1, 4, window))
+
+    at_each_step(make, act, History.check)
+
+
 def full_cache() -> ChunkCache:
     cache = ChunkCache(8 * 8192, {0: 4096, 1: 4096}, 2)
     for layer in (0, 1):
@@ -367,8 +419,116 @@ def test_a_copy_that_comes_to_nothing_is_given_back_though_it_is_cut_off(
         patched.setattr(Copier, "copy", gone)
         store.repack()
     assert not store._repacker.drafts() and not store._repacker.writing
+    store.check()
     assert [span.outcome for span in store.repack().spans] == ["moved"]
     assert_serves(store, TOKENS, 256)
+
+
+def test_a_copy_that_is_given_back_step_by_step_is_freed_once(store: impress.PrefixStore) -> None:
+    """Cut off before anybody had it, its space was nobody's until a restart; cut off when it was
+    free, it was freed again: by then another store's, whose rows were erased."""
+    assert store._repacker is not None and store._home.reclaimer is not None
+    home, reclaimer, drafts = store._home, store._home.reclaimer, store._repacker._drafts
+    home.others.stop()  # nobody else settles
+    used = store.ssd.usage().used
+
+    def make() -> SpanRecord:
+        slot, meta = store.ssd.reserve(2 * PAGE), store.ssd.reserve(PAGE)
+        assert slot is not None and meta is not None
+        (record,) = store.catalog.records()
+        made = replace(record, span_id=next(home.span_ids), meta=meta.parts[0], parts=slot.parts)
+        drafts.add(made)
+        return made
+
+    def check(_made: SpanRecord) -> None:
+        drafts.give_back_rest()
+        assert not drafts.records() and not drafts._drafts
+        reclaimer.settle()
+        assert not reclaimer.limbo.records()
+        assert store.ssd.usage().used == used
+        store.check()
+
+    at_each_step(make, drafts.give_back, check)
+    assert_serves(store, TOKENS, 256)
+
+
+def test_a_copy_that_the_committer_is_about_to_have_is_freed_once_or_is_its_own(
+    store: impress.PrefixStore,
+) -> None:
+    """Cut off between handing it over and its being taken."""
+    drafts, scrapped = Drafts(lambda left: scrapped.append(left.pop().span_id)), list[int]()
+    (record,) = store.catalog.records()
+
+    def make() -> list[object]:
+        scrapped.clear()
+        drafts.add(record)
+        job = SimpleNamespace(header=SimpleNamespace(record=record))
+        return [drafts.hand(job), []]  # type: ignore[arg-type]
+
+    def check(state: list[object]) -> None:
+        drafts.give_back_rest()
+        assert scrapped == [record.span_id] and not drafts._drafts and not drafts._handed
+        assert not list(state[0])  # type: ignore[call-overload]
+
+    at_each_step(make, lambda _state: drafts.give_back_rest(), check)
+    jobs = make()[0]
+    assert next(jobs) is not None  # type: ignore[call-overload]  # the committer's
+    drafts.give_back_rest()
+    assert not scrapped and drafts.records() == [record]
+    drafts.over(record.span_id)
+
+
+def test_no_write_of_a_repack_is_left_behind_wherever_ctrl_c_comes(
+    store: impress.PrefixStore,
+) -> None:
+    """Queued by a call that had not returned yet it ran when its space had been given back: into
+    what was another store's by then."""
+    assert store._repacker is not None
+    copier, pool = store._repacker._copier, store._pool
+
+    def make() -> list[str]:
+        return []
+
+    def act(state: list[str]) -> None:
+        copier.do(lambda: state.append("written"))
+        state.append("over")
+
+    def check(state: list[str]) -> None:
+        so_far = [*state]
+        pool.submit(Lane.REPACK, [nothing]).wait(60)  # behind whatever is queued
+        assert state == so_far
+
+    at_each_step(make, act, check)
+
+
+def test_who_looks_at_rest_leaves_nothing_taken_wherever_ctrl_c_comes(
+    store: impress.PrefixStore,
+) -> None:
+    """A lock stayed taken for good, or for as long as the traceback lived: the committer hung."""
+    reclaimer = store._home.reclaimer
+    assert reclaimer is not None
+    kept: list[BaseException] = []  # as whoever handles it does
+
+    def act(_: None) -> None:
+        try:
+            reclaimer.at_rest(nothing)
+        except KeyboardInterrupt as err:
+            kept.append(err)
+            raise
+
+    def check(_: None) -> None:
+        settled = threading.Thread(target=reclaimer.settle, daemon=True)
+        settled.start()
+        settled.join(60)
+        assert not settled.is_alive() and not reclaimer._busy
+        free: list[bool] = []
+        looks = threading.Thread(target=lambda: free.append(reclaimer._lock.acquire(timeout=60)))
+        looks.start()
+        looks.join()
+        assert free == [True]
+        reclaimer._lock = threading.RLock()  # that thread has it
+
+    at_each_step(lambda: None, act, check)
 
 
 def test_what_an_interrupted_settle_takes_out_of_limbo_is_freed_by_the_next(
@@ -391,7 +551,7 @@ def test_what_an_interrupted_settle_takes_out_of_limbo_is_freed_by_the_next(
         return made
 
     def check(made: SpanRecord) -> None:
-        assert reclaimer._n_busy == 0
+        assert not reclaimer._busy
         reclaimer.settle()
         assert not reclaimer.limbo.records() and made.span_id not in reclaimer.spoilt
         assert store.ssd.usage().used == used

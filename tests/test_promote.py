@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import impress
-from impress.cache.chunks import MARGIN, ChunkCache, only_fastest
+from impress.cache.chunks import MARGIN, ChunkCache
+from impress.cache.levels import only_fastest
 from impress.policy import AllHeads, Contiguous, Exact, Pages, Paper, Policy, Quality, Recency
 from impress.read.parts import Source
 from impress.read.promote import Looked, by_layer

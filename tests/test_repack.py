@@ -170,6 +170,7 @@ def test_a_span_moves_once_and_is_served_as_before(
     assert report.moved == 1 and report.moved_bytes == would.move_bytes
     (moved,) = store.catalog.records()
     assert moved.span_id > record.span_id
+    assert moved.owned_bytes <= report.moved_bytes < moved.owned_bytes + 8192  # its order, too
     (order,) = orders_of(store)
     assert order is not None and order.epoch == 1
     average = store.history.average(moved.span_id)

@@ -7,7 +7,7 @@ windows is looked up and pinned without a Python loop.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
@@ -21,7 +21,6 @@ from tiers.dram import DramTier
 Ids = npt.NDArray[np.int64]
 Ranks = npt.NDArray[np.float64]
 Shares = npt.NDArray[np.float32]
-Levels = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
 _ABSENT = -1
 
@@ -157,22 +156,25 @@ class ChunkCache:
         return free + int((ranks[free : free + len(least)] > least + self._margin).sum())
 
     def admit(
-        self, span: int, n_windows: int, layer: int, windows: Ids, ranks: Ranks | None = None
-    ) -> tuple[Ids, Ids]:
+        self, span: int, n_windows: int, layer: int, windows: Ids, ranks: Ranks | None = None,
+        noted: list[Ids] | None = None,
+    ) -> tuple[Ids, Ids]:  # fmt: skip
         """Take entries for these windows of a layer; (windows, entries) granted, to be filled.
 
         Windows that have an entry are left out. Makes room by dropping the least of those that
         nobody reads, by rank only where a newcomer's of `ranks` beats it; grants fewer, those of
-        the highest ranks, when there is not enough. `publish` or `abandon` follows.
+        the highest ranks, when there is not enough. `publish` or `abandon` follows. `noted`: the
+        entries are added as they are taken, so that Ctrl-C leaves none that nobody knows of.
         """
         if ranks is None:
             ranks = np.zeros(len(windows))
         taken = list[int]()
         try:
             with self._lock:
-                return self._admit(span, n_windows, layer, windows, ranks, taken)
+                return self._admit(span, n_windows, layer, windows, ranks, taken, noted)
         except BaseException:  # no memory, Ctrl-C: nobody else knows of these
-            self.abandon(np.array(taken, dtype=np.int64))
+            if not noted:
+                self.abandon(np.array(taken, dtype=np.int64))
             with self._lock:
                 self._refile()
             raise
@@ -202,29 +204,38 @@ class ChunkCache:
             return float(shares.mean()) if len(shares) else None
 
     def publish(self, entries: Ids) -> None:
-        """Filled: from now on they are found. Those dropped with their span meanwhile are freed.
-        Where an exception comes in between, all are abandoned."""
-        done = False
+        """Filled: from now on they are found, and become _ABSENT in the caller's array. Those
+        dropped with their span meanwhile are freed. Where an exception comes in between, all are
+        abandoned, or by the caller."""
         try:
             with self._lock:
                 self._tick += 1
-                owned = self._owner[entries, 0] >= 0
-                kept, gone = entries[owned], entries[~owned]
+                mine = entries[entries >= 0]
+                owned = self._owner[mine, 0] >= 0
+                kept, gone = mine[owned], mine[~owned]
                 self._used[kept] = self._tick
                 self._file(kept)
-                self._ready[kept] = True
-                done = True  # no signal came between
+                self._ready[mine] = True  # of nobody, and ready: yet to be freed
+                entries[:] = _ABSENT  # no signal came between
                 self._free_or_file(gone)
         except BaseException:  # no memory, Ctrl-C
-            if not done:
-                self.abandon(entries)
+            self.abandon(entries)
             raise
 
     def abandon(self, entries: Ids) -> None:
-        """Never filled: take them out again."""
-        with self._lock:
-            self._forget(entries[self._owner[entries, 0] >= 0])
-            self._free_or_file(entries)
+        """Never filled: take them out again. They become _ABSENT: what an exception cut off, the
+        next call with the same array does."""
+        try:
+            with self._lock:
+                mine = entries[entries >= 0]
+                self._forget(mine[self._owner[mine, 0] >= 0])
+                self._ready[mine] = True  # of nobody, and ready: yet to be freed
+                entries[:] = _ABSENT  # no signal came between
+                self._free_or_file(mine)
+        except BaseException:  # no memory, Ctrl-C
+            with self._lock:
+                self._refile()
+            raise
 
     def fill(self, entry: int, plane: int, data: Bytes, pieces: Sums) -> None:
         """Copy one plane of a chunk in. The entry is this caller's until published. `pieces`: the
@@ -281,8 +292,9 @@ class ChunkCache:
     # ---- inside, under the lock ------------------------------------------------------------
 
     def _admit(
-        self, span: int, n_windows: int, layer: int, windows: Ids, ranks: Ranks, taken: list[int]
-    ) -> tuple[Ids, Ids]:
+        self, span: int, n_windows: int, layer: int, windows: Ids, ranks: Ranks, taken: list[int],
+        noted: list[Ids] | None,
+    ) -> tuple[Ids, Ids]:  # fmt: skip
         table = self._maps.get(span)
         if table is not None:
             absent = table[layer, windows] == _ABSENT
@@ -299,6 +311,8 @@ class ChunkCache:
             self._owner[entries] = owners
             table[layer, windows] = entries
             self._maps[span] = table
+            if noted is not None:
+                noted += [entries]
         return windows, entries
 
     def _take(self, ranks: Ranks, taken: list[int]) -> tuple[Ids, Ids]:
@@ -371,29 +385,3 @@ class ChunkCache:
             n_freed = (before - self.tier.usage().used) // self.chunk_bytes
             self._ready[entries[:n_freed]] = False
             raise
-
-
-def levels_of(entries: Sequence[Ids]) -> Levels:
-    """For each chunk the first cache that has it; as many as there are caches: none has. Pure.
-
-    `entries`: for each cache, of these chunks, -1 where it has no copy.
-    """
-    found = np.full(len(entries[0]), len(entries), dtype=np.uint8)
-    for level in reversed(range(len(entries))):
-        found[entries[level] >= 0] = level
-    return found
-
-
-def only_fastest(caches: Sequence[ChunkCache], entries: Sequence[Sequence[Ids]]) -> None:
-    """A chunk being copied up may be in two caches for a moment, or for long where two requests
-    that overlapped had it copied to both: give the slower one's pin back, and drop it.
-
-    `entries[cache][part]`: as pinned, fastest cache first; those given back become -1.
-    """
-    for of_part in zip(*entries, strict=True):
-        found = of_part[0] >= 0
-        for cache, ids in zip(caches[1:], of_part[1:], strict=True):
-            twice = found & (ids >= 0)
-            if twice.any():
-                cache.unpin(ids, twice, drop=True)
-            found |= ids >= 0

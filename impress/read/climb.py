@@ -16,7 +16,8 @@ from typing import Final
 
 import numpy as np
 
-from impress.cache.chunks import ChunkCache, Ids, Ranks, levels_of
+from impress.cache.chunks import ChunkCache, Ids, Ranks
+from impress.cache.levels import levels_of
 from impress.read.load import Load
 from impress.read.parts import Mask, Part, used_chunks
 from impress.read.placement import Brought, whole_at
@@ -177,21 +178,22 @@ def _copy_up(
     what each is worth."""
     wanted = part.first + first + np.arange(len(places[0]))
     n_windows = part.source.held.record.n_windows
-    granted, entries = cache.admit(part.span, n_windows, load.layer, wanted, ranks)
-    if not len(granted):
-        return
+    noted: list[Ids] = []  # the caller's thread may be the one that signals come to
     try:
+        granted, entries = cache.admit(part.span, n_windows, load.layer, wanted, ranks, noted)
+        if not len(granted):
+            return
         _copy(load, part, granted, [where[granted - wanted[0]] for where in places], cache, entries)
         if below is not None:
             below.drop_windows(part.span, load.layer, granted)
-    except MediumError:  # as where the caller wrote to what it was given, and should not have
-        cache.abandon(entries)
+        publish(load.reading, cache, entries)
+    except BaseException as err:
+        for entries in noted:
+            cache.abandon(entries)
+        if not isinstance(err, MediumError):
+            raise
+        # As where the caller wrote to what it was given, and should not have.
         load.reading.counters.add("promotions_failed")
-        return
-    except BaseException:
-        cache.abandon(entries)
-        raise
-    publish(load.reading, cache, entries)
 
 
 def _copy(

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from impress.cache.chunks import ChunkCache, Ids, levels_of
+from impress.cache.chunks import ChunkCache, Ids
+from impress.cache.levels import levels_of
 from impress.read.parts import Part, Positions
 from impress.read.plan import Copies, pieces_of
 from impress.read.whole import Whole

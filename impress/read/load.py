@@ -7,7 +7,8 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-from impress.cache.chunks import ChunkCache, Ids, only_fastest
+from impress.cache.chunks import ChunkCache, Ids
+from impress.cache.levels import only_fastest
 from impress.errors import PrefixLost
 from impress.read.direct import Direct, direct_of
 from impress.read.early import Early

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from impress.cache.chunks import ChunkCache, Ids, levels_of
+from impress.cache.chunks import ChunkCache, Ids
+from impress.cache.levels import levels_of
 from impress.read.parts import Part, used_chunks
 from impress.read.plan import Runs
 from impress.spans.format import SpanRecord

@@ -9,7 +9,8 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from impress.cache.chunks import ChunkCache, Ids, levels_of
+from impress.cache.chunks import ChunkCache, Ids
+from impress.cache.levels import levels_of
 from impress.read.parts import Mask, Part, Positions, used_chunks
 from tiers.base import Bytes, Pieces, Read
 

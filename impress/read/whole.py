@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from impress.cache.chunks import ChunkCache, Ids, levels_of
+from impress.cache.chunks import ChunkCache, Ids
+from impress.cache.levels import levels_of
 from impress.read.parts import Part, Positions
 from impress.read.plan import Copies, Unfound, chunks_of
 from impress.spans.layout import PlaneLayout

@@ -15,18 +15,19 @@ from impress.write.jobs import SwapJob
 class Drafts:
     """For the thread of a pass; but `over`, which the committer calls, and `records`."""
 
-    def __init__(self, scrap: Callable[[SpanRecord], None]) -> None:
-        """`scrap`: erases a draft's bytes and gives its space back."""
+    def __init__(self, scrap: Callable[[list[SpanRecord]], None]) -> None:
+        """`scrap`: erases a draft's bytes and gives its space back; off the list it is free, or
+        somebody else's to free."""
         self._scrap = scrap
-        self._drafts: dict[int, SpanRecord] = {}
+        self._drafts: dict[int, list[SpanRecord]] = {}  # one each, or none: its space is free
         # What the committer takes a draft from: empty, it has it.
         self._handed: dict[int, Iterator[SwapJob]] = {}
 
     def add(self, draft: SpanRecord) -> None:
-        self._drafts[draft.span_id] = draft
+        self._drafts[draft.span_id] = [draft]
 
     def records(self) -> list[SpanRecord]:
-        return list(self._drafts.values())
+        return [draft for left in [*self._drafts.values()] for draft in [*left]]
 
     def hand(self, job: SwapJob) -> Iterator[SwapJob]:
         """For the committer to take it from, which owns it from then on."""
@@ -36,19 +37,23 @@ class Drafts:
 
     def over(self, span: int) -> None:
         """Its space is a span's, or free."""
-        del self._drafts[span]  # first: see `give_back_rest`
+        self._drafts.pop(span, None)  # first: see `give_back_rest`
         self._handed.pop(span, None)
 
     def give_back(self, draft: SpanRecord) -> None:
-        try:
-            self._scrap(draft)
-        finally:  # cut off, too: what was begun of it others finish, and it may be begun but once
-            self.over(draft.span_id)
+        """Where it is cut off, `give_back_rest` goes on with what is left of it."""
+        left = self._drafts[draft.span_id]
+        if left:
+            self._scrap(left)
+        self.over(draft.span_id)
 
     def give_back_rest(self) -> None:
         """Those that the committer was not given: an exception (Ctrl-C) came between."""
-        for span, draft in [*self._drafts.items()]:
-            jobs = self._handed.get(span)
-            mine = span in self._drafts if jobs is None else next(jobs, None) is not None
-            if mine:
-                self.give_back(draft)
+        for span, left in [*self._drafts.items()]:
+            for _ in self._handed.get(span, ()):
+                del self._handed[span]  # taken from it: no signal comes between
+            if span in self._handed or span not in self._drafts:  # in this order: see `over`
+                continue
+            if left:
+                self._scrap(left)
+            self.over(span)

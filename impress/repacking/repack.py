@@ -198,8 +198,7 @@ class Repacker:
                 with suppress(StoreFailed):  # its space is given back by then; or it is closed
                     self._committer.barrier(COMMIT_TIMEOUT_S)
                 if self._home.reclaimer is not None:  # or will be soon, by another thread
-                    with self._home.reclaimer.at_rest():
-                        pass
+                    self._home.reclaimer.at_rest(lambda: None)
         return report
 
     def _tidy(self, pinned: list[Held]) -> None:
@@ -330,9 +329,9 @@ class Repacker:
                         ssd.free(slot)
         return draft
 
-    def _scrap(self, draft: SpanRecord) -> None:
-        self._home.leaving.spoil([draft.span_id])
-        self._home.scrap([draft])
+    def _scrap(self, left: list[SpanRecord]) -> None:
+        self._home.leaving.spoil([draft.span_id for draft in left])
+        self._home.scrap(left)
 
     def _move(self, move: Move, draft: SpanRecord) -> Swapped:
         """Copy, then commit. Raises Stopped; whatever happens, the space is somebody's."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from impress.repacking.packing import Cost, Repacking
 from impress.repacking.span_copy import SpanPart
 from impress.spans.format import SpanRecord
+from impress.spans.order import order_bytes
 from impress.tree.catalog import Held
 from impress.write.jobs import Swapped
+from tiers.base import round_up
 from tiers.errors import ReadFailed
 
 #: Outcomes of a span that is left for another time, in a dry run too.
@@ -56,7 +58,12 @@ class Move:
 
     @property
     def n_bytes(self) -> int:
-        return self.part.layout.data_bytes + self.held.record.meta.length
+        """Of the copy. Its header is no longer than the span's, but for an order where that has
+        none."""
+        part, order = self.part, 0
+        if part.slots is not None and part.header.order is None:
+            order = round_up(order_bytes(*part.slots.shape))
+        return part.layout.data_bytes + self.held.record.meta.length + order
 
     def report(self, outcome: str) -> SpanReport:
         record, plan = self.held.record, self.plan

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -28,11 +27,11 @@ from impress.spans.rows import move_rows
 from impress.spans.tables import read_header
 from impress.write.budget import Pace
 from tiers.base import Bytes, Extent, Slot, Sums, sums_of
-from tiers.errors import Cancelled, MediumError
+from tiers.errors import Cancelled
 from tiers.iopool import IoPool, Lane
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
-from tiers.ticket import Task
+from tiers.ticket import Task, Ticket
 
 log = logging.getLogger("impress")
 
@@ -181,16 +180,19 @@ class Copier:
 
     def do(self, task: Task) -> None:
         """On lane REPACK, to its end: a write given up while it runs could land on another's."""
-        ticket = self._pool.submit(Lane.REPACK, [task])
+        tickets: list[Ticket] = []
         try:
-            while not ticket.wait(60.0):
+            # Noted before it is queued: Ctrl-C may come between that and whatever `submit` returns.
+            self._pool.submit(Lane.REPACK, [task], note=tickets.append)
+            while not tickets[0].wait(60.0):
                 log.warning("repack: a read or write has taken a minute so far")
         except Cancelled:
             raise Stopped from None
         finally:  # Ctrl-C too
-            while not ticket.done:
-                with suppress(MediumError):
-                    ticket.wait(60.0)
+            for ticket in tickets:
+                ticket.cancel()
+                while not ticket.over(60.0):
+                    pass
 
 
 def _runs(low: int, high: int, chunk_bytes: int) -> list[tuple[int, int]]:

@@ -336,18 +336,23 @@ class History:
         return known
 
     def _put(self, span: int, known: Remembered) -> Remembered:
+        n_bytes = known.n_bytes
         self._take_out(span)
         self._spans[span] = known
-        self.used_bytes += known.n_bytes
+        self.used_bytes += n_bytes  # no signal comes between
         return known
 
     def _take_out(self, span: int) -> None:
-        known = self._spans.pop(span, None)
-        if known is not None:
-            self.used_bytes -= known.n_bytes
-            if span in self._changed:
-                self._changed.remove(span)
-                self._unsaved_bytes -= known.n_bytes
+        known = self._spans.get(span)
+        if known is None:
+            return
+        n_bytes = known.n_bytes
+        # From here to the end no signal comes between: that is looked for behind calls.
+        del self._spans[span]
+        self.used_bytes -= n_bytes
+        if span in self._changed:
+            self._changed -= {span}
+            self._unsaved_bytes -= n_bytes
 
     def _shrink(self) -> None:
         """Forget spans until the rest is within the budget, those noted longest ago first; never
@@ -356,7 +361,7 @@ class History:
         What is saved goes before what is not, since it can be fetched again. But where nearly all
         is unsaved, nobody saves, or not soon enough: then it makes no difference.
         """
-        while self.used_bytes > self._budget_bytes:
+        while self.used_bytes > self._budget_bytes and self._spans:
             spare = self._changed if 4 * self._unsaved_bytes <= 3 * self._budget_bytes else ()
             others = islice(self._spans, len(self._spans) - 1)
             oldest = next(iter(self._spans))

@@ -116,6 +116,8 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
                     give_to_owner(folder / name)
                 env.reader_check()  # slots of killed readers would hold old pages forever
                 before, inode = inode, inode_of(folder)
+                if before == -1 and writable:  # made just now
+                    sync_path(folder)
                 if before not in (-1, inode):  # taken for the new one it would never be let go of
                     said = "another was put in its place as it was opened: try again"
                     raise StoreFailed(f"index: {folder}: {said}")
@@ -263,8 +265,9 @@ def compact(folder: Path) -> None:
         # The whole folder: with the old lock file a reader's table would speak of other pages.
         folder.rename(gone)
         draft.rename(folder)
-        sync_path(folder.parent)  # else a power cut could bring back what was erased
+        sync_path(folder.parent)
         shutil.rmtree(gone)
+        sync_path(folder.parent)  # else a power cut could bring back what was erased
     except (lmdb.Error, OSError) as err:
         raise _failed(folder, err) from err
 

@@ -270,12 +270,13 @@ class Home:
                 self._forget(record.span_id)
             raise
 
-    def scrap(self, records: Iterable[SpanRecord]) -> None:
-        """These spans were never visible: their space goes at once."""
-        for record in records:
+    def scrap(self, left: list[SpanRecord]) -> None:
+        """These spans were never visible: their space goes at once, and each off the list with it.
+        What an exception (Ctrl-C) leaves there is the caller's yet."""
+        for record in [*left]:
             self._forget(record.span_id)
-            if self.reclaimer is not None:
-                self.reclaimer.bury(record)
+        if self.reclaimer is not None:
+            self.reclaimer.bury(left)
 
     def _settle(self) -> None:
         if self.reclaimer is not None:
@@ -287,10 +288,8 @@ class Home:
             return
         if not self.committer.barrier(timeout_s):
             raise StoreFailed(f"flush: not done within {timeout_s:g} s")
-        failures = self.committer.take_failures()
-        if failures:
-            more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-            raise StoreFailed(f"{failures[0]}{more}") from failures[0]
+        if (failure := self.committer.take_failure()) is not None:
+            raise failure
 
     def save_history(self) -> None:
         """Soon, in the background; nothing where this process may not write."""
@@ -301,8 +300,8 @@ class Home:
         """Finish what is queued; what failed is only logged. No store comes after this."""
         if self.committer is not None:
             self.committer.close(COMMIT_TIMEOUT_S)
-            for error in self.committer.take_failures():
-                log.warning("%s: a store failed before close: %s", self._path, error)
+            if (failure := self.committer.take_failure()) is not None:
+                log.warning("%s: a store failed before close: %s", self._path, failure)
         self.others.stop()
 
     def close(self, *, files: bool, writing: bool) -> None:
@@ -340,8 +339,10 @@ class Home:
         self.ssd.check()
         if self.committer is None or self.reclaimer is None:
             return
-        with self.reclaimer.at_rest():
+
+        def look() -> tuple[int, int]:
             records = [*self.catalog.all_records(), *self.leaving.in_limbo, *drafts]
-            owned = sum(record.owned_bytes for record in records)
-            used = self.ssd.usage().used
+            return self.ssd.usage().used, sum(record.owned_bytes for record in records)
+
+        used, owned = self.reclaimer.at_rest(look)
         assert used == owned, f"ssd: {used} bytes used, spans own {owned}"

@@ -109,7 +109,7 @@ class Duties:
     """
 
     reclaim: Callable[[Leave], None]
-    scrap: Callable[[Iterable[SpanRecord]], None]
+    scrap: Callable[[list[SpanRecord]], None]
     overfull: Callable[[Iterable[int]], list[int]]
     trouble: Callable[[str], None]
     wear: Callable[[], bytes]

@@ -188,14 +188,15 @@ class Leaving:
     def _owning(self) -> list[SpanRecord]:
         """One's own spans that have space: also evicted or bad, and held yet, here or elsewhere."""
         assert self._reclaimer is not None
-        with self._reclaimer.at_rest():  # else one on its way into limbo is in neither
-            return [*self._catalog.all_records(), *self.in_limbo]
+        # Else one on its way into limbo is in neither.
+        return self._reclaimer.at_rest(lambda: [*self._catalog.all_records(), *self.in_limbo])
 
     def _n_left(self, spans: Iterable[int]) -> int:
         """How many of these have space yet."""
         assert self._reclaimer is not None
-        with self._reclaimer.at_rest():  # as in `_owning`
-            left = [*self._catalog.retired_records(spans), *self.in_limbo]
+        left = self._reclaimer.at_rest(  # as in `_owning`
+            lambda: [*self._catalog.retired_records(spans), *self.in_limbo]
+        )
         return len({record.span_id for record in left}.intersection(spans))
 
     def _ready(self) -> list[Extent]:

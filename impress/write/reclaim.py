@@ -12,9 +12,10 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from time import monotonic
-from typing import Final
+from typing import Final, TypeVar
 
 from impress.errors import FormatError, StoreFailed
 from impress.spans.format import SpanRecord, decode_extents
@@ -29,6 +30,7 @@ from tiers.base import PAGE, Extent, Slot
 from tiers.errors import MediumError
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
+from tiers.ticket import LOOK_S, until
 
 log = logging.getLogger("impress")
 
@@ -37,6 +39,8 @@ log = logging.getLogger("impress")
 YIELD_TIMEOUT_S: Final = 1.0
 YIELD_LOOK_S: Final = 0.01
 _BLANK: Final = aligned(PAGE)
+
+Found = TypeVar("Found")
 
 
 class Reclaim:
@@ -58,9 +62,8 @@ class Reclaim:
         self.limbo = Limbo(limit_s)
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._state = threading.Condition(self._lock)
         self._open = True
-        self._n_busy = 0  # threads that write or free
+        self._busy = set[object]()  # one for each thread that writes or frees
         self._said = False  # that readers cannot be listed
 
     def spoil(self, spans: Iterable[int]) -> None:
@@ -89,9 +92,8 @@ class Reclaim:
 
     def settle(self) -> None:
         """Give back what no other process may be reading any more."""
-        with self._ours() as ours:
-            if ours and self.limbo:
-                self._let_go(self._readers)
+        if self.limbo:
+            self._if_ours(lambda: self._let_go(self._readers))
 
     def _let_go(self, readers: Callable[[], Sequence[Seen]]) -> None:
         """Give back what none of these may be reading."""
@@ -123,15 +125,15 @@ class Reclaim:
         self.wait_for([record.span_id for record in self.limbo.records()])
         with self._lock:
             self._open = False
-            ended = self._state.wait_for(lambda: not self._n_busy, WRITE_TIMEOUT_S)
+        ended = until(lambda: not self._busy, WRITE_TIMEOUT_S)
         self._let_go(list)
         return ended
 
-    def bury(self, record: SpanRecord) -> None:
-        """Wipe a span's header, so that no scan finds it again, and give its space back."""
-        with self._ours() as ours:
-            if ours:
-                self._bury([record])
+    def bury(self, left: list[SpanRecord]) -> None:
+        """Wipe these spans' headers, so that no scan finds them again, and give their space back:
+        off the list it is free, or in limbo. Where nothing is done any more, it is nobody's."""
+        if not self._if_ours(lambda: self._bury(left)):
+            left.clear()
 
     def erase_free(self, kept: Sequence[Extent]) -> None:
         """Erase what is nobody's, so much at a time that `close` waits for little; and of what is
@@ -140,10 +142,8 @@ class Reclaim:
         Raises MediumError; StoreFailed where the store was closed meanwhile.
         """
         for turn in self._ssd.turns():
-            with self._ours() as ours:
-                if not ours:
-                    raise StoreFailed(f"{self._shard.path}: closed before what is free was erased")
-                self._ssd.erase_free(turn, kept)
+            if not self._if_ours(partial(self._ssd.erase_free, turn, kept)):
+                raise StoreFailed(f"{self._shard.path}: closed before what is free was erased")
 
     def _readers(self) -> list[Seen]:
         """Who reads here; where that cannot be told, somebody who may read anything."""
@@ -158,29 +158,34 @@ class Reclaim:
         self._said = False
         return found
 
-    @contextlib.contextmanager
-    def _ours(self) -> Iterator[bool]:
-        """Whether this process may write there; `close` waits for the end of the block."""
+    def _if_ours(self, act: Callable[[], object]) -> bool:
+        """Act where this process may write; whether it may. `close` waits for the end of it.
+
+        No context manager: what a signal raises on the way into one leaves it open for as long as
+        somebody holds the traceback.
+        """
         if os.getpid() != self._pid:  # before any lock: in a child nobody may ever open it
-            yield False
-            return
-        counted = False
+            return False
+        mine, ours = object(), False
         try:
             with self._lock:
-                counted = self._open
-                self._n_busy += counted  # no signal comes between: that is looked for behind calls
-            yield counted
+                ours = self._open
+                if ours:
+                    self._busy.add(mine)
+            if ours:
+                act()
+            return ours
         finally:
-            with self._lock:
-                self._n_busy -= counted
-                self._state.notify_all()
+            self._busy.discard(mine)  # by one call of C: no lock that a signal could come at
 
-    @contextlib.contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Nothing is given back or taken over meanwhile, and nothing is so by half."""
-        with self._state:
-            self._state.wait_for(lambda: not self._n_busy, WRITE_TIMEOUT_S)
-            yield
+    def at_rest(self, look: Callable[[], Found]) -> Found:
+        """What it finds while nothing is given back or taken over, and nothing is so by half."""
+        late_s = monotonic() + WRITE_TIMEOUT_S
+        while True:
+            with self._lock:
+                if not self._busy or monotonic() > late_s:
+                    return look()
+            threading.Event().wait(LOOK_S)
 
     def _bury(self, left: list[SpanRecord]) -> None:
         """Takes them off the list, one by one: what stays there, if something is raised, has its
