@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from impress.errors import ConfigError
-from impress.types import LONGEST_S
+from impress.types import LONGEST_S, WINDOWS
 
 MIB = 1 << 20
 #: What a process has addresses for at most (x86-64, five levels of page tables), and no disk holds.
@@ -120,7 +120,7 @@ class Config(BaseModel):
             key = ".".join(str(part) for part in first["loc"])
             got = _shown(first["input"])
             raise ConfigError(f"config: {key}: {first['msg']}, got {got}") from None
-        if self.window not in (16, 32, 64, 128, 256):
+        if self.window not in WINDOWS:
             got = _shown(self.window)
             raise ConfigError(f"config: window must be 16, 32, 64, 128 or 256, got {got}")
         if self.disk_low > self.disk_high:

@@ -170,7 +170,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(f"namespace: {directory} is no model directory: no config.json") from None
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:  # the last: thousands of brackets
         raise BadInput(f"namespace: cannot read {path}: {err}") from None
     if not isinstance(config, dict):
         raise BadInput(f"namespace: {path} holds no JSON object")

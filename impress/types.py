@@ -16,6 +16,9 @@ from impress.errors import BadInput
 #: Bytes of one element, by dtype name. The order is the code in the file format: never reorder.
 DTYPES: Final = {"float16": 2, "bfloat16": 2, "float32": 4}
 
+#: Tokens of a window: a store has windows of one of these sizes.
+WINDOWS: Final = (16, 32, 64, 128, 256)
+
 #: Some thirty years: time limits above it are none, and locks take no number that is much larger.
 LONGEST_S: Final = 1e9
 

@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 from impress.config import cache_dir
 from impress.errors import BadInput, ConfigError
 
+#: What reading a JSON file raises; the last where thousands of brackets are open.
+_UNREADABLE = (OSError, ValueError, RecursionError)
+
 SAMPLE_BYTES = 64 << 10
 _WHOLE_BYTES = 1 << 20  # a tensor of no more is read whole
 _PAGE_BYTES = 4 << 10
@@ -121,7 +124,7 @@ def _indexed_files(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [index.parent / name for name in names]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
+    except (*_UNREADABLE, KeyError, TypeError, AttributeError) as err:
         raise BadInput(f"namespace: cannot read {index}: {err!r}") from None
     missing = [path.name for path in files if not path.is_file()]
     if missing:
@@ -150,7 +153,7 @@ def stored_tensors(path: Path) -> Iterator[StoredTensor]:
                     raise ValueError(f"{name} ends past the file")
                 shape = tuple(entry["shape"])
                 yield StoredTensor(name, entry["dtype"], shape, end - first, file, at)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as err:
+    except (*_UNREADABLE, KeyError, TypeError, AttributeError, struct.error) as err:
         raise BadInput(f"namespace: {path} is no readable safetensors file: {err}") from None
 
 
@@ -197,7 +200,7 @@ def _add_file(digest: hashlib.blake2b, path: Path) -> None:
 
 def _cache_path(directory: Path) -> Path | None:
     """None where this user has no place for it: the digest is computed each time."""
-    name = hashlib.blake2b(str(directory).encode(), digest_size=16).hexdigest()
+    name = hashlib.blake2b(os.fsencode(directory), digest_size=16).hexdigest()
     try:
         return cache_dir() / "weights" / f"{name}.json"
     except ConfigError:
@@ -210,7 +213,7 @@ def _read_cached(path: Path, stamp: list[list[Any]]) -> bytes | None:
         if known["files"] != stamp:
             return None
         digest = bytes.fromhex(known["digest"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (*_UNREADABLE, KeyError, TypeError):
         return None
     return digest if len(digest) == 32 else None
 

@@ -353,6 +353,32 @@ def test_verify_and_rebuild_name_a_folder_that_was_renamed(path):
     assert run("verify", "--store", path).returncode == 0
 
 
+@pytest.mark.parametrize(
+    "harm",
+    [{"window": 16.0}, {"window": None}, {"window": "64"}, {"window": 48}, {"uuid": ""},
+     {"uuid": "00"}],
+    ids=["float", "none", "text", "no size of a window", "no uuid", "a short uuid"],
+)  # fmt: skip
+def test_an_identity_with_a_field_of_another_kind_is_no_identity(path, harm):
+    """`verify` and `rebuild` ended in a traceback, or every span was said to be damaged: "window
+    16, the store's is 16"."""
+    identity = path / "impress.json"
+    identity.write_text(json.dumps({**json.loads(identity.read_text()), **harm}))
+    for command in ("verify", "inspect"):
+        assert_refused(run(command, "--store", path), "not a store's identity", *harm)
+    with pytest.raises(impress.FormatError, match="not a store's identity"):
+        opened(path)
+
+
+def test_a_dry_run_of_a_rebuild_says_what_would_be_made(path):
+    """It said that the identity was made again, and there was none."""
+    (path / "impress.json").unlink()
+    done = run("rebuild", "--store", path, "--dry-run")
+    assert "impress.json was missing: would be made again" in done.stdout, done
+    assert not (path / "impress.json").exists()
+    assert "impress.json was missing: made again" in run("rebuild", "--store", path).stdout
+
+
 def test_an_identity_is_made_again_from_what_most_headers_say(path, tmp_path):
     """From that of the highest number: a shard's that was copied here from another store."""
     with opened(tmp_path / "other") as main, opened(tmp_path / "other") as second:

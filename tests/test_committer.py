@@ -84,7 +84,7 @@ def nothing_is_back(store: impress.PrefixStore, open_store: Open) -> None:
 def sound(store: impress.PrefixStore, seeds: list[int]) -> None:
     """What was READY is served, what is stored now comes to be, and all space is somebody's."""
     assert store._home.committer is not None
-    store._home.committer.take_failures()
+    store._home.committer.take_failure()
     put_prompt(store, prompt(64, 9)).wait(60)
     store.flush()
     for seed in (1, 2, 9):

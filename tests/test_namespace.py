@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -291,6 +292,26 @@ def test_a_snapshot_s_revision_is_seen(saved, tmp_path):
 def test_cross_engine_leaves_the_engine_out(saved):
     assert namespace_of(saved, cross_engine=True) != namespace_of(saved)
     assert namespace_of(load(saved), cross_engine=True) == namespace_of(saved, cross_engine=True)
+
+
+def test_a_model_may_lie_in_a_folder_of_any_name(saved, tmp_path):
+    """Of one that is not UTF-8 there was a traceback."""
+    other = Path(os.fsdecode(bytes(tmp_path) + b"/mod\xffel"))
+    shutil.copytree(saved, other)
+    assert namespace_of(other) == namespace_of(saved)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "index"])
+def test_thousands_of_brackets_are_no_model(saved, file):
+    """RecursionError is no ValueError: there was a traceback."""
+    deep = b"[" * 100_000
+    if file == "model.safetensors":
+        (saved / file).write_bytes(struct.pack("<Q", len(deep)) + deep)
+    else:
+        name = "model.safetensors.index.json" if file == "index" else file
+        (saved / name).write_bytes(deep)
+    with pytest.raises(BadInput, match="namespace: "):
+        namespace_of(saved)
 
 
 @pytest.mark.parametrize("broken", ["missing", "config", "weights", "header", "short", "file"])

@@ -409,6 +409,43 @@ def test_parameters_that_a_crash_leaves_are_found_by_the_next_purge(
     assert again.add(b"n" * 32, "pca25-v1", (b"basis",), again.n_forgets)
 
 
+@pytest.mark.parametrize("harm", ["cut short", "another digest", "missing"])
+def test_a_purge_takes_parameters_that_a_damaged_list_names_no_more(
+    tmp_path: Path, harm: str
+) -> None:
+    """It erased nothing of them and said so, and the next list left them out for good."""
+    folder = tmp_path / "params"
+    digest = Params(folder, write=True).add(b"n" * 32, "pca25-v1", (b"basis",), 0)
+    assert digest is not None
+    said = folder / "current.json"
+    text = said.read_text()
+    changed = {
+        "cut short": text[:-9], "another digest": text.replace(digest.hex(), "00" * 32),
+        "missing": None,
+    }[harm]  # fmt: skip
+    said.unlink()
+    if changed is not None:
+        said.write_text(changed)
+    Params(folder, write=True).forget([b"n" * 32])
+    assert not any(b"basis" in path.read_bytes() for path in folder.iterdir())
+
+
+def test_a_purge_that_cannot_list_parameters_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Params(tmp_path / "params", write=True)
+    kept.add(b"n" * 32, "pca25-v1", (b"basis",), 0)
+
+    def refused(_folder: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch, pytest.raises(impress.StoreFailed, match="purge again"):
+        patch.setattr(Path, "iterdir", refused)
+        kept.forget([b"n" * 32])
+    kept.forget([b"n" * 32])
+    assert not any(b"basis" in path.read_bytes() for path in (tmp_path / "params").iterdir())
+
+
 def test_verify_finds_the_parameters_that_another_shards_span_goes_on_with(
     open_store: Open,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import mmap
 import os
@@ -36,6 +37,9 @@ import impress
 import tiers.slots
 from impress.policy import AllHeads, Exact, StaticH2O
 from impress.stats import _guards
+from impress.write import env
+from impress.write.draft import Draft
+from tiers import files
 from tiers.iopool import Lane
 from tiers.slots import BufferPool
 from tiers.ssd import SsdTier
@@ -199,6 +203,35 @@ def test_a_name_that_has_no_utf_8_is_bad_input(
     store.close()
     with pytest.raises(impress.BadInput, match=r"namespace: .* no UTF-8"):
         open_store(geometry, namespace=text)
+
+
+def test_of_stores_that_fail_while_nobody_asks_one_is_kept(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Each error held its rows' sums and labels for as long as nobody called `flush`."""
+    store = open_store(geometry)
+    for seed in range(5):
+        keys, values = kv_of(prompt(64, seed), geometry)
+        keys[0][:] = np.nan
+        with pytest.raises(impress.StoreFailed, match="NaN"):
+            store.store(prompt(64, seed), keys, values).wait(60)
+    gc.collect()
+    assert sum(type(found) is Draft for found in gc.get_objects()) <= 1
+    with pytest.raises(impress.StoreFailed, match=r"NaN or infinite.* \(and 4 more\)"):
+        store.flush()
+    store.flush()
+
+
+def test_what_a_new_store_lies_in_is_durable(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut may take the name of a folder that nobody synced, and all that is in it: of what
+    was READY nothing was found, and an empty store began."""
+    synced: set[Path] = set()
+    for module in (files, env):
+        monkeypatch.setattr(module, "sync_path", synced.add)
+    path = open_store(geometry).path
+    assert {path, path / "shards", path / "shards/main", path / "shards/main/index"} <= synced
 
 
 def test_namespaces_tenants_and_extras_never_meet(

@@ -39,10 +39,14 @@ def sync_path(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """For its owner alone, where there is none; so are those it lies in. Raises OSError."""
+    """For its owner alone, where there is none; so are those it lies in. One that is made is on
+    stable storage: what is durable in it has to be found. Raises OSError."""
     if not path.parent.exists():
         make_folder(path.parent)
+    is_new = not path.exists()
     path.mkdir(mode=0o700, exist_ok=True)
+    if is_new:
+        sync_path(path.parent)
     give_to_owner(path)
 
 

@@ -200,10 +200,10 @@ class Session:
             self._check_free()
         with self._r.lost_for():
             for layer, pair in enumerate(given):
-                if layer not in self._loads:
+                if (load := self._loads.get(layer)) is None:  # its lease may end at any moment
                     self._loads[layer] = self._start(layer, pair)
                 elif pair is not None:
-                    self._loads[layer].outs = pair  # under way to elsewhere: copied
+                    load.outs = pair  # under way to elsewhere: copied
                 give_way()
         self._check_ended()
 

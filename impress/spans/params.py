@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import struct
 import threading
 from collections import OrderedDict
@@ -39,6 +40,7 @@ MOST_BYTES: Final = 1 << 30
 _MAGIC: Final = b"IMPPARM1"
 _HEAD: Final = struct.Struct("<8sI4x")  # magic, layers; then u64 bytes of each
 _CURRENT: Final = "current.json"
+_RECORD: Final = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 def encode_params(layers: Sequence[bytes]) -> bytes:
@@ -157,14 +159,17 @@ class Params:
         begins = tuple(f"{namespace.hex()}/" for namespace in namespaces)
         with self._turn:
             self.n_forgets += 1
+            current = self._current or self._read_current()  # which may have had no file to open
+            kept = self._kept() if self._write else set()
             with self._lock:
-                gone = {key: d for key, d in self._current.items() if key.startswith(begins)}
-                left = {key: d for key, d in self._current.items() if key not in gone}
-                lost = set(gone.values()) - set(left.values())
+                gone = {key: d for key, d in current.items() if key.startswith(begins)}
+                left = {key: d for key, d in current.items() if key not in gone}
+                # Whose those are that no name is known of, as that file was damaged, nobody knows.
+                lost = {*gone.values(), *kept} - set(left.values())
                 self._missing |= lost  # for nothing new, whatever comes of this
                 for digest in lost:
                     self._cached.pop(digest, None)
-            if not gone or not self._write:
+            if not (gone or lost) or not self._write:
                 return
             if self._retired:
                 raise StoreFailed(f"probe parameters: {self._folder}: closed before; purge again")
@@ -194,6 +199,17 @@ class Params:
                 file.flush()
                 os.fsync(file.fileno())
             path.unlink()
+
+    def _kept(self) -> set[bytes]:
+        """Digests of the records that lie here, in part too. Raises StoreFailed."""
+        names = list[str]()
+        try:
+            with suppress(FileNotFoundError):
+                names = [path.name for path in self._folder.iterdir()]
+        except OSError as err:
+            said = f"probe parameters: {self._folder}: {err.strerror}; purge again"
+            raise StoreFailed(said) from None
+        return {bytes.fromhex(found[0]) for name in names if (found := _RECORD.search(name))}
 
     def _say(self, current: dict[str, bytes]) -> None:
         said = {key: digest.hex() for key, digest in current.items()}

@@ -169,7 +169,8 @@ def _identity(
             raise errors[0]
         raise FormatError(f"{path}: no store here: no {IDENTITY}, and no span to make it from")
     ((identity, _),) = said.most_common(1)
-    found.notes.append(f"{IDENTITY} was missing: made again from a span's header")
+    would_be = "would be made" if dry_run else "made"
+    found.notes.append(f"{IDENTITY} was missing: {would_be} again from a span's header")
     if not dry_run:
         restore_identity(path, identity)
     return identity
@@ -365,6 +366,7 @@ def _install(
             index.carry(notes, last, wear)
         finally:
             index.close()
+        sync_path(draft)
         was_one = shard.index.exists()
         if was_one:
             shutil.rmtree(aside, ignore_errors=True)

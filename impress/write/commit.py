@@ -58,7 +58,8 @@ class Committer:
         self._open = True
         self._save_asked = False
         self._settle_asked = False
-        self._failures: list[Exception] = []
+        self._failure: Exception | None = None  # the first since somebody asked
+        self._n_failures = 0
         self._thread = threading.Thread(target=self._work, name="impress-commit", daemon=True)
         start(self._thread)
 
@@ -145,12 +146,19 @@ class Committer:
     def fail(self, error: Exception) -> None:
         """Keep an error for the next flush to raise."""
         with self._lock:
-            self._failures.append(error)
+            self._failure = self._failure or error  # nobody may ever ask: each holds its rows
+            self._n_failures += 1
 
-    def take_failures(self) -> list[Exception]:
+    def take_failure(self) -> StoreFailed | None:
+        """What failed since this was asked: the first error, and how many more there were."""
         with self._lock:
-            failures, self._failures = self._failures, []
-            return failures
+            first, n = self._failure, self._n_failures
+            self._failure, self._n_failures = None, 0
+        if first is None:
+            return None
+        failed = StoreFailed(f"{first}{f' (and {n - 1} more)' if n > 1 else ''}")
+        failed.__cause__ = first
+        return failed
 
     def close(self, timeout_s: float) -> None:
         """Finish what is queued, record heat, stop."""

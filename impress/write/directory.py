@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from impress.errors import BadInput, FormatError, StoreFailed, StoreLocked, StoreMismatch
 from impress.spans.format import VERSION
-from impress.types import Geometry
+from impress.types import WINDOWS, Geometry
 from tiers.files import (
     lock_file,
     make_folder,
@@ -38,6 +38,7 @@ from tiers.segments import SEGMENTS
 log = logging.getLogger("impress")
 
 IDENTITY: Final = "impress.json"
+_UUID_BYTES: Final = 16
 #: Ids a shard may give its spans; shard n's begin at n times this.
 SPANS: Final = 1 << 40
 #: With 2^20 segments each, their numbers fill 32 bits.
@@ -72,8 +73,13 @@ def read_identity(path: Path) -> Identity:
             "writing it is set aside and an empty store begins"
         )
     try:
-        geometry = Geometry(**raw["geometry"])
-        return Identity(version, bytes.fromhex(raw["uuid"]), geometry, raw["window"])
+        geometry, window = Geometry(**raw["geometry"]), raw["window"]
+        if type(window) is not int or window not in WINDOWS:
+            raise ValueError(f"window {window!r}")
+        uuid = bytes.fromhex(raw["uuid"])
+        if len(uuid) != _UUID_BYTES:
+            raise ValueError(f"uuid {raw['uuid']!r}")
+        return Identity(version, uuid, geometry, window)
     except (ValueError, KeyError, TypeError, BadInput) as err:
         raise FormatError(f"{path / IDENTITY}: not a store's identity ({err})") from None
 
@@ -124,7 +130,7 @@ def make_identity(path: Path, geometry: Geometry, window: int) -> None:
             raise FormatError(
                 f"{path}: holds {foreign[0]!r} and is no store; name an empty directory"
             )
-        identity = Identity(VERSION, secrets.token_bytes(16), geometry, window)
+        identity = Identity(VERSION, secrets.token_bytes(_UUID_BYTES), geometry, window)
         with suppress(FileExistsError):
             restore_identity(path, identity, replace=False)
     except OSError as err:
@@ -157,7 +163,7 @@ def matching_identity(path: Path, geometry: Geometry, window: int, *, create: bo
     if create and _read_raw(path)[0] < VERSION:
         try:
             with turn_at(path):  # of the folder itself: all else of its locks lie in what is moved
-                fresh = Identity(VERSION, secrets.token_bytes(16), geometry, window)
+                fresh = Identity(VERSION, secrets.token_bytes(_UUID_BYTES), geometry, window)
                 if (old := _read_raw(path)[0]) < VERSION:  # else another was first
                     _set_aside(path, old, fresh)
         except OSError as err:
