@@ -214,10 +214,13 @@ def _weights_of_state(model: Any, odd: Mapping[str, torch.Tensor]) -> bytes:
 
 def _other_classes(model: Any) -> list[list[str]]:
     """Modules of classes that are neither torch's nor Transformers' nor PEFT's, by name: over the
-    same tensors they may compute something else. Those of a quantization its settings tell of."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        return []
-    kinds = ((name, type(module)) for name, module in model.named_modules())
+    same tensors they may compute something else. Of those of a quantization, which have tensors of
+    their own, its settings tell."""
+    is_quantized = getattr(model.config, "quantization_config", None) is not None
+    kinds = (
+        (name, type(module)) for name, module in model.named_modules()
+        if not (is_quantized and (module._parameters or module._buffers))
+    )  # fmt: skip
     return [
         [_uncompiled(name), f"{kind.__module__}.{kind.__qualname__}"]
         for name, kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN

@@ -904,6 +904,7 @@ def test_a_model_whose_tokens_come_to_see_those_behind_them_is_refused(tmp_path)
 def replaced_functions():
     from transformers import masking_utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as attention
+    from transformers.models.llama import modeling_llama
 
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     sdpa, mask = attention["sdpa"], masks["sdpa"]
@@ -914,6 +915,8 @@ def replaced_functions():
         "all sdpa": (attention._global_mapping, "sdpa", attend),
         "eager": (attention._global_mapping, "eager", attend),
         "a mask": (masks._global_mapping, "sdpa", see),
+        "a model's mask": (modeling_llama, "create_causal_mask", see),
+        "a model's eager": (modeling_llama, "eager_attention_forward", attend),
     }
 
 
@@ -923,7 +926,7 @@ def test_a_function_that_all_attention_calls_is_not_replaced_unseen(tmp_path, mo
     where, name, other = replaced_functions()[which]
 
     def replace(patch):
-        if which == "torch":
+        if not isinstance(where, dict):
             patch.setattr(where, name, other)
         else:
             patch.setitem(where, name, other)
@@ -951,6 +954,19 @@ def test_float16_that_is_added_up_in_float16_is_refused(monkeypatch):
     hf_models.check_rounding(SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda")))
     with pytest.raises(Unsupported, match="allow_fp16_accumulation = False"):
         hf_models.check_rounding(stub)
+
+
+@pytest.mark.parametrize("name", ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"])
+def test_float32_that_onednn_rounds_is_refused(monkeypatch, name):
+    """torch's own setting says "highest" then, all the same."""
+    stub = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
+    for fine in ("STRICT", ""):
+        monkeypatch.setenv(name, fine)
+        hf_models.check_rounding(stub)
+    monkeypatch.setenv(name, "BF16")
+    with pytest.raises(Unsupported, match=r"is bf16: oneDNN .* unset it"):
+        hf_models.check_rounding(stub)
+    hf_models.check_rounding(SimpleNamespace(dtype=torch.float32, device=torch.device("cuda")))
 
 
 @pytest.mark.parametrize(
@@ -1017,6 +1033,45 @@ def test_a_module_of_another_class_is_another_model(tmp_path):
     with attach(model, tmp_path) as engine:
         engine.generate(ids, max_new_tokens=1)
         assert engine.last_request.hit_tokens == 0
+
+
+class Steered(torch.nn.Module):
+    """Around a layer, as activations are steered: no tensor of its own that is registered."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args, **named):
+        return self.block(*args, **named) + 0.5
+
+
+def steer(model):
+    model.model.layers[1] = Steered(model.model.layers[1]).eval()
+
+
+def another_activation(model):
+    model.model.layers[0].mlp.act_fn = torch.nn.Tanh().eval()
+
+
+def fewer_layers(model):
+    model.config.num_hidden_layers = 1
+
+
+@pytest.mark.parametrize("change", [steer, another_activation, fewer_layers])
+def test_what_computes_otherwise_over_the_same_tensors_is_noticed(tmp_path, change):
+    """Rows of before answered it, and its own were stored under the stock model's name; with fewer
+    layers a hit that returns its cache ended in an AttributeError."""
+    model, ids = tiny(), prompts(200)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        change(model)
+        for tokens in (ids, prompts(210, seed=5)):
+            with pytest.raises(StoreMismatch, match="changed since attach"):
+                engine.generate(tokens, max_new_tokens=1, return_dict_in_generate=True)
+        engine.flush()
+        assert engine.store.stats()["spans"] == 1
 
 
 def test_a_linear_that_scales_by_all_of_a_pass_is_refused(tmp_path):

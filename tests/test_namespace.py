@@ -294,6 +294,24 @@ def test_cross_engine_leaves_the_engine_out(saved):
     assert namespace_of(load(saved), cross_engine=True) == namespace_of(saved, cross_engine=True)
 
 
+def test_a_foreign_module_without_tensors_is_another_model_quantized_or_not(saved):
+    """Of a quantized one no class was looked at: those of its layers its settings tell of."""
+    foreign = type("Mine", (torch.nn.Tanh,), {"__module__": "else.where"})
+    layer = type("Linear4bit", (torch.nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
+    for settings in (None, {"quant_method": "bitsandbytes", "load_in_4bit": True}):
+        model = load(saved)
+        model.config.quantization_config = settings
+        if settings is None:
+            del model.config.quantization_config
+        plain = namespace_of(model)
+        model.model.layers[0].self_attn.q_proj.__class__ = layer
+        assert (namespace_of(model) == plain) is (settings is not None)
+        model.model.layers[0].self_attn.q_proj.__class__ = torch.nn.Linear
+        assert namespace_of(model) == plain
+        model.model.layers[0].mlp.act_fn = foreign()
+        assert namespace_of(model) != plain
+
+
 def test_a_model_may_lie_in_a_folder_of_any_name(saved, tmp_path):
     """Of one that is not UTF-8 there was a traceback."""
     other = Path(os.fsdecode(bytes(tmp_path) + b"/mod\xffel"))

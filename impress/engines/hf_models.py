@@ -26,6 +26,7 @@ from impress.engines.hf_modules import (
     foreign_code,
     modules_of,
 )
+from impress.engines.rounding import fpmath
 from impress.errors import BadInput, Unsupported
 from impress.settings import check_config
 from impress.types import Geometry
@@ -116,7 +117,7 @@ def check_model(model: Any) -> None:
     if said := foreign_code(model, modules):
         raise Unsupported(said)
     _check_attention(model.config)
-    check_functions()
+    check_functions(modules)
 
 
 def check_family(config: Any) -> None:
@@ -222,9 +223,9 @@ def check_request(
 
 def _check_mode(model: Any) -> None:
     _check_attention(model.config)
-    check_functions()
     _check_causal(model.config)  # read in every forward, so it may have come after attach
     modules = modules_of(model)
+    check_functions(modules)
     check_causal_modules(model, modules)
     check_eval(model, modules)
     if torch.is_autocast_enabled(model.device.type):
@@ -242,6 +243,12 @@ def check_rounding(model: Any) -> None:
         raise Unsupported(
             "torch may round float32 matrices before it multiplies them, and no key tells that: "
             "call torch.set_float32_matmul_precision('highest')"
+        )
+    on_cpu = model.device.type == "cpu"
+    if on_cpu and (model.dtype == torch.float32 or _ANGLES_BY_PRODUCT) and (mode := fpmath()):
+        raise Unsupported(
+            f"ONEDNN_DEFAULT_FPMATH_MODE (or DNNL_…) is {mode}: oneDNN may round float32 matrices "
+            "before it multiplies them, and no key tells that: unset it"
         )
     matmul = torch.backends.cuda.matmul
     is_half = model.dtype == torch.float16 and model.device.type == "cuda"

@@ -8,6 +8,7 @@ a device, what torch.compile puts around, what PEFT puts back.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -27,6 +28,11 @@ _REMOTE: Final = "transformers_modules"
 _MOVING: Final = {"ModelHook", "AlignDevicesHook", "SequentialHook"}
 #: What a module may have of its own in place of its class's: generate() is these, pass after pass.
 _CALLED: Final = ("forward", "generate", "prepare_inputs_for_generation")
+#: Transformers' own, which the files of its models have by name.
+_MASKS: Final = {
+    name: getattr(masking_utils, name)
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask")
+}
 #: A config that is changed later changes no module.
 INT8_ADVICE: Final = (
     "load the model with llm_int8_threshold=0.0 (of a checkpoint saved in 8 bit: in its "
@@ -116,8 +122,11 @@ def check_adapters(model: Any) -> None:
             )
 
 
-def check_functions() -> None:
+def check_functions(modules: Sequence[Any]) -> None:
     """Raises Unsupported where a function that every module's attention calls was replaced."""
+    for name in {type(module).__module__ for module in modules}:
+        if name.startswith("transformers.models."):
+            _check_file(sys.modules[name].__dict__)
     functional, masks = torch.nn.functional, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     for where, found, own in (
         ("torch.nn.functional.scaled_dot_product_attention",
@@ -128,10 +137,24 @@ def check_functions() -> None:
         ("mask function eager", masks.get("eager"), masking_utils.eager_mask),
     ):  # fmt: skip
         if found is not own:
-            raise Unsupported(
-                f"{where} was replaced, and no key tells what that computes: put back the one of "
-                "torch or Transformers"
-            )
+            raise _was_replaced(where)
+
+
+def _check_file(found: dict[str, Any]) -> None:
+    """What the code of a model calls by a name of its file's own."""
+    for name, own in _MASKS.items():
+        if found.get(name, own) is not own:
+            raise _was_replaced(f"{found['__name__']}.{name}")
+    eager = found.get("eager_attention_forward")
+    if eager is not None and getattr(eager, "__globals__", None) is not found:
+        raise _was_replaced(f"{found['__name__']}.eager_attention_forward")
+
+
+def _was_replaced(what: str) -> Unsupported:
+    return Unsupported(
+        f"{what} was replaced, and no key tells what that computes: put back the one of torch or "
+        "Transformers"
+    )
 
 
 def foreign_code(model: Any, modules: Sequence[Any]) -> str:

@@ -32,10 +32,10 @@ class Weights:
     """What a model's weights are, to be asked later whether they still are. Process-local.
 
     Noticed: a parameter or buffer that is another object, lies elsewhere, in another shape or order
-    or was written through autograd's version; a module of another class; another adapter; and,
-    whatever way it was written (`.data`, inference mode, memory used again), a change of the
-    sampled elements. A change that
-    moves neither address nor version and that is nowhere sampled is not: a few rows of an embedding
+    or was written through autograd's version; a module of another class, or that was not there;
+    another adapter; another number of layers to run; and, whatever way it was written (`.data`,
+    inference mode, memory used again), a change of the sampled elements. A change that moves
+    neither address nor version and that is nowhere sampled is not: a few rows of an embedding
     through `.data`, say.
     """
 
@@ -50,6 +50,7 @@ class Weights:
         self._samples = self._sampled(tensors)
         self._adapter = _adapter(model, modules)
         self._kinds = _kinds(modules)
+        self._n_layers = _n_layers(model)
 
     def check(self) -> None:
         """In every request. Raises StoreMismatch where weights are others now or code has come to
@@ -68,6 +69,8 @@ class Weights:
     def _changed(self, modules: Sequence[Any]) -> bool:
         """On a GPU one copy from it."""
         if _kinds(modules) != self._kinds:  # over the same tensors
+            return True
+        if _n_layers(self._model) != self._n_layers:  # a forward goes by it
             return True
         tensors = _tensors(modules)
         if len(tensors) != len(self._refs):
@@ -110,8 +113,14 @@ class _HostSample:
 
 
 def _kinds(modules: Sequence[Any]) -> list[type]:
-    """The classes of modules that have tensors."""
-    return [type(module) for module in modules if module._parameters or module._buffers]
+    """The classes of all modules, but for what torch.compile puts around one. Of those without
+    tensors, too: an activation, or what is put around a layer and changes its rows."""
+    return [type(module) for module in modules if "_orig_mod" not in module._modules]
+
+
+def _n_layers(model: Any) -> int | None:
+    """Transformers' models run so many of the layers that they have."""
+    return getattr(model.config, "num_hidden_layers", None)
 
 
 def _adapter(model: Any, modules: Sequence[Any]) -> list[list[str]]:

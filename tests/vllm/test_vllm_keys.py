@@ -720,6 +720,11 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
             named(cross_engine=True)
         patch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "highest")
         assert named() == plain and named(dtype=torch.bfloat16) == half
+    with monkeypatch.context() as patch:  # oneDNN's own, of which torch knows nothing
+        patch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
+        assert named() != plain and named(dtype=torch.bfloat16) == half
+        patch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "strict")
+        assert named() == plain
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_HUMMING_USE_F16_ACCUM", "1")
         with pytest.raises(Unsupported, match=r"VLLM_HUMMING_USE_F16_ACCUM .*: unset it"):

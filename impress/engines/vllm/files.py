@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from impress.engines.rounding import fpmath
 from impress.engines.vllm.loading import directory_of
 from impress.errors import Unsupported
 from impress.weights import weight_files
@@ -121,6 +122,8 @@ def environment_of(vllm_config: Any) -> dict[str, str]:
     precision = os.environ.get(_PRECISION, "").lower()
     if str(model.dtype) == "torch.float32" and precision not in ("", "highest"):
         found[_PRECISION] = precision
+    if str(model.dtype) == "torch.float32" and (mode := fpmath()):  # on a CPU; elsewhere in vain
+        found["fpmath"] = mode
     if model.quantization:
         found.update({name: os.environ[name] for name in _ROUNDING if name in os.environ})
         kernels = {name: getattr(vllm_config.kernel_config, name, None) for name in _KERNELS}
