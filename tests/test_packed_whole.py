@@ -146,6 +146,50 @@ def test_what_is_held_of_a_packed_span_may_fill_other_chunks_than_its_own(
     assert rows["ssd"] and rows["dram"] and store.buffers.used_bytes == 0
 
 
+#: How important rows are: [layers, rows].
+WORTHS: dict[str, Callable[[np.random.Generator], np.ndarray | None]] = {
+    "no order": lambda rng: None,
+    "scattered": lambda rng: rng.random((2, N)),
+    "rising": lambda rng: np.tile(np.arange(float(N)), (2, 1)),
+    "by windows": lambda rng: np.repeat(rng.random((2, N // 64)), 64, axis=1),
+    "nearly by windows": lambda rng: (
+        np.repeat(rng.random((2, N // 64)), 64, axis=1) + 0.05 * rng.random((2, N))
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_part_of_any_packed_prefix_comes_right(seed: int, open_store: Open) -> None:
+    """Prompts that fork, packed in any order, from any window to any other, in any tier."""
+    rng = np.random.default_rng(seed)
+    geometry = (SHARED, ALONE)[seed % 2]
+    store = open_store(geometry, dram_bytes=9 * SpanLayout.of(geometry, 64, 1).chunk_bytes)
+    prompts = [prompt(N, 100 * seed)]
+    for i in (1, 2, 3):
+        at = int(rng.integers(1, N // 64)) * 64
+        prompts.append(np.concatenate((prompts[rng.integers(i)][:at], prompt(N, seed + i)[at:])))
+    for tokens in prompts:
+        worth = list(WORTHS.values())[rng.integers(len(WORTHS))](rng)
+        n = int(rng.integers(N // 128, N // 64 + 1)) * 64
+        for end in (n, N):
+            given = None if worth is None else worth[:, :end]
+            put_prompt(store, tokens[:end], importance=given, wait_s=30).wait(60)
+    for _ in range(24):
+        tokens, n = prompts[rng.integers(4)], int(rng.integers(1, N // 64 + 1)) * 64
+        first = int(rng.integers(n // 64)) * 64
+        outs = None
+        if rng.integers(2):
+            heads = geometry.n_kv_heads
+            outs = [
+                [torch.full((n - first, heads, dim), 7.0).transpose(0, 1) for dim in (64, 128)]
+                for _ in range(2)
+            ]
+        read_all(store, tokens, n, first=first, outs=outs, in_order=bool(rng.integers(2)))
+        wait_for_promotions(store)
+    store.check()
+    assert store.buffers.used_bytes == 0
+
+
 @pytest.mark.parametrize("probe", ["heads3-v1", "int4-v1"], ids=["by records", "by all keys"])
 def test_a_layer_that_falls_back_comes_as_it_lies_but_not_beside_its_keys(
     probe: str, open_store: Open
