@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from impress.read.outs import Tensors
 
 #: Among a load's tickets: copies of what was read ahead, and what puts V's rows in order.
-_AHEAD: Final = "ahead"
-_ORDER: Final = "order"
+_AHEAD, _ORDER = "ahead", "order"
 #: Slices of a copy for each thread that copies: of one that is held up the rest take the second.
 _COPIES: Final = 2
 

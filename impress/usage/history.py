@@ -96,9 +96,7 @@ class History:
         self.tick = tick
         """Requests noted so far, by this process and those before it."""
         self.used_bytes = 0
-        self._n_layers = n_layers
-        self._window = window
-        self._shape = (n_layers, window)
+        self._n_layers, self._window = self._shape = n_layers, window
         self._budget_bytes = budget_bytes
         self._fetch = fetch
         self._ahead = ahead
@@ -336,23 +334,20 @@ class History:
         return known
 
     def _put(self, span: int, known: Remembered) -> Remembered:
-        n_bytes = known.n_bytes
         self._take_out(span)
+        n_bytes = known.n_bytes
         self._spans[span] = known
         self.used_bytes += n_bytes  # no signal comes between
         return known
 
     def _take_out(self, span: int) -> None:
-        known = self._spans.get(span)
-        if known is None:
-            return
-        n_bytes = known.n_bytes
-        # From here to the end no signal comes between: that is looked for behind calls.
-        del self._spans[span]
-        self.used_bytes -= n_bytes
-        if span in self._changed:
-            self._changed -= {span}
-            self._unsaved_bytes -= n_bytes
+        if (known := self._spans.get(span)) is not None:
+            n_bytes = known.n_bytes
+            del self._spans[span]  # from here on no signal comes between
+            self.used_bytes -= n_bytes
+            if span in self._changed:
+                self._changed -= {span}
+                self._unsaved_bytes -= n_bytes
 
     def _shrink(self) -> None:
         """Forget spans until the rest is within the budget, those noted longest ago first; never
