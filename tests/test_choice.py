@@ -353,6 +353,48 @@ def test_recomputing_is_tried_once_where_every_prompt_so_far_has_hit():
     assert modes[:18] == ["exact"] * 17 + ["recompute"] and modes[200:].count("exact") <= 1
 
 
+def test_short_prompts_do_not_say_what_a_long_one_takes_to_compute():
+    """Health checks of 8 tokens, all of a length: each token seemed to take as long as they all,
+    a prompt of 8,256 26 seconds, and as five had said so it was never tried: .4 in truth."""
+    rates, modes = Rates(on_device=True), []
+    for _ in range(10):
+        rates.note_forward("recompute", 8, 0.025)
+    long = Stored(8192, 32, 8192 << 17, 8192 << 17)
+    for _ in range(200):
+        rates.note_forward("recompute", 8, 0.025)
+        modes.append(rates.choose("exact", 8256, long).mode)
+        if modes[-1] == "exact":
+            rates.note_forward("exact", 64, 0.03)
+            rates.note_read("exact", long, 1.2)
+        else:
+            rates.note_forward("recompute", 8256, 0.41)
+    assert modes[:18].count("recompute") == 1 and modes[40:].count("exact") <= 3
+
+
+def test_what_cold_bytes_cost_is_known_after_any_number_of_warm_reads():
+    """After 240 a cold prefix seemed to cost what a warm one does, and each that came was read, at
+    four times what it takes to compute: what it took was a surprise each time, and not believed."""
+    rates, cold, warm = Rates(), stored(4000), stored(4000, cold_bytes=0)
+
+    def ask(prefix, read_s):
+        mode = rates.choose("exact", 4020, prefix).mode
+        if mode == "exact":
+            rates.note_forward("exact", 20, 0.03)
+            rates.note_read("exact", prefix, read_s)
+        else:
+            rates.note_forward("recompute", 4020, 0.12)
+        return mode
+
+    for i in range(20):
+        rates.note_forward("recompute", 4020, 0.12)
+        ask(*((cold, 0.4) if i % 2 else (warm, 0.004)))
+    for _ in range(40):
+        modes = [ask(warm, 0.004) for _ in range(300)]
+        assert modes.count("exact") > 290
+        assert rates.estimate(4020, cold)["exact"] > 0.3
+        assert ask(cold, 0.4) == "recompute"
+
+
 def test_what_a_device_does_first_in_a_mode_says_nothing_of_what_it_does_next():
     """Its first forward loads every kernel: after two seconds for a process's first prompt hits
     of 80 ms seemed so much faster that recomputing, which takes 30 by then, was not tried again."""

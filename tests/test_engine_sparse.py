@@ -37,6 +37,7 @@ from test_engine_hf import (
 
 import impress
 from impress.engines import hf
+from impress.engines.costs import Stored
 from impress.engines.hf_chosen import ATTENTION_NAMES
 from impress.errors import BadInput, Unsupported
 from impress.policy import (
@@ -323,6 +324,21 @@ def test_static_importance_is_served_where_it_was_stored(tmp_path):
         mine = engine.generate(ids, max_new_tokens=8, do_sample=False, **LOGITS)
     last = tuple(range(96, HIT))
     assert_matches(mine, reference(model, ids, (last,) * 3, 8))
+
+
+def test_a_hit_without_importance_is_recomputed_where_that_is_faster(tmp_path):
+    """What choosing rows would take was compared, which nobody can there; then all were read."""
+    model, ids = model_of("llama", attention="eager"), request_ids()
+    config = CONFIG.model_copy(update={"mode": "auto", "guard": "off"})
+    with hf.attach(model, tmp_path, StaticH2O(), config=config) as engine:
+        engine.generate(prompts(200), max_new_tokens=1)
+        engine.flush()
+        for n_tokens in (300, 400, 500, 600, 700, 800):
+            engine._modes.rates.note_forward("recompute", n_tokens, 1e-6 * n_tokens)
+            engine._modes.rates.note_forward("exact", 20, 0.01)
+            engine._modes.rates.note_read("exact", Stored(HIT, 2, HIT << 10, HIT << 10), 9.0)
+        engine.generate(ids, max_new_tokens=1)
+        assert engine.last_request.mode == "recompute", engine.last_request.why
 
 
 @pytest.mark.parametrize("policy", [StaticH2O(), SnapWindow()], ids=lambda policy: policy.name)

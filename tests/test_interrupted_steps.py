@@ -40,6 +40,7 @@ from impress.usage.remembered import Remembered
 from impress.write.home import Home
 from impress.write.reclaim import Reclaim
 from tiers.base import PAGE, Extent, Slot
+from tiers.errors import ReadFailed
 from tiers.iopool import IoPool, Lane
 from tiers.ssd import SsdTier
 from tiers.ticket import Ticket
@@ -237,10 +238,16 @@ def test_an_interrupted_copy_takes_no_place(how: str) -> None:
     at_each_step(make, act, check, first=how == "publish")  # at its first it has not begun
 
 
-def test_an_interrupted_climb_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True], ids=["copied", "what the caller wrote to"])
+def test_an_interrupted_climb_takes_no_place(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """Between taking places and filling them, and on the way into publishing them: nobody found
     these chunks, and as they had a place they were not copied again."""
-    monkeypatch.setattr(climb, "_copy", lambda *_: None)
+
+    def copy(*_: Any) -> None:
+        if fails:
+            raise ReadFailed("checksum", "memory a caller saw")
+
+    monkeypatch.setattr(climb, "_copy", copy)
     counters = SimpleNamespace(add=lambda *_: None)
     load: Any = SimpleNamespace(layer=0, reading=SimpleNamespace(counters=counters))
     held = SimpleNamespace(record=SimpleNamespace(n_windows=6))
@@ -250,7 +257,7 @@ def test_an_interrupted_climb_takes_no_place(monkeypatch: pytest.MonkeyPatch) ->
         climb._copy_up(load, part, 0, [np.arange(4)] * 2, None, cache, None)
 
     def check(cache: ChunkCache) -> None:
-        assert sum(cache.occupancy().values()) in (0, 4)
+        assert sum(cache.occupancy().values()) in (0, 0 if fails else 4)
         assert_nothing_is_lost(cache)
 
     at_each_step(lambda: ChunkCache(8 * 8192, {0: 4096, 1: 4096}, 1), act, check)

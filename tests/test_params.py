@@ -409,7 +409,7 @@ def test_parameters_that_a_crash_leaves_are_found_by_the_next_purge(
     assert again.add(b"n" * 32, "pca25-v1", (b"basis",), again.n_forgets)
 
 
-@pytest.mark.parametrize("harm", ["cut short", "another digest", "missing"])
+@pytest.mark.parametrize("harm", ["cut short", "another digest", "brackets", "missing"])
 def test_a_purge_takes_parameters_that_a_damaged_list_names_no_more(
     tmp_path: Path, harm: str
 ) -> None:
@@ -421,13 +421,39 @@ def test_a_purge_takes_parameters_that_a_damaged_list_names_no_more(
     text = said.read_text()
     changed = {
         "cut short": text[:-9], "another digest": text.replace(digest.hex(), "00" * 32),
-        "missing": None,
+        "brackets": "[" * 100_000, "missing": None,
     }[harm]  # fmt: skip
     said.unlink()
     if changed is not None:
         said.write_text(changed)
     Params(folder, write=True).forget([b"n" * 32])
     assert not any(b"basis" in path.read_bytes() for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("call", ["add", "forget"])
+def test_a_list_of_parameters_that_cannot_be_read_for_a_moment_loses_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A namespace's name was not in the next list, and its record went with another's purge."""
+    folder, codec = tmp_path / "params", "pca25-v1"
+    digest = Params(folder, write=True).add(b"1" * 32, codec, (b"basis",), 0)
+    read = Path.read_text
+
+    def refused(path: Path, *args: Any, **named: Any) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refused)
+        kept = Params(folder, write=True)
+        if call == "forget":
+            with pytest.raises(impress.StoreFailed, match="Too many open files; purge again"):
+                kept.forget([b"2" * 32])
+    assert Path.read_text is read
+    if call == "add":
+        assert kept.add(b"2" * 32, codec, (b"other",), kept.n_forgets)
+    kept.forget([b"2" * 32])
+    again = Params(folder, write=True)
+    assert again.current(b"1" * 32, codec) == digest and again.layers(digest) == (b"basis",)
 
 
 def test_a_purge_that_cannot_list_parameters_says_so(

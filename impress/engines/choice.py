@@ -26,6 +26,8 @@ _LOOK_SHARE: Final = 0.02
 _EARLY: Final = 4
 #: After so many where the policy's own mode is wanted for more than its time (decision 0011).
 _WANTED: Final = 3
+#: A prompt so many times as long as any that was recomputed may take what no forward has told.
+_LONGER: Final = 2
 #: A process's first forward may take so many times as long as a later one. On a device, where it
 #: loads what later ones run, it may be tens of times: there `Rates` does not learn from it.
 _FIRST_IS_SLOWER: Final = 4.0
@@ -56,6 +58,7 @@ class Rates:
         """`by_last_use`: what was not used for longest goes first from the caches."""
         self._on_device = on_device
         self._costs = Costs()
+        self._longest = 0  # tokens that a prompt which was recomputed had
         self._passed_over = dict.fromkeys(MODES, 0)
         self._patience = dict.fromkeys(MODES, _LOOK_AGAIN[0])
         self._begun = set[str]()  # modes that ran on the device
@@ -79,6 +82,8 @@ class Rates:
             self._expected = None
             return
         self._costs.forwards[mode].note((1, n_tokens), seconds)
+        if mode == "recompute":
+            self._longest = max(self._longest, n_tokens)
 
     def note_read(self, mode: str, stored: Stored, seconds: float) -> None:
         """A prefix was read in a mode, and so long was waited for it."""
@@ -123,7 +128,7 @@ class Rates:
                 patience = _WANTED
             if mode == choice.mode:
                 self._passed_over[mode], self._patience[mode] = 0, _LOOK_AGAIN[0]
-            elif mode == "recompute" and not self._doubted(seconds, choice.mode):
+            elif mode == "recompute" and not self._doubted(n_tokens, seconds, choice.mode):
                 self._passed_over[mode] = 0
             elif self._passed_over[mode] < patience:
                 self._passed_over[mode] += 1
@@ -179,16 +184,18 @@ class Rates:
             costs["exact"] += long - late
         return costs
 
-    def _doubted(self, seconds: Mapping[str, float | None], chosen: str) -> bool:
+    def _doubted(self, n_tokens: int, seconds: Mapping[str, float | None], chosen: str) -> bool:
         """Whether recomputing may be the cheapest after all, because few forwards have told what it
         costs: prompts that hit do not measure it, and a process's first forward is a slow one.
         Before the first, its cost is derived from the few tokens that hits compute, which gives
-        many times too much a token."""
+        many times too much a token; and so do prompts that are much shorter, all of a length."""
         cost, best = seconds.get("recompute"), seconds.get(chosen)
         n_samples = self._costs.forwards["recompute"].n_samples
-        if n_samples >= KNOWN or not cost or not best:
+        if not cost or not best:
             return False
-        return n_samples == 0 or cost < _too_much(n_samples) * best
+        if n_samples == 0 or n_tokens > _LONGER * self._longest:
+            return True
+        return n_samples < KNOWN and cost < _too_much(n_samples) * best
 
 
 def _known(seconds: Mapping[str, float | None]) -> dict[str, float]:

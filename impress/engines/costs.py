@@ -5,6 +5,7 @@ Pure arithmetic: no clock is read here.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -21,6 +22,10 @@ READS: Final = ("sparse", "exact")
 DECAY: Final = 0.9
 #: Requests without a sample that make older samples count for less, at most.
 _MOST_AGE: Final = 16
+#: What each of the last _RARE samples that had the last amount counts for good: of many that have
+#: none of it, the last that had some would count for nothing after some 200.
+_RARE: Final = 4
+_KEPT: Final = 1e-3
 #: Below this share of the full determinant, samples are too alike to tell their costs apart.
 _LEAST_SPREAD: Final = 1e-3
 #: Once so many samples are known, a new one counts as at most MOST_SURPRISE times what the fit
@@ -71,6 +76,7 @@ class Fit:
         self._by_seconds = np.zeros(n_amounts)
         self._squared = 0.0
         self._costs = np.zeros(n_amounts)
+        self._rare = deque[tuple[npt.NDArray[np.float64], float]](maxlen=_RARE)
         self._subsets = [
             list(subset) for size in range(1, n_amounts + 1)
             for subset in sorted(combinations(range(n_amounts), size), reverse=True)
@@ -85,6 +91,8 @@ class Fit:
         self._products = self._decay * self._products + np.outer(x, x)
         self._by_seconds = self._decay * self._by_seconds + seconds * x
         self._squared = self._decay * self._squared + seconds * seconds
+        if x[-1]:
+            self._rare.append((x, seconds))
         self._costs = self._fitted()
         self.n_samples += 1  # at last: Ctrl-C leaves no sample whose costs are not there
 
@@ -102,17 +110,22 @@ class Fit:
 
     def _fitted(self) -> npt.NDArray[np.float64]:
         """Of one of each amount: of all subsets that need no negative cost the nearest fit."""
-        best, least = np.zeros_like(self._by_seconds), self._squared
-        slack = 1e-9 * self._squared  # more costs must be worth it
+        products, by_seconds, squared = self._products, self._by_seconds, self._squared
+        for x, seconds in self._rare:
+            products = products + _KEPT * np.outer(x, x)
+            by_seconds = by_seconds + _KEPT * seconds * x
+            squared += _KEPT * seconds * seconds
+        best, least = np.zeros_like(by_seconds), squared
+        slack = 1e-9 * squared  # more costs must be worth it
         for subset in self._subsets:
-            scale = np.sqrt(np.diag(self._products)[subset])
+            scale = np.sqrt(np.diag(products)[subset])
             if not scale.all():
                 continue
-            alike = self._products[np.ix_(subset, subset)] / np.outer(scale, scale)
+            alike = products[np.ix_(subset, subset)] / np.outer(scale, scale)
             if np.linalg.det(alike) < _LEAST_SPREAD:
                 continue
-            costs = np.linalg.solve(alike, self._by_seconds[subset] / scale) / scale
-            left = self._squared - float(costs @ self._by_seconds[subset])
+            costs = np.linalg.solve(alike, by_seconds[subset] / scale) / scale
+            left = squared - float(costs @ by_seconds[subset])
             if (costs >= 0).all() and left < least - slack:
                 best, least = np.zeros_like(best), left
                 best[subset] = costs

@@ -92,11 +92,11 @@ class Modes:
         stored = self._stored(prompt, prefix)
         if ledger is None:
             own = "sparse" if chooses(policy) else "exact"
-            choice = self._able(self._choose(prompt, stored, own), policy, prefix)
-            return Way(policy, choice, stored)
+            return Way(policy, self._choose(prompt, stored, own, policy, prefix), stored)
         decision, said = self._decided(ledger)
-        choice = self._choose(prompt, stored, decision.mode, own_is_wanted=decision.wanted)
-        choice = self._able(choice, policy, prefix)
+        choice = self._choose(
+            prompt, stored, decision.mode, policy, prefix, own_is_wanted=decision.wanted
+        )
         watched = decision if decision.shadow and choice.mode == decision.mode else None
         return Way(
             policy, Choice(choice.mode, f"{choice.why}; guard: {said}"), stored, said, watched,
@@ -110,15 +110,15 @@ class Modes:
             return Decision("exact", shadow=False), f"{attention} attention cannot be observed"
         return self._store.ledgers.decide(ledger, self._store.config.guard_share)
 
-    def _able(self, choice: Choice, policy: Policy, prefix: StoredPrefix) -> Choice:
-        """Exact where the policy would go by importance and the prefix has none."""
-        if choice.mode != "sparse" or not by_importance(policy) or prefix.has_importance(policy):
-            return choice
+    def _lacking(self, policy: Policy, prefix: StoredPrefix) -> str:
+        """Where the policy would go by importance and the prefix has none: a line; else empty."""
+        if not by_importance(policy) or prefix.has_importance(policy):
+            return ""
         why = f"the prefix was stored without the importance that {policy.name} goes by"
         if policy.name not in self._told:
             self._told.add(policy.name)
             log.warning("a hit is exact: %s; store it under a policy that chooses rows", why)
-        return Choice("exact", f"exact: {why}")
+        return why
 
     def _stored(self, prompt: Prompt, prefix: StoredPrefix) -> Stored:
         geometry, n_tokens = self._store.geometry, len(prompt.rows) * prefix.n_tokens
@@ -128,12 +128,22 @@ class Modes:
         )  # fmt: skip
 
     def _choose(
-        self, prompt: Prompt, stored: Stored, own: str, *, own_is_wanted: bool = False
-    ) -> Choice:
-        if self._store.config.mode != "auto":
-            return forced(self._store.config.mode, own)
-        n_tokens = len(prompt.rows) * prompt.n_tokens
-        return self.rates.choose(own, n_tokens, stored, own_is_wanted=own_is_wanted)
+        self, prompt: Prompt, stored: Stored, own: str, policy: Policy, prefix: StoredPrefix, *,
+        own_is_wanted: bool = False,
+    ) -> Choice:  # fmt: skip
+        """A policy that lacks what it goes by reads all rows, if that is not what takes longest."""
+        mode, lacking = self._store.config.mode, ""
+        if own == "sparse" and mode in ("auto", "sparse"):
+            lacking = self._lacking(policy, prefix)
+            own = "exact" if lacking else own
+        if mode == "auto":
+            n_tokens, wanted = len(prompt.rows) * prompt.n_tokens, own_is_wanted and not lacking
+            choice = self.rates.choose(own, n_tokens, stored, own_is_wanted=wanted)
+        else:
+            choice = forced(mode, own)
+        if lacking and choice.mode == "exact":
+            return Choice("exact", f"exact: {lacking}")
+        return choice
 
     def learn(self, request: Request, way: Way, batch: int, turn_ms: float) -> None:
         """What the request says of this machine; `turn_ms`: to its first token, from its turn."""

@@ -8,9 +8,9 @@ a device, what torch.compile puts around, what PEFT puts back.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from inspect import unwrap
 from typing import Any, Final
 
 import torch
@@ -124,9 +124,9 @@ def check_adapters(model: Any) -> None:
 
 def check_functions(modules: Sequence[Any]) -> None:
     """Raises Unsupported where a function that every module's attention calls was replaced."""
-    for name in {type(module).__module__ for module in modules}:
-        if name.startswith("transformers.models."):
-            _check_file(sys.modules[name].__dict__)
+    for kind in set(map(type, modules)):
+        if (file := _file_of(kind)) is not None:
+            _check_file(file)
     functional, masks = torch.nn.functional, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     for where, found, own in (
         ("torch.nn.functional.scaled_dot_product_attention",
@@ -138,6 +138,16 @@ def check_functions(modules: Sequence[Any]) -> None:
     ):  # fmt: skip
         if found is not own:
             raise _was_replaced(where)
+
+
+@lru_cache(256)
+def _file_of(kind: type) -> dict[str, Any] | None:
+    """What the code of a class of Transformers' models has by name: sys.modules may have let go of
+    it. None: the class is none of them, or another file's code answers for it."""
+    if not kind.__module__.startswith("transformers.models."):
+        return None
+    found: dict[str, Any] = getattr(unwrap(kind.forward), "__globals__", {})  # type: ignore[attr-defined]
+    return found if found.get("__name__") == kind.__module__ else None
 
 
 def _check_file(found: dict[str, Any]) -> None:

@@ -188,12 +188,20 @@ def _copy_up(
             below.drop_windows(part.span, load.layer, granted)
         publish(load.reading, cache, entries)
     except BaseException as err:
-        for entries in noted:
-            cache.abandon(entries)
+        try:
+            _abandon(cache, noted)
+        except BaseException:  # Ctrl-C, maybe the first
+            _abandon(cache, noted)
+            raise
         if not isinstance(err, MediumError):
             raise
         # As where the caller wrote to what it was given, and should not have.
         load.reading.counters.add("promotions_failed")
+
+
+def _abandon(cache: ChunkCache, noted: list[Ids]) -> None:
+    for entries in noted:
+        cache.abandon(entries)
 
 
 def _copy(

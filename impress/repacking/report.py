@@ -58,8 +58,8 @@ class Move:
 
     @property
     def n_bytes(self) -> int:
-        """Of the copy. Its header is no longer than the span's, but for an order where that has
-        none."""
+        """Of the copy, about: its header has an order where the span's has none; it may lie in more
+        parts, of which each takes some bytes there."""
         part, order = self.part, 0
         if part.slots is not None and part.header.order is None:
             order = round_up(order_bytes(*part.slots.shape))

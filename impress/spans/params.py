@@ -133,7 +133,8 @@ class Params:
             if n_forgets != self.n_forgets or self._retired:
                 return None
             key = _key(namespace, codec)
-            current, before = {**self._current, key: digest}, self._current.get(key)
+            known = self._current or self._read_current()  # there may have been no file to open
+            current, before = {**known, key: digest}, known.get(key)
             try:
                 make_folder(self._folder)
                 if before is not None and before not in current.values():
@@ -159,7 +160,7 @@ class Params:
         begins = tuple(f"{namespace.hex()}/" for namespace in namespaces)
         with self._turn:
             self.n_forgets += 1
-            current = self._current or self._read_current()  # which may have had no file to open
+            current = self._current or self._read_current(must=True)
             kept = self._kept() if self._write else set()
             with self._lock:
                 gone = {key: d for key, d in current.items() if key.startswith(begins)}
@@ -174,7 +175,8 @@ class Params:
             if self._retired:
                 raise StoreFailed(f"probe parameters: {self._folder}: closed before; purge again")
             try:
-                for digest in lost:
+                mine = {*gone.values()}
+                for digest in sorted(lost, key=lambda digest: digest not in mine):
                     self._erase(digest)
                 self._say(left)
             except OSError as err:
@@ -244,12 +246,20 @@ class Params:
         except OSError:
             return 0
 
-    def _read_current(self) -> dict[str, bytes]:
-        """Empty where there is none that can be read: then parameters are fitted again."""
+    def _read_current(self, *, must: bool = False) -> dict[str, bytes]:
+        """Empty where there is none, or it is damaged, or cannot be read: then parameters are
+        fitted again. `must`: StoreFailed where it is there and cannot be read."""
+        path = self._folder / _CURRENT
         try:
-            said = json.loads((self._folder / _CURRENT).read_text())
+            said = json.loads(path.read_text())
             found = {str(key): bytes.fromhex(value) for key, value in said.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
+        except OSError as err:
+            if must and not isinstance(err, FileNotFoundError | NotADirectoryError):
+                raise StoreFailed(
+                    f"probe parameters: {path}: {err.strerror}; purge again"
+                ) from None
+            return {}
+        except (ValueError, TypeError, AttributeError, RecursionError):
             return {}
         return {key: digest for key, digest in found.items() if len(digest) == DIGEST_BYTES}
 

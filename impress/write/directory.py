@@ -29,6 +29,7 @@ from tiers.files import (
     lock_file,
     make_folder,
     segment_paths,
+    sync_path,
     turn_at,
     unlock_file,
     write_whole,
@@ -123,7 +124,11 @@ def make_identity(path: Path, geometry: Geometry, window: int) -> None:
     Where another process makes it one meanwhile, what that wrote stays: read it.
     """
     try:
+        new = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in new:
+            with suppress(PermissionError):  # one that may be written to and not be read
+                sync_path(folder.parent)
         foreign = [p.name for p in path.iterdir() if not p.name.startswith(f".{IDENTITY}")]
         if foreign and not (path / IDENTITY).exists():
             _check_lost(path)

@@ -73,7 +73,7 @@ class Reclaim:
     def take_over(self, leave: Leave, free: list[SpanRecord]) -> None:
         """What `leave` takes out of the catalog, out of the index by now, it notes in `free`; one's
         own of it is to be settled. Who is `at_rest` finds each of these in one of both places."""
-        if os.getpid() != self._pid:  # as in `_ours`
+        if os.getpid() != self._pid:  # as in `_if_ours`
             leave(free)
             return
         with self._lock:
