@@ -133,7 +133,7 @@ class PrefixStore:
         self.buffers = self._copies.buffers()  # engines', too
         self._reading = Reading(
             geometry, config, home.ssd, self._copies, self._pool, self.buffers, self.counters,
-            home.leaving.quarantine, home.history, home.save_history, params,
+            home.quarantine, home.history, home.save_history, params,
             home.catalog.knows,
         )  # fmt: skip
         self.write_buffers = slots = BufferPool(config.write_buffer_bytes)
@@ -190,7 +190,7 @@ class PrefixStore:
             if lost is not None:
                 self.counters.add(f"lost/{lost.reason}")
                 if not lost.harmless:
-                    self._home.leaving.quarantine(held[len(sources)].record.span_id)
+                    self._home.quarantine(held[len(sources)].record.span_id)
             reason = "" if sources else miss(off=off, lost=bool(held), short=not labels)
             make, end = partial(session_of, self._reading), partial(self._release, held)
             clock = self._leases.clock

@@ -29,7 +29,7 @@ from impress.spans.format import SpanRecord, encode_header
 from impress.spans.tables import read_header
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
-from impress.write.env import _holds_its_trees
+from impress.write.env import _holds_its_trees, check_whole
 from impress.write.index import Index
 from tiers.base import PAGE, Read, Slot
 from tiers.errors import ReadFailed
@@ -236,6 +236,41 @@ def test_an_index_is_whole_exactly_as_far_as_its_pages_reach(seed: int) -> None:
                 db = env.open_db(known, create=False)
                 with env.begin() as txn:  # every byte of it is there: else SIGBUS
                     assert all(value in full for _, value in txn.cursor(db))
+
+
+@pytest.mark.parametrize("is_written", [True, False], ids=["written to", "cut short"])
+def test_an_index_that_grows_while_it_is_looked_at_is_not_cut_short(
+    tmp_path: Path, is_written: bool
+) -> None:
+    """Between a look at its size and one at its pages its writer may commit: a sound index beside a
+    live writer was to be rebuilt."""
+
+    class Growing:
+        """What LMDB says, and a file that has not all of it yet, as it was a moment ago."""
+
+        n = 0
+
+        def stat(self) -> dict[str, int]:
+            return {"psize": 4096}
+
+        def info(self) -> dict[str, int]:
+            self.n += is_written
+            if self.n == 3:
+                shutil.copy(tmp_path / "whole", tmp_path / "data.mdb")
+            return {"last_pgno": n_pages - 1, "last_txnid": self.n}
+
+    with lmdb.open(str(tmp_path / "made"), map_size=1 << 30) as env:
+        with env.begin(write=True) as txn:
+            for i in range(400):
+                txn.put(b"%d" % i, bytes(600))
+        n_pages = env.info()["last_pgno"] + 1
+    shutil.copy(tmp_path / "made/data.mdb", tmp_path / "whole")
+    shutil.copy(tmp_path / "whole", tmp_path / "data.mdb")
+    os.truncate(tmp_path / "data.mdb", 4096 * 8)
+    if is_written:
+        return check_whole(Growing(), tmp_path)
+    with pytest.raises(impress.FormatError, match="cut short"):
+        check_whole(Growing(), tmp_path)
 
 
 @pytest.mark.parametrize("what", ["heat", "tick"])

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 from conftest import MIB, assert_serves, prompt, soon, wait_for_promotions
+from test_repack import look as repack_look
 from test_shards import APART, Pair, check, limbo, look, pair, ready, unreadable
 
 import impress
+import impress.tree.waiting
 import impress.write.env
 import impress.write.follow
 import impress.write.index
@@ -192,6 +194,123 @@ def test_spans_that_waited_wait_on_where_the_trying_of_one_is_cut_off(
     for tokens in made:
         assert_serves(a, tokens, 256)
     check(*pair)
+
+
+def test_spans_that_waited_wait_on_where_an_index_is_damaged_for_a_while(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FormatError was taken for their own: they were forgotten, and as the catalog knew them they
+    were not new either once the index was made again."""
+    a, b = pair
+    made = [prompt(256, seed) for seed in (1, 2)]
+    for store in pair:
+        for tokens in made:
+            ready(store, tokens)
+    look(a, b)
+    assert a.evict(1 << 30) > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "value", failing_with(impress.FormatError("a damaged page")))
+        a.follow()
+    assert a.lookup(made[0]) == 0
+    a.follow()
+    for tokens in made:
+        assert_serves(a, tokens, 256)
+    check(*pair)
+
+
+def test_what_begins_at_the_root_waits_on_where_too_much_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes no room, went all the same, and was found by no key."""
+    monkeypatch.setattr(impress.tree.waiting, "MOST_BYTES", 64)
+    waiting = Waiting()
+    waiting.put(1, b"", b"root")
+    for span in (2, 3, 4):
+        waiting.put(span, bytes(32), b"key%d" % span)
+    assert [span in waiting for span in (1, 2, 3, 4)] == [True, False, True, True]
+    waiting.find([b"key2"], bytes(32), 0, 32)
+    assert 2 in waiting and 3 not in waiting
+
+
+def failing_with(error: Exception) -> Callable[..., Any]:
+    def always(*_args: Any, **_named: Any) -> Any:
+        raise error
+
+    return always
+
+
+def test_all_that_waits_is_tried_however_much_it_is(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that had waited longest were, and no more until something else changed."""
+    monkeypatch.setattr(impress.write.follow, "RETRIES", 2)
+    a, b = pair
+    made = [prompt(256, seed) for seed in range(9)]
+    for store in pair:
+        for tokens in made:
+            ready(store, tokens)
+    look(a, b)
+    a.follow()
+    with a.lease(made[-1]) as lease:  # a bad one of its own, whose place another's may take
+        a._home.leaving.quarantine(lease.sources[0].held.record.span_id)
+    for _ in range(6):
+        a.follow()
+    for tokens in made:
+        assert_serves(a, tokens, 256)
+    check(*pair)
+
+
+@pytest.mark.parametrize("way", ["moved", "taken out, and another has it"])
+def test_a_span_that_was_moved_behind_ones_back_does_not_take_ones_own_with_it(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A process that looked late read where the span had lain, found it bad, and deleted what it
+    had stored behind it: durable, and sound."""
+    monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
+    late = {**APART, "follow_every_s": 3600}
+    a, b = open_store(geometry, **APART), open_store(geometry, **late)
+    c = open_store(geometry, **APART) if way != "moved" else None
+    ready(a, prompt(256))
+    if c is not None:
+        ready(c, prompt(256))
+    look(*(store for store in (a, b, c) if store is not None))
+    ready(b, prompt(512))
+    assert b.lookup(prompt(512)) == 512
+    if way == "moved":
+        repack_look(a, prompt(256))
+        assert a.repack().moved == 1
+    else:
+        a.evict(1 << 30)
+    a.flush()
+    a.close()  # it waits for nobody: where the span lay is erased, or another's by now
+    with b.lease(prompt(512)) as lease:
+        assert lease.n_tokens == 0  # its header is not there any more
+    b.flush()
+    b.follow()
+    assert_serves(b, prompt(512), 512)
+    check(b)
+
+
+def test_where_what_takes_a_moved_spans_place_cannot_be_read_both_stay(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one went, as it was gone, and what hung from it was deleted."""
+    monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 1)
+    a, b = (open_store(geometry, **APART) for _ in range(2))
+    ready(a, prompt(256))
+    look(b)
+    ready(b, prompt(512))
+    repack_look(a, prompt(256))
+    assert a.repack().moved == 1
+    for seed in (7, 8):  # the log is overrun
+        ready(a, prompt(128, seed))
+    with monkeypatch.context() as patch:
+        patch.setattr(Follower, "_own_values", failing_with(impress.StoreFailed("no more readers")))
+        b.follow()
+    b.follow()
+    b.flush()
+    assert_serves(b, prompt(512), 512)
+    check(a, b)
 
 
 @pytest.mark.parametrize("during", ["open", "look"])

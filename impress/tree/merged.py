@@ -14,7 +14,6 @@ from it goes where none does: own spans are orphans, to be deleted; others' wait
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
 
 from impress.blockhash import chain
 from impress.errors import FormatError, StoreFailed
@@ -244,20 +243,23 @@ class MergedCatalog(Catalog):
     ) -> int:
         """Try the n spans that waited longest again, and strays that were found; how many are shown
         now. `gone`: see admit. Raises StoreFailed; then those that were not tried wait on."""
-        shown, tried, todo = 0, 0, list[tuple[int, bytes]]()
+        shown, tried, todo, left = 0, 0, list[tuple[int, bytes]](), list[tuple[int, bytes]]()
         try:
             with self.lock:
                 self.waiting.take(n, todo)
             for span, before in todo:
-                with suppress(FormatError):  # damaged: nobody finds it
+                value = None
+                try:
                     value = value_of(span)
                     if value is not None and self.knows(span, value):
                         shown += self.admit(span, value, before, gone)
+                except FormatError:  # of the index: it waits on; of the value: nobody finds it
+                    left += [(span, before)] * (value is None)
                 tried += 1
         finally:
             with self.lock:
-                self.waiting.n_chances += shown
-                for span, before in todo[tried:]:
+                self.waiting.n_chances += shown + bool(left)
+                for span, before in left + todo[tried:]:
                     if span in self._kept:
                         self._wait(span, before)
         return shown
@@ -300,8 +302,7 @@ class MergedCatalog(Catalog):
 
     def evict(self, n_bytes: int, score: Score, spare: Iterable[int] = ()) -> list[int]:
         """As `Catalog.evict`, of one's own spans; where only others' hang from one, they go too."""
-        spare = set(spare)
-        retired = super().evict(n_bytes, score, spare)
+        retired = super().evict(n_bytes, score, spare := {*spare})
         n_bytes -= sum(r.owned_bytes for r in self.retired_records(retired))
         if n_bytes <= 0 or not len(self.own):
             return retired

@@ -44,9 +44,9 @@ class Waiting:
         self.forget(span)
         self._labels[span], self._keys[span] = before, key
         self._n_bytes += len(before)
-        while self._n_bytes > MOST_BYTES:
-            late, labels = self._labels.popitem(last=False)
-            self._n_bytes -= len(labels)
+        while self._n_bytes > MOST_BYTES:  # those that begin at the root take nothing
+            late = next(span for span, labels in self._labels.items() if labels)
+            self._n_bytes -= len(self._labels.pop(late))
             self.stray(late, self._keys[late])
 
     def stray(self, span: int, key: bytes) -> None:

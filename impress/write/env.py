@@ -297,17 +297,21 @@ def _failed(folder: Path, err: Exception) -> StoreFailed:
 
 def check_whole(env: Any, folder: Path) -> None:
     """Raises FormatError when the file ends before pages in use: a touch would be SIGBUS."""
-    info, page_bytes = env.info(), env.stat()["psize"]
-    want = (info["last_pgno"] + 1) * page_bytes
-    path = folder / "data.mdb"
-    size = path.stat().st_size
-    # LMDB never writes a page that was taken and given back by one transaction: at the end of the
-    # file it is counted, free, and not there.
-    if size < want and not _holds_its_trees(path, page_bytes, size // page_bytes):
-        raise FormatError(
-            f"index: {path} is cut short: {size} of {want} bytes; "
-            "impress rebuild makes it again from the segments"
-        )
+    path, page_bytes, seen = folder / "data.mdb", env.stat()["psize"], None
+    while True:
+        info, size = env.info(), path.stat().st_size
+        want = (info["last_pgno"] + 1) * page_bytes
+        # LMDB never writes a page that was taken and given back by one transaction: at the end of
+        # the file it is counted, free, and not there.
+        if size >= want or _holds_its_trees(path, page_bytes, size // page_bytes):
+            return
+        if (now := (size, info["last_txnid"])) == seen:  # nobody wrote there meanwhile
+            break
+        seen = now
+    raise FormatError(
+        f"index: {path} is cut short: {size} of {want} bytes; "
+        "impress rebuild makes it again from the segments"
+    )
 
 
 def _holds_its_trees(path: Path, page_bytes: int, n_pages: int) -> bool:

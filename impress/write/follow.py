@@ -69,7 +69,8 @@ class Follower:
         self._orphans: list[int] = []  # one's own that hung from them: out of the tree, untold
         self._begun: set[int] = set()  # known to the catalog, but perhaps not shown
         self.error: ImpressError | None = None  # the last one's
-        self._n_chances = 0  # the catalog's, when spans that wait were last tried again
+        self._n_chances = 0  # the catalog's, when spans that wait were last to be tried again
+        self._to_try = 0  # of those that waited then, not tried yet
         self.neighbours: dict[int, Neighbour] = {}
         try:
             self._discover()
@@ -86,6 +87,11 @@ class Follower:
             )
             start(thread)
             self._thread = thread  # at last: `stop` joins it
+
+    @property
+    def follows(self) -> bool:
+        """Whether it looks by itself."""
+        return self._thread is not None
 
     def values(self) -> Iterator[tuple[int, bytes]]:
         """Everything that the others hold now; for opening. One that cannot be read is left out
@@ -183,6 +189,9 @@ class Follower:
             self._take_out()  # at last: what is new, in any shard, takes places of theirs
             chances = self._catalog.waiting.n_chances
             if changed or chances != tried:
+                self._to_try = len(self._catalog.waiting)
+            if self._to_try > 0:
+                self._to_try -= RETRIES
                 self._catalog.retry(RETRIES, self.value)
             self._n_chances = chances
             # Files go after their spans.
@@ -321,13 +330,14 @@ class Follower:
         known = self._catalog.known(n.shard.spans)
         n.late = {span for span in known if _is_another(values.get(span), known[span])}
         ids, here = {span for span, kept in known.items() if kept}, values.keys() - n.late
-        self._begun |= self._gone & here  # back, in an index made anew
-        self._gone -= here
-        self._gone |= ids - here
-        new = here - (ids - self._begun)
-        if new:
-            whole = MergedCatalog(self._catalog.window, range(0))
+        begun = self._begun | (self._gone & here)  # back, in an index made anew
+        whole = MergedCatalog(self._catalog.window, range(0))
+        if new := here - (ids - begun):
             whole.load(chain(self._own_values(), self._theirs()), {})
+        # Not before: where what takes the place of one that is gone cannot be read, both stay.
+        self._begun = begun
+        self._gone = self._gone - here | (ids - here)
+        if new:
             for span, before in whole.before(new):
                 new.discard(span)
                 self._admit(span, values[span], before)
