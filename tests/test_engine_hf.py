@@ -415,6 +415,63 @@ def test_what_a_processor_rewrites_is_stored_as_the_model_was_given_it(tmp_path)
     assert found == [192, 64]
 
 
+def test_what_goes_by_the_tokens_so_far_and_rewrites_them_changes_no_name(tmp_path):
+    """It is asked before any processor that can be given: what it wrote was noted as what the model
+    had been given, and named the rows of other tokens."""
+    model, ids = tiny(), prompts(120)
+
+    def allowed(_batch, so_far):
+        if len(so_far) == 130:
+            so_far[-5:] = 7
+        return list(range(VOCAB))
+
+    with attach(model, tmp_path) as engine:
+        plain = model.generate(ids, max_new_tokens=80)
+        told = engine.generate(ids, max_new_tokens=80, prefix_allowed_tokens_fn=allowed)
+        engine.flush()
+        assert told[0, 125:130].tolist() == [7] * 5
+        found = [engine.store.lookup(row[0].numpy().astype(np.int32)) for row in (plain, told)]
+    assert found == [192, 64]
+
+
+def test_a_caller_that_uses_its_prompt_again_changes_no_prompt(tmp_path):
+    """A streamer's first call is before the model's: what it wrote into the caller's tensor was
+    computed, and stored under the prompt that had been there."""
+    model, ids = tiny(), prompts(200)
+    again = ids.clone()
+
+    class Refilling:
+        def put(self, _value):
+            again[:] = 3
+
+        def end(self):
+            pass
+
+    with attach(model, tmp_path) as engine:
+        first = engine.generate(again, max_new_tokens=8, streamer=Refilling())
+        engine.flush()
+        told = engine.generate(ids, max_new_tokens=8)
+        assert engine.last_request.hit_tokens == 192
+        want = model.generate(ids, max_new_tokens=8)
+        assert torch.equal(told, want) and torch.equal(first, want)
+
+
+def test_an_engine_that_is_cut_off_as_it_is_made_leaves_its_store_to_the_next(
+    tmp_path, monkeypatch
+):
+    """Its threads and its shard stayed until the process ended."""
+    model = tiny()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(hf, "Weights", interrupted)
+        attach(model, tmp_path)
+    with attach(model, tmp_path) as engine:
+        assert engine.store.stats()["shard"] == "main"
+
+
+def interrupted(*_args):
+    raise KeyboardInterrupt
+
+
 def test_a_streamer_that_writes_in_the_prompt_it_is_given_changes_no_prompt(tmp_path):
     """On a CPU it was the tensor that the model was given next: the keys of other tokens were
     stored under these."""

@@ -326,6 +326,25 @@ def test_static_importance_is_served_where_it_was_stored(tmp_path):
     assert_matches(mine, reference(model, ids, (last,) * 3, 8))
 
 
+@pytest.mark.parametrize("policy", [StaticH2O(), SnapWindow()], ids=lambda policy: policy.name)
+def test_a_hit_whose_policy_goes_by_importance_may_be_read_whole_all_the_same(tmp_path, policy):
+    """Its sessions had been begun to see whether it could choose, and were taken for those of
+    reading all: BadInput, each time that all rows seemed the cheaper, or were to be measured."""
+    model, ids = model_of("llama"), request_ids()
+    config = CONFIG.model_copy(update={"mode": "auto", "guard": "off"})
+    with hf.attach(model, tmp_path, policy, config=config) as engine:
+        engine.generate(prompts(200), max_new_tokens=1)
+        engine.flush()
+        modes = set()
+        for _ in range(20):
+            engine.generate(ids, max_new_tokens=1)
+            modes.add(engine.last_request.mode)
+            engine.flush()
+        assert {"sparse", "exact"} <= modes
+        wait_for_promotions(engine.store)
+        assert engine.store.stats()["leases"] == engine.store.buffers.used_bytes == 0
+
+
 def test_a_hit_without_importance_is_recomputed_where_that_is_faster(tmp_path):
     """What choosing rows would take was compared, which nobody can there; then all were read."""
     model, ids = model_of("llama", attention="eager"), request_ids()

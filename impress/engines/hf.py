@@ -22,7 +22,7 @@ from typing import Any
 
 try:
     import torch
-    from transformers import LogitsProcessorList
+    from transformers import LogitsProcessorList, StoppingCriteriaList
 except ModuleNotFoundError as gone:
     what = f"impress.engines.hf needs {gone.name}: pip install '.[hf]' in impress's clone"
     raise ModuleNotFoundError(what, name=gone.name) from None
@@ -83,8 +83,12 @@ def attach(
     if not isinstance(path_or_store, PrefixStore):
         if policy.probe is not None and policy.probe not in settings.probes:
             settings = settings.model_copy(update={"probes": (*settings.probes, policy.probe)})
-        opened = PrefixStore.open(path_or_store, geometry, namespace, settings)
-        return Engine(model, opened, policy, buffers, owns_store=True, store_new=store_new)
+        with ExitStack() as failed:
+            opened = PrefixStore.open(path_or_store, geometry, namespace, settings)
+            failed.callback(opened.close)  # Ctrl-C, no memory: nobody else would
+            engine = Engine(model, opened, policy, buffers, owns_store=True, store_new=store_new)
+            failed.pop_all()
+        return engine
     store = path_or_store
     if config is not None:
         raise BadInput("config is for a directory; a store that is open has its own")
@@ -222,7 +226,7 @@ class Engine:
             )
             if not lost:  # one that was lost ran twice
                 self._modes.learn(request, way, len(prompt.rows), first.turn_ms)
-            given = first.given(prompt.rows, sequences)
+            given = first.given.named(prompt.rows, sequences)
             self._last = request, self._store(prompt, given, cache, hit, watch, undo)
         return result
 
@@ -349,19 +353,18 @@ class Engine:
         return result
 
     def _decode(
-        self,
-        prompt: Prompt,
-        cache: RowsCache | ChosenCache,
-        once: PromptOnce | None,
+        self, prompt: Prompt, cache: RowsCache | ChosenCache, once: PromptOnce | None,
         first: FirstLogits,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         options = dict(prompt.options)
         processors = [first, *(options.pop("logits_processor", None) or [])]
+        criteria = [*(options.pop("stopping_criteria", None) or []), first.given]
         return self.model.generate(
             prompt.input_ids,
             attention_mask=torch.ones_like(prompt.input_ids),
             past_key_values=cache,
             logits_processor=LogitsProcessorList(processors),
+            stopping_criteria=StoppingCriteriaList(criteria),
             streamer=once,
             **options,
         )

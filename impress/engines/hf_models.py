@@ -275,13 +275,15 @@ def _check_ids(input_ids: Any, vocab_size: int) -> tuple[torch.Tensor, npt.NDArr
         raise BadInput(f"input_ids must be int64 or int32, got {input_ids.dtype}")
     if not input_ids.numel():
         raise BadInput(f"input_ids is empty: {tuple(input_ids.shape)}")
-    # One call of torch's: each lets go of the interpreter, for which storing may be waiting.
-    tokens = input_ids.cpu().numpy()
+    # A copy: what the caller writes there later is none of the prompt that rows are stored under.
+    # And few calls of torch's: each lets go of the interpreter, for which storing may be waiting.
+    ids = input_ids.to(torch.int64, copy=True)
+    tokens = ids.cpu().numpy()
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise BadInput(f"token id {wrong} is outside the vocabulary 0..{vocab_size - 1}")
-    return input_ids.long(), tokens.astype(np.int32)
+    return ids, tokens.astype(np.int32)
 
 
 def _check_mask(mask: Any, ids: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria
 
 from impress.engines.hf_modules import bare
 
@@ -21,7 +21,7 @@ MOST_COMPARED: Final = 64
 
 
 class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
-    """Changes nothing; notes when the first logits came, and what each pass of the model was given.
+    """Changes nothing; notes when the first logits came. `given`: what passes of the model are.
 
     Made when the request's turn has come. Asked before processors of the caller's.
     """
@@ -31,7 +31,7 @@ class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
         self.turn_ms = 0.0  # of those, without the wait for the turn
         self._called = called
         self._made = perf_counter()
-        self._given: list[torch.Tensor] = []  # the last token of each pass
+        self.given = Given()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not self.ttft_ms:
@@ -40,16 +40,26 @@ class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
             now = perf_counter()
             self.ttft_ms = (now - self._called) * 1000
             self.turn_ms = (now - self._made) * 1000
-        self._given.append(input_ids[:, -1:].clone())
         return scores
 
-    def given(self, prompt: Sequence[npt.NDArray[np.int32]], result: torch.Tensor) -> torch.Tensor:
-        """The sequences of a result as the model was given them, and the last token.
 
-        They name its rows: a processor or a criterion of the caller's may have rewritten others.
-        """
+class Given(StoppingCriteria):  # type: ignore[misc]  # the base is untyped
+    """Stops nothing; notes what the next pass of the model is given. Asked last of all: processors,
+    criteria and what goes by `input_ids` else may have rewritten it by then, and do so later."""
+
+    def __init__(self) -> None:
+        self._tokens: list[torch.Tensor] = []  # behind each pass the next one's
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self._tokens.append(input_ids[:, -1:].clone())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def named(self, prompt: Sequence[npt.NDArray[np.int32]], result: torch.Tensor) -> torch.Tensor:
+        """The sequences of a result as the model was given them, and the last token: they name its
+        rows."""
         rows = torch.from_numpy(np.stack(prompt)).to(result)
-        return torch.cat([rows, *self._given[1:], result[:, -1:]], dim=1)
+        n_given = result.shape[1] - rows.shape[1] - 1
+        return torch.cat([rows, *self._tokens[:n_given], result[:, -1:]], dim=1)
 
 
 class PromptOnce:

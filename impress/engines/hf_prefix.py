@@ -36,6 +36,7 @@ class StoredPrefix:
         self._leases = leases
         self._is_lent = False
         self._sessions: list[Session] = []
+        self._begun_for: Policy | None = None  # these
         self.seen: dict[int, Seen] | None = None
         """A dict here is given what each layer's `choose` was asked, to be weighed later."""
 
@@ -52,9 +53,12 @@ class StoredPrefix:
         return self._leases[0].cache_bytes()
 
     def open(self, policy: Policy, begin: Callable[[Lease, Policy], Session] | None = None) -> None:
-        """Begin the sessions. Raises what `Lease.session` does; close() is due all the same."""
-        if self._sessions:  # begun to see what they could choose by
+        """Begin the sessions, unless they were begun for this policy, to see what it could choose
+        by. Raises what `Lease.session` does; close() is due all the same."""
+        if self._sessions and self._begun_for == policy:
             return
+        self._end()
+        self._begun_for = policy
         # Attention to chosen rows needs no order of them; a cache has them by position.
         by_position = isinstance(policy, Exact | KeepAll)
         for lease in self._leases:
@@ -71,9 +75,12 @@ class StoredPrefix:
         self.open(policy)
         if all(isinstance(own, SparseSession) and own.has_importance() for own in self._sessions):
             return True
+        self._end()
+        return False
+
+    def _end(self) -> None:
         while self._sessions:
             self._sessions.pop().close()
-        return False
 
     def start(self, outs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> None:
         for session, layers in zip(self._sessions, outs, strict=True):
