@@ -212,6 +212,7 @@ def test_spans_that_waited_wait_on_where_an_index_is_damaged_for_a_while(
         patch.setattr(Index, "value", failing_with(impress.FormatError("a damaged page")))
         a.follow()
     assert a.lookup(made[0]) == 0
+    ready(b, prompt(128, 9))  # it can be read again, and tells of something
     a.follow()
     for tokens in made:
         assert_serves(a, tokens, 256)

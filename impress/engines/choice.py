@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from impress.engines.costs import DECAY, KNOWN, MODES, Costs, Fit, Stored
+from impress.engines.costs import DECAY, KNOWN, MODES, READS, Costs, Fit, Stored
 from impress.engines.regime import Expected, IfWhole, Regime
 
 #: A mode that seems slower is measured again after it was passed over so many times: 16 at first,
@@ -59,8 +59,9 @@ class Rates:
         self._on_device = on_device
         self._costs = Costs()
         self._longest = 0  # tokens that a prompt which was recomputed had
-        self._passed_over = dict.fromkeys(MODES, 0)
-        self._patience = dict.fromkeys(MODES, _LOOK_AGAIN[0])
+        # By mode, and whether the prefix was cold.
+        self._passed_over: dict[tuple[str, bool], int] = {}
+        self._patience: dict[tuple[str, bool], int] = {}
         self._begun = set[str]()  # modes that ran on the device
         self._regime = Regime()
         self._if_whole = IfWhole(by_last_use=by_last_use)
@@ -123,18 +124,20 @@ class Rates:
                 choice = self._by_regime(choice, n_tokens, stored, seconds)
             self._if_whole.note(stored.spans)
         for mode in sorted(allowed):
-            patience = _patience(self._patience[mode], seconds.get(mode), seconds.get(choice.mode))
+            # Reads of cold prefixes apart: a warm one says nothing of what they take.
+            key = mode, mode in READS and stored.cold_bytes > 0
+            wait = self._patience.get(key, _LOOK_AGAIN[0])
+            patience = _patience(wait, seconds.get(mode), seconds.get(choice.mode))
             if own_is_wanted and mode == own:
                 patience = _WANTED
             if mode == choice.mode:
-                self._passed_over[mode], self._patience[mode] = 0, _LOOK_AGAIN[0]
+                self._passed_over[key], self._patience[key] = 0, _LOOK_AGAIN[0]
             elif mode == "recompute" and not self._doubted(n_tokens, seconds, choice.mode):
-                self._passed_over[mode] = 0
-            elif self._passed_over[mode] < patience:
-                self._passed_over[mode] += 1
+                continue
+            elif (n := self._passed_over.get(key, 0)) < patience:
+                self._passed_over[key] = n + 1
             else:
-                n = self._passed_over[mode]
-                self._passed_over[mode], self._patience[mode] = 0, 2 * n
+                self._passed_over[key], self._patience[key] = 0, 2 * n
                 if mode in self._costs.reads:
                     self._costs.reads[mode].age(n)
                 self._expected = None  # tells nothing of how requests are gone about

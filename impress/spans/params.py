@@ -137,7 +137,7 @@ class Params:
             current, before = {**known, key: digest}, known.get(key)
             try:
                 make_folder(self._folder)
-                if before is not None and before not in current.values():
+                if before in self._missing and before not in current.values():
                     self._erase(before)  # what could not be erased when it was forgotten
                 self._say(current)  # first: by its name `forget` finds what a crash leaves of it
                 write_whole(self._folder / digest.hex(), raw)

@@ -258,7 +258,7 @@ class MergedCatalog(Catalog):
                 tried += 1
         finally:
             with self.lock:
-                self.waiting.n_chances += shown + bool(left)
+                self.waiting.n_chances += shown
                 for span, before in left + todo[tried:]:
                     if span in self._kept:
                         self._wait(span, before)

@@ -44,9 +44,12 @@ class Waiting:
         self.forget(span)
         self._labels[span], self._keys[span] = before, key
         self._n_bytes += len(before)
-        while self._n_bytes > MOST_BYTES:  # those that begin at the root take nothing
-            late = next(span for span, labels in self._labels.items() if labels)
-            self._n_bytes -= len(self._labels.pop(late))
+        while self._n_bytes > MOST_BYTES:
+            late, labels = self._labels.popitem(last=False)
+            if not labels:  # it begins at the root, takes nothing, and would be found by no key
+                self._labels[late] = labels
+                continue
+            self._n_bytes -= len(labels)
             self.stray(late, self._keys[late])
 
     def stray(self, span: int, key: bytes) -> None:

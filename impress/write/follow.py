@@ -61,7 +61,7 @@ class Follower:
         self._orphaned = orphaned
         self._own_value = own_value
         self._turn = threading.Lock()  # held for a whole look; only looks and `close` take it
-        self._stop = threading.Event()
+        self._stop, self._wake = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._unread = Unread(path)
         # What a look that was cut off leaves to the next one: the logs do not tell it again.
@@ -88,10 +88,18 @@ class Follower:
             start(thread)
             self._thread = thread  # at last: `stop` joins it
 
-    @property
-    def follows(self) -> bool:
-        """Whether it looks by itself."""
-        return self._thread is not None
+    def is_gone(self, span: int) -> bool:
+        """Whether another's span was moved or taken out by its writer, as its index has it: a look
+        that begins at once takes that over. False where nobody looks, or that shard cannot be."""
+        theirs, left_out = self._of(span), self._unread.left_out()
+        if self._thread is None or not theirs or any(n.shard.name in left_out for n in theirs):
+            return False
+        with suppress(ImpressError):
+            value = self.value(span)
+            if value is None or not self._catalog.knows(span, value):
+                self._wake.set()
+                return True
+        return False
 
     def values(self) -> Iterator[tuple[int, bytes]]:
         """Everything that the others hold now; for opening. One that cannot be read is left out
@@ -209,6 +217,7 @@ class Follower:
     def stop(self) -> None:
         """Look no more."""
         self._stop.set()
+        self._wake.set()
         if self._thread is not None:
             self._thread.join(STOP_S)
 
@@ -231,7 +240,9 @@ class Follower:
     def _work(self, every_s: float, then: Callable[[], None]) -> None:
         while not self._stop.is_set():
             try:  # nothing here may end the thread, a wait that lacks memory neither
-                if not self._stop.wait(every_s):
+                self._wake.wait(every_s)
+                self._wake.clear()
+                if not self._stop.is_set():
                     self.look()
                     then()
             except Exception:
@@ -330,13 +341,13 @@ class Follower:
         known = self._catalog.known(n.shard.spans)
         n.late = {span for span in known if _is_another(values.get(span), known[span])}
         ids, here = {span for span, kept in known.items() if kept}, values.keys() - n.late
-        begun = self._begun | (self._gone & here)  # back, in an index made anew
+        self._begun |= self._gone & here  # back, in an index made anew
+        self._gone -= here
         whole = MergedCatalog(self._catalog.window, range(0))
-        if new := here - (ids - begun):
+        if new := here - (ids - self._begun):
             whole.load(chain(self._own_values(), self._theirs()), {})
         # Not before: where what takes the place of one that is gone cannot be read, both stay.
-        self._begun = begun
-        self._gone = self._gone - here | (ids - here)
+        self._gone |= ids - here
         if new:
             for span, before in whole.before(new):
                 new.discard(span)

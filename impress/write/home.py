@@ -11,14 +11,13 @@ import gc
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from time import monotonic
 from time import time as wall_clock
 
 from impress.config import Config
-from impress.errors import FormatError, ImpressError, StoreFailed
+from impress.errors import FormatError, StoreFailed
 from impress.quality.ledgers import Ledgers
 from impress.spans.format import SpanRecord
 from impress.stats import Counters
@@ -240,15 +239,8 @@ class Home:
         """A span went bad, never again to be a hit, nor what hangs from it. But another's that its
         writer has moved or taken out meanwhile is gone: the next look says so, and what hangs from
         it, one's own too, stays where the copy takes its place."""
-        if span in self.catalog.own or not self.others.follows or not self._is_gone(span):
+        if span in self.catalog.own or not self.others.is_gone(span):
             self.leaving.quarantine(span)
-
-    def _is_gone(self, span: int) -> bool:
-        """By its writer's index, of another's."""
-        with suppress(ImpressError):
-            value = self.others.value(span)
-            return value is None or not self.catalog.knows(span, value)
-        return False
 
     def _orphaned(self, spans: Iterable[int]) -> None:
         self.leaving.orphaned(spans)
