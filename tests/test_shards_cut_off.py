@@ -110,8 +110,9 @@ def test_what_hung_from_what_a_look_was_taking_out_as_it_was_cut_off_goes_with_t
         assert isinstance(follower, Follower)
         follower._gone.clear()
         follower._take_out()
-    look(a, b)
-    a.flush()
+    look(a)
+    a.flush()  # it is deleted by then: the other follows that, and holds nothing up
+    look(b, a)
     assert a.ssd.usage().used == 0 and not [*a.index.spans()]
     check(a, b)
 

@@ -91,8 +91,8 @@ class Follower:
     def is_gone(self, span: int) -> bool:
         """Whether another's span was moved or taken out by its writer, as its index has it: a look
         that begins at once takes that over. False where nobody looks, or that shard cannot be."""
-        theirs, left_out = self._of(span), self._unread.left_out()
-        if self._thread is None or not theirs or any(n.shard.name in left_out for n in theirs):
+        theirs = self._of(span)
+        if self._thread is None or not theirs or any(self._unread.has(n.shard) for n in theirs):
             return False
         with suppress(ImpressError):
             value = self.value(span)
@@ -191,7 +191,7 @@ class Follower:
                     continue
                 try:
                     changed |= self._catch_up(neighbour)
-                    self._unread.read(shard)
+                    changed |= self._unread.read(shard)  # what waits for it may be tried again
                 except (ImpressError, OSError) as err:
                     self._unread.failed(shard, stamp, err)
             self._take_out()  # at last: what is new, in any shard, takes places of theirs

@@ -130,12 +130,16 @@ class Unread:
 
     def left_out(self) -> dict[str, str]:
         """Name of each that holds something, and why not. One that is just being made does not."""
-        failed = [last for last in self._failed.values() if _holds_any(last.shard)]
+        failed = [last for last in [*self._failed.values()] if _holds_any(last.shard)]
         return {last.shard.name: last.why for last in failed}
 
-    def read(self, shard: Shard) -> None:
-        """It can be: what fails from here on is said again."""
-        self._failed.pop(shard.number, None)
+    def has(self, shard: Shard) -> bool:
+        """Whether it is one of them, by the last look; nothing is listed."""
+        return shard.number in self._failed
+
+    def read(self, shard: Shard) -> bool:
+        """It can be: what fails from here on is said again. Whether it could not before."""
+        return self._failed.pop(shard.number, None) is not None
 
 
 def _holds_any(shard: Shard) -> bool:
