@@ -353,6 +353,17 @@ def test_recomputing_is_tried_once_where_every_prompt_so_far_has_hit():
     assert modes[:18] == ["exact"] * 17 + ["recompute"] and modes[200:].count("exact") <= 1
 
 
+def asked_once(rates, n_tokens, prefix, read_s, recompute_s):
+    """The mode of a request, which then takes so long."""
+    mode = rates.choose("exact", n_tokens, prefix).mode
+    if mode == "exact":
+        rates.note_forward("exact", n_tokens - prefix.n_tokens, 0.03)
+        rates.note_read("exact", prefix, read_s)
+    else:
+        rates.note_forward("recompute", n_tokens, recompute_s)
+    return mode
+
+
 def test_short_prompts_do_not_say_what_a_long_one_takes_to_compute():
     """Health checks of 8 tokens, all of a length: each token seemed to take as long as they all,
     a prompt of 8,256 26 seconds, and as five had said so it was never tried: .4 in truth."""
@@ -362,12 +373,7 @@ def test_short_prompts_do_not_say_what_a_long_one_takes_to_compute():
     long = Stored(8192, 32, 8192 << 17, 8192 << 17)
     for _ in range(200):
         rates.note_forward("recompute", 8, 0.025)
-        modes.append(rates.choose("exact", 8256, long).mode)
-        if modes[-1] == "exact":
-            rates.note_forward("exact", 64, 0.03)
-            rates.note_read("exact", long, 1.2)
-        else:
-            rates.note_forward("recompute", 8256, 0.41)
+        modes.append(asked_once(rates, 8256, long, 1.2, 0.41))
     assert modes[:18].count("recompute") == 1 and modes[40:].count("exact") <= 3
 
 
@@ -380,12 +386,7 @@ def test_a_disk_that_was_slow_for_cold_reads_is_asked_again_beside_warm_ones():
     modes = []
     for i in range(1600):
         prefix, read_s = (warm, 0.004) if i % 16 else (cold, 0.4 if i < 160 else 0.03)
-        mode = rates.choose("exact", 4020, prefix).mode
-        if mode == "exact":
-            rates.note_forward("exact", 20, 0.03)
-            rates.note_read("exact", prefix, read_s)
-        else:
-            rates.note_forward("recompute", 4020, 0.12)
+        mode = asked_once(rates, 4020, prefix, read_s, 0.12)
         modes += [mode] if prefix is cold else []
     assert modes[5:10] == ["recompute"] * 5 and modes[60:].count("exact") > 35
 
@@ -397,12 +398,7 @@ def test_short_hits_do_not_keep_long_prompts_from_being_computed_once():
         rates.note_forward("recompute", 100, 0.03)
     for i in range(300):
         n, prefix, read_s = (100, short, 0.001) if i % 2 else (8256, long, 1.2)
-        mode = rates.choose("exact", n, prefix).mode
-        if mode == "exact":
-            rates.note_forward("exact", n - prefix.n_tokens, 0.03)
-            rates.note_read("exact", prefix, read_s)
-        else:
-            rates.note_forward("recompute", n, 5e-5 * n)
+        mode = asked_once(rates, n, prefix, read_s, 5e-5 * n)
         modes += [] if i % 2 else [mode]
     assert modes[40:].count("recompute") > 100
 
@@ -413,13 +409,7 @@ def test_what_cold_bytes_cost_is_known_after_any_number_of_warm_reads():
     rates, cold, warm = Rates(), stored(4000), stored(4000, cold_bytes=0)
 
     def ask(prefix, read_s):
-        mode = rates.choose("exact", 4020, prefix).mode
-        if mode == "exact":
-            rates.note_forward("exact", 20, 0.03)
-            rates.note_read("exact", prefix, read_s)
-        else:
-            rates.note_forward("recompute", 4020, 0.12)
-        return mode
+        return asked_once(rates, 4020, prefix, read_s, 0.12)
 
     for i in range(20):
         rates.note_forward("recompute", 4020, 0.12)

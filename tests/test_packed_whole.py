@@ -112,6 +112,14 @@ def test_who_needs_no_order_gets_rows_as_they_lie(
     assert store.buffers.used_bytes == 0
 
 
+def given_outs(geometry: impress.Geometry, n_rows: int) -> list:
+    """The caller's memory, which held something else."""
+    return [
+        [torch.full((n_rows, geometry.n_kv_heads, dim), 7.0).transpose(0, 1) for dim in (64, 128)]
+        for _ in range(geometry.n_layers)
+    ]
+
+
 @pytest.mark.parametrize("geometry", [SHARED, ALONE], ids=["shared pieces", "a piece a row"])
 @pytest.mark.parametrize("into", [False, True], ids=["to the session's memory", "to the caller's"])
 def test_what_is_held_of_a_packed_span_may_fill_other_chunks_than_its_own(
@@ -130,14 +138,8 @@ def test_what_is_held_of_a_packed_span_may_fill_other_chunks_than_its_own(
     assert put_prompt(store, fork, importance=spread, wait_s=30).wait(60)
     for turn in range(6):
         for n, first in ((128, 0), (256, 0), (N, 0), (256, 64), (N, 64)):
-            outs = [
-                (torch.full((n - first, geometry.n_kv_heads, geometry.head_dim), 7.0)
-                 .transpose(0, 1),
-                 torch.full((n - first, geometry.n_kv_heads, geometry.v_dim), 7.0).transpose(0, 1))
-                for _ in range(geometry.n_layers)
-            ]  # fmt: skip
-            in_order = bool(turn % 3)
-            read_all(store, fork, n, first=first, outs=outs if into else None, in_order=in_order)
+            outs = given_outs(geometry, n - first) if into else None
+            read_all(store, fork, n, first=first, outs=outs, in_order=bool(turn % 3))
             wait_for_promotions(store)
     for first in (64, 128):  # a span alone, of which the beginning is not asked for
         read_all(store, tokens, 256, first=first, in_order=False)
@@ -177,13 +179,7 @@ def test_any_part_of_any_packed_prefix_comes_right(seed: int, open_store: Open) 
     for _ in range(24):
         tokens, n = prompts[rng.integers(4)], int(rng.integers(1, N // 64 + 1)) * 64
         first = int(rng.integers(n // 64)) * 64
-        outs = None
-        if rng.integers(2):
-            heads = geometry.n_kv_heads
-            outs = [
-                [torch.full((n - first, heads, dim), 7.0).transpose(0, 1) for dim in (64, 128)]
-                for _ in range(2)
-            ]
+        outs = given_outs(geometry, n - first) if rng.integers(2) else None
         read_all(store, tokens, n, first=first, outs=outs, in_order=bool(rng.integers(2)))
         wait_for_promotions(store)
     store.check()

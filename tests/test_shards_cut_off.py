@@ -172,18 +172,23 @@ def test_a_span_that_a_look_was_showing_as_it_was_cut_off_is_shown_by_the_next(
     check(a, b)
 
 
+def in_both_and_evicted(pair: Pair) -> list[Any]:
+    """Prompts that both stored and the first evicted: in the place of its own come the other's."""
+    made = [prompt(256, seed) for seed in (1, 2)]
+    for store in pair:
+        for tokens in made:
+            ready(store, tokens)
+    look(*pair)
+    assert pair[0].evict(1 << 30) > 0
+    return made
+
+
 @pytest.mark.parametrize("how", ["an error", "ctrl-c"])
 def test_spans_that_waited_wait_on_where_the_trying_of_one_is_cut_off(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """All that were to be tried with it were forgotten, and a miss until a restart."""
-    a, b = pair
-    made = [prompt(256, seed) for seed in (1, 2)]
-    for store in pair:
-        for tokens in made:
-            ready(store, tokens)
-    look(a, b)
-    assert a.evict(1 << 30) > 0  # in the place of its own come those of the other
+    a, made = pair[0], in_both_and_evicted(pair)
     error = impress.StoreFailed("no more readers") if how == "an error" else KeyboardInterrupt()
     with monkeypatch.context() as patch, pytest.raises(type(error)):
         if how == "an error":
@@ -202,13 +207,7 @@ def test_spans_that_waited_wait_on_where_an_index_is_damaged_for_a_while(
 ) -> None:
     """FormatError was taken for their own: they were forgotten, and as the catalog knew them they
     were not new either once the index was made again."""
-    a, b = pair
-    made = [prompt(256, seed) for seed in (1, 2)]
-    for store in pair:
-        for tokens in made:
-            ready(store, tokens)
-    look(a, b)
-    assert a.evict(1 << 30) > 0
+    (a, b), made = pair, in_both_and_evicted(pair)
     with monkeypatch.context() as patch:
         patch.setattr(Index, "value", failing_with(impress.FormatError("a damaged page")))
         a.follow()

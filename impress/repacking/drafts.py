@@ -42,18 +42,18 @@ class Drafts:
 
     def give_back(self, draft: SpanRecord) -> None:
         """Where it is cut off, `give_back_rest` goes on with what is left of it."""
-        left = self._drafts[draft.span_id]
-        if left:
-            self._scrap(left)
-        self.over(draft.span_id)
+        self._end(draft.span_id)
 
     def give_back_rest(self) -> None:
         """Those that the committer was not given: an exception (Ctrl-C) came between."""
-        for span, left in [*self._drafts.items()]:
+        for span in [*self._drafts]:
             for _ in self._handed.get(span, ()):
                 del self._handed[span]  # taken from it: no signal comes between
             if span in self._handed or span not in self._drafts:  # in this order: see `over`
                 continue
-            if left:
-                self._scrap(left)
-            self.over(span)
+            self._end(span)
+
+    def _end(self, span: int) -> None:
+        if left := self._drafts[span]:
+            self._scrap(left)
+        self.over(span)
