@@ -21,9 +21,9 @@ from impress.policy import AllHeads, Contiguous, Paper, Policy, Quality, Random
 from impress.read import tickets
 from impress.read.ahead import Places, cost, preferred, within
 from impress.read.early import Early
+from impress.read.lease import Lease
 from impress.read.parts import Part
 from impress.read.plan import home_reads
-from impress.read.session import Lease
 from impress.spans.layout import K, V
 from impress.usage.history import Note
 from tiers.base import Read

@@ -66,6 +66,27 @@ def gate(monkeypatch: pytest.MonkeyPatch, store: impress.PrefixStore) -> Iterato
     made.opened.set()
 
 
+def test_layers_are_begun_when_asked_for_and_their_memory_given_back(
+    store: impress.PrefixStore, geometry: impress.Geometry
+) -> None:
+    """For whoever copies a layer at once: no more than two layers' memory is taken at any time."""
+    n_bytes = N * geometry.token_bytes // geometry.n_layers
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        session.prefetch(layers=[0])
+        assert store.buffers.used_bytes == n_bytes
+        for layer in range(geometry.n_layers):
+            if layer + 1 < geometry.n_layers:
+                session.prefetch(layers=[layer + 1])
+            assert store.buffers.used_bytes <= 2 * n_bytes
+            k, v, _ = session.retrieve(layer, None)
+            assert_in((k, v), layer, geometry)
+            session.let_go(layer)
+        assert store.buffers.used_bytes == 0
+        for wrong in ({"layers": [geometry.n_layers]}, {"layers": [0], "outs": pairs(geometry)}):
+            with pytest.raises(impress.BadInput, match="prefetch: "):
+                session.prefetch(**wrong)
+
+
 def test_memory_given_when_reads_are_under_way_has_the_rows(
     store: impress.PrefixStore, geometry: impress.Geometry
 ) -> None:

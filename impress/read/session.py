@@ -1,12 +1,11 @@
-"""One request's reads: a lease on a prefix, and a session that brings its layers.
+"""One request's reads: a session that brings the layers of a leased prefix.
 
 lease ─session→ prefetch (optional: start all layers) → retrieve(layer) … → close
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -18,15 +17,15 @@ from impress.policy import Exact, Policy
 from impress.read.access import AccessReport, Line, line_of, report_of
 from impress.read.begun import Begun
 from impress.read.climb import Climbs
+from impress.read.lease import Lease
 from impress.read.load import Load
 from impress.read.outs import Outs, check_beside, outs_of, outs_of_all
-from impress.read.parts import Source, as_they_lie, behind, rows_of
+from impress.read.parts import as_they_lie, behind, rows_of
 from impress.read.promote import Looked, after, count
 from impress.read.reading import Reading
 from impress.read.tickets import ended, give_way, when_all
 from impress.spans.layout import K, V
 from impress.spans.rows import torch_module
-from impress.tree.leases import Clock
 from impress.types import an_int, check_layer
 from tiers.iopool import Lane
 from tiers.ticket import Task, Ticket
@@ -35,115 +34,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
-
-
-class Lease:
-    """A pinned prefix. `n_tokens` is 0 on a miss, and `miss_reason` says why.
-
-    Home keeps every byte of it until `release` (the end of the with-block), or its store's `close`.
-    """
-
-    def __init__(
-        self, sources: Sequence[Source], window: int, miss_reason: str, reading: Reading,
-        make_session: Callable[[Lease, Policy, int, bool], Session],
-        release: Callable[[Lease], None], clock: Clock,
-    ) -> None:  # fmt: skip
-        self.sources = tuple(sources)
-        self.n_tokens = sum(source.held.count for source in sources) * window
-        self._window = window
-        self._window_bytes = window * reading.geometry.token_bytes
-        self.miss_reason = miss_reason
-        self.started_s = clock()
-        self.active = True
-        self._clock = clock
-        self._taken = False  # by the store: nobody released it in time
-        self.reading = reading
-        self._make_session = make_session
-        self._release = release
-        self._lock = threading.Lock()
-        self._sessions: set[Session] = set()  # not closed yet
-
-    def cold_bytes(self) -> int:
-        """Of its keys and values: bytes of chunks that no cache holds now, so home has to."""
-        n_layers, copies = self.reading.geometry.n_layers, self.reading.copies
-        n_chunks = self.n_tokens // self._window * n_layers
-        held = [source.held for source in self.sources]
-        here = sum(copies.held_of(h.record.span_id, h.first, h.count) for h in held)
-        return max(n_chunks - here, 0) * (self._window_bytes // n_layers)
-
-    def span_bytes(self) -> list[tuple[bytes, int]]:
-        """The spans it lies in, by the keys of all up to their ends, and its bytes in each."""
-        held = [source.held for source in self.sources]
-        return [(one.record.key_after, one.count * self._window_bytes) for one in held]
-
-    def cache_bytes(self) -> int:
-        """Bytes of keys and values that the caches hold at most."""
-        return sum(one.capacity * one.chunk_bytes for one in self.reading.copies.chunks)
-
-    def session(
-        self, policy: Policy | None = None, first: int = 0, *, in_order: bool = True
-    ) -> Session:
-        """Reads of this prefix under a policy, from token `first` on: what is before, in whole
-        windows, the caller has. Only where all rows are brought can it be above 0.
-
-        in_order=False: for whoever puts rows where `retrieve`'s pos says, or needs them in no
-        order. All rows of packed prefixes then come as they lie, with nothing to put in order.
-        Raises PrefixLost when it is too old, ImpressError on a miss or after release, BadInput.
-        """
-        if not self.n_tokens:
-            raise ImpressError("lease: a miss has nothing to read (check n_tokens first)")
-        session = self._make_session(self, policy or Exact(), first, in_order)
-        self._sessions.add(session)
-        return session
-
-    def forget(self, session: Session) -> None:
-        """It is closed."""
-        self._sessions.discard(session)
-
-    def check_active(self) -> None:
-        """Raises PrefixLost when expired, ImpressError when released."""
-        self.check_age()
-        if not self.active:
-            raise ImpressError("session: its lease has ended before every layer was retrieved")
-
-    def check_age(self) -> None:
-        """Raises PrefixLost when expired."""
-        limit_s = self.reading.config.lease_timeout_s
-        if self._taken or self._clock() - self.started_s > limit_s:
-            self.reading.counters.add("lost/expired")
-            raise PrefixLost("expired", f"the lease is older than {limit_s:g} s")
-
-    def expire(self) -> bool:
-        """Release for a holder that has not: reads are lost from now on. False: it was released."""
-        self._taken = True
-        return self._end()
-
-    def release(self) -> None:
-        """Unpin. Layers that were being read ahead and were not retrieved yet are given up; those
-        that were retrieved stay valid until their session closes. Idempotent."""
-        self._end()
-
-    def _end(self) -> bool:
-        try:
-            return self._let_go()
-        except BaseException:  # Ctrl-C: nobody ends it again
-            self._let_go()
-            raise
-
-    def _let_go(self) -> bool:
-        with self._lock:
-            was_active, self.active = self.active, False
-        self._release(self)
-        for session in [*self._sessions]:  # which their holder may have forgotten
-            session.give_up()
-            self.forget(session)
-        return was_active
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.release()
 
 
 class Session:
@@ -186,20 +76,32 @@ class Session:
         """Whether retrieve must be given suffix_lse."""
         return self.policy.needs_suffix_lse
 
-    def prefetch(self, outs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None) -> None:
-        """Start reading every layer, in order; retrieve(layer) then waits for what is left.
+    def prefetch(
+        self,
+        outs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        """Start reading these layers (None: every one), in order; retrieve(layer) then waits for
+        what is left.
 
         `outs`: per layer (k, v) [n_kv_heads, n_tokens, head_dim]. Token-major, page-aligned ones
-        are read into directly. Theirs to keep, unchanged until `close`. Raises as `retrieve` does.
+        are read into directly. Theirs to keep, unchanged until `close`. Of all layers, so not
+        beside `layers`. Raises as `retrieve` does.
         """
         self._lease.check_active()
-        given: Sequence[Outs | None] = [None] * self._r.geometry.n_layers
+        n_layers = self._r.geometry.n_layers
+        given: dict[int, Outs | None] = dict.fromkeys(range(n_layers) if layers is None else layers)
+        for layer in given if layers is not None else ():
+            check_layer(layer, n_layers, "prefetch")
         if outs is not None:
-            given = pairs = outs_of_all(outs, self._r.geometry, self.n_tokens)
+            if layers is not None:
+                raise BadInput("prefetch: outs are of every layer: give outs, or layers")
+            pairs = outs_of_all(outs, self._r.geometry, self.n_tokens)
+            given = dict(enumerate(pairs))
             check_beside(dict(enumerate(pairs)), self._into())
             self._check_free()
         with self._r.lost_for():
-            for layer, pair in enumerate(given):
+            for layer, pair in given.items():
                 if (load := self._loads.get(layer)) is None:  # its lease may end at any moment
                     self._loads[layer] = self._start(layer, pair)
                 elif pair is not None:
@@ -222,9 +124,10 @@ class Session:
         prefetch's, of this layer alone.
 
         query [n_heads, q, head_dim] after RoPE; scaling defaults to head_dim^-0.5; suffix_lse
-        float32 [n_heads, q]. Exact ignores all three. Valid until this layer's next retrieve or
-        close. Raises PrefixLost when the read failed, was short or late; BadInput; ImpressError
-        once the session is closed, or without a suffix_lse that the policy needs.
+        float32 [n_heads, q]. Exact ignores all three. Valid until this layer's next
+        retrieve or let_go, or close. Raises PrefixLost when the read failed, was short or late;
+        BadInput; ImpressError once the session is closed, or without a suffix_lse that the policy
+        needs.
         """
         torch = torch_module()
         check_layer(layer, self._r.geometry.n_layers, "retrieve")
@@ -285,9 +188,13 @@ class Session:
 
     def _keep(self, layer: int, loads: list[Load]) -> None:
         """Hold what the caller now looks at; let go of what it looked at before."""
-        for stale in self._given.pop(layer, []):
-            stale.give_back()
+        self.let_go(layer)
         self._given[layer] = loads
+
+    def let_go(self, layer: int) -> None:
+        """Nobody looks at what `retrieve` gave of a layer any more: others may have its memory."""
+        for load in self._given.pop(layer, []):
+            load.give_back()
 
     def report(self) -> AccessReport:
         """What has been retrieved so far."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,12 +20,13 @@ from impress.errors import BadInput, ImpressError
 from impress.policy import Exact, KeepAll, Policy
 from impress.read.access import line_of
 from impress.read.early import Foresight
+from impress.read.importance import Importance
+from impress.read.lease import Lease
 from impress.read.load import Load
 from impress.read.parts import Source, in_position_order, rows_of
 from impress.read.promote import Looked
 from impress.read.reading import Reading
-from impress.read.session import Lease, Session
-from impress.read.tickets import within_memory
+from impress.read.session import Session
 from impress.selection.choices import Selection, checked, whole
 from impress.selection.identify import (
     Asked,
@@ -37,14 +37,11 @@ from impress.selection.identify import (
     shares_rows,
 )
 from impress.selection.probes import ProbeCodec, codec_of, encoded, fitted
-from impress.spans.format import SpanHeader
 from impress.spans.layout import K, V
 from impress.spans.params import NONE, Layers
 from impress.spans.rows import host_words
-from impress.spans.tables import read_header
-from impress.tree.catalog import Held
 from tiers.base import Bytes
-from tiers.errors import MediumError, ReadFailed
+from tiers.errors import MediumError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -78,7 +75,7 @@ class SparseSession(Session):
         self._keys_ahead: dict[int, Load] = {}  # all keys on their way, by layer
         self._untaken += [self._probes, self._keys_ahead]
         self._next: int | None = None  # layers before it are dealt with; None: not read ahead
-        self._importance: npt.NDArray[np.float32] | None = None  # [n_layers, n_tokens]
+        self._importance = Importance(reading, self._sources, self._lane, policy.name)
         self.chosen: dict[int, Selection] = {}
         """What was chosen in each layer so far."""
         self.keys_as_read = False
@@ -123,9 +120,11 @@ class SparseSession(Session):
             planes.add((None, NONE) if at is None else (V + 1 + at, source.probes[at].params))
         return planes.pop() if len(planes) == 1 else (None, NONE)
 
-    def prefetch(self, outs: Sequence[Tensors] | None = None) -> None:
-        """Start reading what layers are chosen by, two layers' at a time. Rows cannot be read
-        before they are chosen."""
+    def prefetch(
+        self, outs: Sequence[Tensors] | None = None, layers: Sequence[int] | None = None
+    ) -> None:
+        """Start reading what layers are chosen by, two layers' at a time, whatever `layers`. Rows
+        cannot be read before they are chosen."""
         if outs is not None:
             raise BadInput(f"prefetch: policy {self.policy.name} chooses how many rows there are")
         self._lease.check_active()
@@ -272,7 +271,7 @@ class SparseSession(Session):
             None if self._codec is None else self._records(layer, all_keys, used),
             None if self._params is None else self._params[layer],
             all_keys,
-            lambda: self._given_importance(layer),
+            lambda: self._importance.of(layer),
             self.chosen,
             self._from_keys,
         )
@@ -302,43 +301,7 @@ class SparseSession(Session):
     def has_importance(self) -> bool:
         """Whether all rows were given importance when they were stored. Raises PrefixLost."""
         with self._r.lost_for():
-            return not np.isnan(self._all_importance()).any()
-
-    def _given_importance(self, layer: int) -> npt.NDArray[np.float32]:
-        """The importance given at store time. ImpressError where some rows have none."""
-        scores: npt.NDArray[np.float32] = self._all_importance()[layer]
-        if np.isnan(scores).any():
-            raise ImpressError(f"{self.policy.name}: this prefix was stored without importance")
-        return scores
-
-    def _all_importance(self) -> npt.NDArray[np.float32]:
-        """[n_layers, n_tokens], nan where none was given."""
-        if self._importance is None:
-            parts = [self._importance_of(source.held) for source in self._sources]
-            self._importance = np.concatenate(parts, axis=1)
-        return self._importance
-
-    def _importance_of(self, held: Held) -> npt.NDArray[np.float32]:
-        given = self._header_of(held).importance
-        if given is None:
-            shape = (self._r.geometry.n_layers, held.count * self._window)
-            return np.full(shape, np.nan, dtype=np.float32)
-        rows = slice(held.first * self._window, (held.first + held.count) * self._window)
-        return given[:, rows]
-
-    def _header_of(self, held: Held) -> SpanHeader:
-        """Raises MediumError, which `retrieve` takes for a loss."""
-        found: list[SpanHeader] = []
-        limit_s = self._r.config.read_timeout_s
-        read = partial(within_memory, lambda: found.append(read_header(self._r.ssd, held.record)))
-        try:
-            if self._r.pool.submit(self._lane, [read]).wait(limit_s):
-                return found[0]
-        except ReadFailed as err:
-            if not err.harmless:
-                self._r.quarantine(held.record.span_id)
-            raise
-        raise ReadFailed("late", f"a header took more than {limit_s:g} s")
+            return self._importance.is_whole()
 
     def _note(
         self, selection: Selection, used: list[Load], rows: Load, begin_s: float, ahead_bytes: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,13 @@ import torch
 import vllm._custom_ops  # noqa: F401  # the kernels that this processor has
 
 from impress.config import Config
+from impress.engines.vllm import exact
 from impress.engines.vllm.blocks import BlockLayout, slots_of
-from impress.engines.vllm.step import LoadSpec, Prompt
-from impress.engines.vllm.working import ExactLoad
+from impress.engines.vllm.exact import ExactLoad
+from impress.engines.vllm.step import LoadSpec, Prompt, StepPlan
+from impress.engines.vllm.working import WorkerSide
 from impress.errors import Unsupported
+from impress.read.session import Session
 from impress.store import PrefixStore
 from impress.types import Geometry
 from tests.vllm.served import SMALL
@@ -139,6 +143,48 @@ def test_a_prefix_comes_into_its_blocks_in_whatever_order_it_lies(
             assert torch.equal(plane, own[:, first:end])
         others = [block for block in range(11) if block not in filled]
         assert torch.equal(cache[others], was[others])
+
+
+def test_a_step_has_no_more_on_its_way_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers of all of a step's hits were begun at once: eight prompts of 8,192 tokens of a
+    Llama-3-8B took 8 GiB beside vLLM and the store's own tiers. And every layer of a hit came
+    before the first layer of the next, for which the model waited."""
+    geometry, size = Geometry(8, 2, 2, 32, "float32"), 32  # 128 KiB a layer and hit
+    n, n_hits, hit_layer = 256, 4, 256 * 2 * 2 * 32 * 4
+    prompts = [Prompt(np.arange(at, at + n, dtype=np.int32), {}, "") for at in range(n_hits)]
+    rows = torch.randn(n_hits, 2, 8, 2, n, 32)
+    caches = {f"{layer}": torch.zeros(32, 2, size, 64) for layer in range(8)}
+    layouts = [BlockLayout.of(cache, _isas()[0]) for cache in caches.values()]
+    began: list[int] = []
+    begin = Session._start
+
+    def noted(session: Session, layer: int, outs: Any) -> Any:
+        began.append(layer)
+        return begin(session, layer, outs)
+
+    monkeypatch.setattr(Session, "_start", noted)
+    monkeypatch.setattr(exact, "MOST_AHEAD", 3 * n_hits * hit_layer)
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
+        for prompt, (k, v) in zip(prompts, rows, strict=True):
+            assert store.store(prompt.tokens, list(k), list(v)).wait(60)
+        worker = WorkerSide(store, caches, layouts, None, store_new=False)
+        loads = [
+            LoadSpec(f"{i}", f"{i}#0", prompt, 0, n, list(range(8 * i, 8 * i + 8)))
+            for i, prompt in enumerate(prompts)
+        ]
+        worker.start(StepPlan(loads=loads, number=1))
+        for name in caches:
+            worker.wait_for_layer(name)
+            assert store.buffers.used_bytes <= 3 * n_hits * hit_layer
+        worker.finish()
+        assert store.buffers.used_bytes == 0
+    assert began == sorted(began) and len(began) == 8 * n_hits
+    for layer, (cache, layout) in enumerate(zip(caches.values(), layouts, strict=True)):
+        got = layout.read(cache, list(range(8 * n_hits)))
+        for plane, own in zip(got, rows.transpose(0, 1), strict=True):
+            assert torch.equal(plane, own[:, layer].transpose(0, 1).reshape(2, -1, 32))
 
 
 def test_another_layout_is_refused() -> None:

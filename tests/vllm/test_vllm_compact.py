@@ -49,6 +49,9 @@ class Chosen:
         assert query.shape[0] == HEADS and keys.shape[0] == KV_HEADS and scale == SCALE
         return tuple(t[:, torch.from_numpy(self.chosen[layer])] for t in self.kv[layer])
 
+    def let_go(self, layer: int) -> None:
+        assert self.n_rows[layer] is not None, "its rows are still to be copied"
+
 
 def shorten(metadata: Metadata, seq_lens: torch.Tensor) -> Metadata:
     made: Metadata = ChoosingFlashImpl.shortened(None, None, None, metadata, seq_lens)  # type: ignore[arg-type]

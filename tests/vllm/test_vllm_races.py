@@ -27,11 +27,12 @@ from impress.config import Config
 from impress.engines.vllm import hanging, saving, uses
 from impress.engines.vllm.blocks import BlockLayout, slots_of
 from impress.engines.vllm.connector import ImpressConnector
+from impress.engines.vllm.exact import ExactLoad
 from impress.engines.vllm.metrics import COUNTS
 from impress.engines.vllm.scheduling import Tracked
 from impress.engines.vllm.sparse import SparseRequest
 from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec
-from impress.engines.vllm.working import ExactLoad, WorkerSide
+from impress.engines.vllm.working import WorkerSide
 from impress.errors import StoreFailed
 from impress.policy import Exact, Recency
 from impress.read.session import Session

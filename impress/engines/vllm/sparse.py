@@ -25,7 +25,8 @@ from impress.engines.vllm.compact import Batch
 from impress.engines.vllm.step import LoadSpec
 from impress.errors import PrefixLost
 from impress.read.access import AccessReport
-from impress.read.session import Lease, Session
+from impress.read.lease import Lease
+from impress.read.session import Session
 from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
 
@@ -76,6 +77,11 @@ class SparseRequest:
             self.give_up(err.reason)
             return nothing, nothing
         return k, v
+
+    def let_go(self, layer: int) -> None:
+        """What was chosen of a layer has been copied."""
+        if self._session is not None:
+            self._session.let_go(layer)
 
     def give_up(self, reason: str) -> None:
         """No layer gets any rows of it from now on."""
@@ -170,6 +176,7 @@ class SparseSide:
             slots = slots_of(request.spec.block_ids, layout.block_size, 0, n_chosen)
             try:
                 layout.load(self._caches[layer], k, v, slots)
+                request.let_go(layer)
             except torch.OutOfMemoryError:  # of what a device has beside vLLM's share
                 request.give_up("shortage")
                 n_chosen = request.n_rows[layer] = 0

@@ -1,6 +1,6 @@
 """The worker's side: rows into vLLM's blocks before each layer needs them, and back out behind it.
 
-    start ── lease, all layers on their way ──> layer 0 … n: wait, write ──> finish: release, save
+    start ── lease, first layers on their way ──> layer 0 … n: wait, write ──> finish: release, save
 
 Loads last one step: whatever ends the step ends them. A lease that is shorter than what was
 promised, or a read that is lost, is told as load errors: vLLM computes those blocks again.
@@ -16,14 +16,14 @@ from math import isnan
 import torch
 
 from impress.engines.hf_request import totals
-from impress.engines.vllm.blocks import Layout, slots_of
+from impress.engines.vllm.blocks import Layout
+from impress.engines.vllm.exact import ExactSide
 from impress.engines.vllm.saving import Saver
 from impress.engines.vllm.sparse import SparseSide
 from impress.engines.vllm.step import LoadSpec, StepPlan, StepReport
 from impress.engines.vllm.strided import Streams
-from impress.errors import ImpressError, PrefixLost
+from impress.errors import ImpressError
 from impress.read.access import AccessReport
-from impress.read.session import Lease, Session
 from impress.store import PrefixStore
 
 log = logging.getLogger("impress")
@@ -36,86 +36,6 @@ _SPARSE_SUMS = (
 _GONE = ("evicted_spans", "quarantined_spans")
 #: How long a step with nothing to compute leaves the processor to the saver.
 _IDLE_S = 0.005
-
-
-class ExactLoad:
-    """All rows of a request's prefix on their way into its blocks."""
-
-    def __init__(self, store: PrefixStore, spec: LoadSpec, block_size: int) -> None:
-        """Starts reading. `lost` says why, if nothing or not all of it can be read."""
-        self.spec = spec
-        self.lost = ""
-        self._lease: Lease = store.lease(spec.prompt.tokens, spec.prompt.extra, spec.prompt.tenant)
-        self._session: Session | None = None
-        self._placing: Placing | None = None
-        self.end = min(self._lease.n_tokens, spec.end) // block_size * block_size
-        if self.end < spec.end:
-            self.lost = f"the lease has {self._lease.n_tokens} of {spec.end} tokens"
-        if self.end > spec.first:
-            # What vLLM has itself is not read; of a window that begins before `first`, all is.
-            begin = spec.first // store.window * store.window
-            self._slots = slots_of(spec.block_ids, block_size, spec.first, self.end)
-            try:
-                # In any order: the kernel lays each row into its slot.
-                self._session = self._lease.session(first=begin, in_order=False)
-                self._session.prefetch()
-            except PrefixLost as err:
-                self._give_up(err)
-            except BaseException:
-                self.close()
-                raise
-
-    def write(self, layer: int, kv_cache: torch.Tensor, layout: Layout) -> None:
-        """Wait for a layer's rows and lay them into its blocks."""
-        if self._session is None:
-            return
-        try:
-            k, v, at = self._session.retrieve(layer, None)
-            if self._placing is None or self._placing.at is not at:  # in order: one for all layers
-                self._placing = Placing(at, self.spec.first, self._slots)
-            mine = self._placing
-            layout.load(kv_cache, mine.of(k), mine.of(v), mine.slots)
-        except PrefixLost as err:
-            self._give_up(err)
-        except torch.OutOfMemoryError as err:  # of what a device has beside vLLM's share
-            self._give_up(PrefixLost("shortage", str(err)))
-
-    def _give_up(self, err: PrefixLost) -> None:
-        """Nothing of it is written any more."""
-        self.lost, self.end = err.reason, self.spec.first
-        self.close()
-
-    def report(self) -> AccessReport | None:
-        return self._session.report() if self._session is not None else None
-
-    def close(self) -> None:
-        """Give everything back. Idempotent."""
-        session, self._session = self._session, None
-        try:
-            if session is not None:
-                session.close()
-        finally:
-            self._lease.release()
-
-
-class Placing:
-    """Which rows that were brought have a slot, and where. Pure.
-
-    at int64: which token each row is of; slots int64: of the tokens from `first` on.
-    """
-
-    def __init__(self, at: torch.Tensor, first: int, slots: torch.Tensor) -> None:
-        self.at = at
-        which = at - first
-        mine = ((which >= 0) & (which < len(slots))).nonzero()[:, 0]
-        self.slots = slots[which[mine]]
-        self._mine: slice | torch.Tensor = mine
-        if len(mine) and int(mine[-1] - mine[0]) == len(mine) - 1:  # side by side: never copied
-            self._mine = slice(int(mine[0]), int(mine[-1]) + 1)
-
-    def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of rows [n_kv_heads, m, head_dim] those that have a slot."""
-        return rows.transpose(0, 1)[self._mine].transpose(0, 1)
 
 
 class WorkerSide:
@@ -137,6 +57,7 @@ class WorkerSide:
         self.layouts = layouts
         self._streams = streams
         self.block_size = self.layouts[0].block_size
+        self.exact = ExactSide(store, self.block_size)
         self.sparse = SparseSide(store, self.layer_of, self.caches, self.layouts)
         self.saver = Saver(store, self.caches, self.layouts) if store_new else None
         self.counts: Counter[str] = Counter()
@@ -144,7 +65,6 @@ class WorkerSide:
         self._ran = -1  # the last layer of this step that has run
         self._begun = 0  # the last plan whose lost blocks the saver knows of
         self._n_whole = 0  # steps, all of which did what their plans say; -1 once one did not
-        self._loads: list[ExactLoad] = []
         self._invalid: set[int] = set()
         self._held: set[str] = set()
         self._report = StepReport()
@@ -177,17 +97,15 @@ class WorkerSide:
                 if spec.policy is not None:
                     self.sparse.start(spec)
                 else:
-                    self._loads.append(ExactLoad(self.store, spec, self.block_size))
+                    self.exact.start(spec)
             except ImpressError as err:
                 self._lose(spec, spec.first, str(err))
+        self.exact.begin()
 
     def wait_for_layer(self, name: str) -> None:
         """On return a layer's rows stand in their blocks, or their loss is noted."""
-        if not self._loads:
-            return
         layer = self.layer_of[name]
-        for load in self._loads:
-            load.write(layer, self.caches[layer], self.layouts[layer])
+        self.exact.write(layer, self.caches[layer], self.layouts[layer])
 
     def note_layer(self, name: str) -> None:
         """A layer's attention has run, or was launched: its new rows stand in their blocks."""
@@ -240,8 +158,7 @@ class WorkerSide:
             )
 
     def _end_loads(self) -> None:
-        loads, self._loads = self._loads, []
-        for load in loads:
+        for load in self.exact.end():
             report = load.report()
             load.close()
             if load.lost:

@@ -1,0 +1,158 @@
+"""Exact requests inside vLLM: all rows of the stored prefix, layer by layer.
+
+    layer    0   1   2   3   4   5
+    hit a    w   r   r   r   .   .      w: waited for and written     r: on its way     .: not begun
+    hit b    w   r   r   r   .   .
+
+What is on its way is bounded, whatever a step's hits add up to: a layer of each is begun as one of
+each has been written. All first layers come before any second one, as the step computes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from impress.engines.vllm.blocks import Layout, slots_of
+from impress.engines.vllm.step import LoadSpec
+from impress.errors import PrefixLost
+from impress.read.access import AccessReport
+from impress.read.lease import Lease
+from impress.read.session import Session
+from impress.store import PrefixStore
+
+#: Bytes of rows that a step has on their way at once; a tenth of a second of a fast SSD. Two layers
+#: of every hit are, however large.
+MOST_AHEAD: Final = 512 << 20
+_LEAST_LAYERS: Final = 2
+
+
+class ExactLoad:
+    """All rows of a request's prefix on their way into its blocks."""
+
+    def __init__(self, store: PrefixStore, spec: LoadSpec, block_size: int) -> None:
+        """`lost` says why, if nothing or not all of it can be read."""
+        self.spec = spec
+        self.lost = ""
+        self._lease: Lease = store.lease(spec.prompt.tokens, spec.prompt.extra, spec.prompt.tenant)
+        self._session: Session | None = None
+        self._placing: Placing | None = None
+        self.layer_bytes = 0  # of rows on their way, a layer
+        self.end = min(self._lease.n_tokens, spec.end) // block_size * block_size
+        if self.end < spec.end:
+            self.lost = f"the lease has {self._lease.n_tokens} of {spec.end} tokens"
+        if self.end > spec.first:
+            # What vLLM has itself is not read; of a window that begins before `first`, all is.
+            begin = spec.first // store.window * store.window
+            self._slots = slots_of(spec.block_ids, block_size, spec.first, self.end)
+            try:
+                # In any order: the kernel lays each row into its slot.
+                self._session = self._lease.session(first=begin, in_order=False)
+                geometry = store.geometry
+                row_bytes = geometry.token_bytes // geometry.n_layers
+                self.layer_bytes = self._session.n_tokens * row_bytes
+            except PrefixLost as err:
+                self._give_up(err)
+            except BaseException:
+                self.close()
+                raise
+
+    def read_ahead(self, layer: int) -> None:
+        """Have a layer's rows on their way."""
+        if self._session is None:
+            return
+        try:
+            self._session.prefetch(layers=[layer])
+        except PrefixLost as err:
+            self._give_up(err)
+
+    def write(self, layer: int, kv_cache: torch.Tensor, layout: Layout) -> None:
+        """Wait for a layer's rows and lay them into its blocks."""
+        if self._session is None:
+            return
+        try:
+            k, v, at = self._session.retrieve(layer, None)
+            if self._placing is None or self._placing.at is not at:  # in order: one for all layers
+                self._placing = Placing(at, self.spec.first, self._slots)
+            mine = self._placing
+            layout.load(kv_cache, mine.of(k), mine.of(v), mine.slots)
+            self._session.let_go(layer)
+        except PrefixLost as err:
+            self._give_up(err)
+        except torch.OutOfMemoryError as err:  # of what a device has beside vLLM's share
+            self._give_up(PrefixLost("shortage", str(err)))
+
+    def _give_up(self, err: PrefixLost) -> None:
+        """Nothing of it is written any more."""
+        self.lost, self.end = err.reason, self.spec.first
+        self.close()
+
+    def report(self) -> AccessReport | None:
+        return self._session.report() if self._session is not None else None
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        session, self._session = self._session, None
+        try:
+            if session is not None:
+                session.close()
+        finally:
+            self._lease.release()
+
+
+class Placing:
+    """Which rows that were brought have a slot, and where. Pure.
+
+    at int64: which token each row is of; slots int64: of the tokens from `first` on.
+    """
+
+    def __init__(self, at: torch.Tensor, first: int, slots: torch.Tensor) -> None:
+        self.at = at
+        which = at - first
+        mine = ((which >= 0) & (which < len(slots))).nonzero()[:, 0]
+        self.slots = slots[which[mine]]
+        self._mine: slice | torch.Tensor = mine
+        if len(mine) and int(mine[-1] - mine[0]) == len(mine) - 1:  # side by side: never copied
+            self._mine = slice(int(mine[0]), int(mine[-1]) + 1)
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of rows [n_kv_heads, m, head_dim] those that have a slot."""
+        return rows.transpose(0, 1)[self._mine].transpose(0, 1)
+
+
+class ExactSide:
+    """The exact loads of a worker's step. For its thread."""
+
+    def __init__(self, store: PrefixStore, block_size: int) -> None:
+        self._store = store
+        self._block_size = block_size
+        self._loads: list[ExactLoad] = []
+        self._n_ahead = 0  # layers
+
+    def start(self, spec: LoadSpec) -> None:
+        """A hit of this step. Raises ImpressError where its prefix cannot be leased."""
+        self._loads.append(ExactLoad(self._store, spec, self._block_size))
+
+    def begin(self) -> None:
+        """That was all of them: read their first layers."""
+        n_bytes = sum(load.layer_bytes for load in self._loads)
+        self._n_ahead = max(_LEAST_LAYERS, MOST_AHEAD // max(n_bytes, 1))
+        for layer in range(min(self._n_ahead, self._store.geometry.n_layers)):
+            self._read_ahead(layer)
+
+    def write(self, layer: int, kv_cache: torch.Tensor, layout: Layout) -> None:
+        """On return a layer's rows stand in their blocks, or their loss is noted."""
+        for load in self._loads:
+            load.write(layer, kv_cache, layout)
+        if layer + self._n_ahead < self._store.geometry.n_layers:
+            self._read_ahead(layer + self._n_ahead)
+
+    def _read_ahead(self, layer: int) -> None:
+        for load in self._loads:
+            load.read_ahead(layer)
+
+    def end(self) -> list[ExactLoad]:
+        """The step's loads, over. None is left."""
+        loads, self._loads = self._loads, []
+        return loads
