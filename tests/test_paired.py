@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import ttft
-from experiments.systems.paired import each_ms, shares_lost, times, worst_of
+from experiments.systems.paired import each_ms, shares_added, times, worst_of
 
 
 def _row(ms: Any, **more: Any) -> dict[str, Any]:
@@ -60,25 +60,19 @@ def test_shares_of_a_gain_have_intervals() -> None:
     """What caching lost stood there as 10 %: it was anything from nothing to 14."""
     rng = np.random.default_rng(5)
     whole = rng.uniform(20, 30, 60)
-    without = {
-        "much": _row(2 * whole), "slower": _row(0.9 * whole),
-        "little": _row(whole + rng.normal(1, 8, 60)),
-    }  # fmt: skip
-    found = shares_lost(_row(whole), without)
-    assert sum(one.ratio for one in found.values()) == pytest.approx(1)
-    assert found["slower"] == (0, 0, 0)
-    for name in ("much", "little"):
-        share, low, high = found[name]
+    steps = [_row(2 * whole), _row(1.1 * whole), _row(1.2 * whole + rng.normal(0, 4, 60))]
+    much, costs, little = shares_added([*steps, _row(whole)])
+    assert sum(one.ratio for one in (much, costs, little)) == pytest.approx(1)
+    assert much.ratio == pytest.approx(0.9) and costs.ratio < 0 < little.ratio
+    for share, low, high in (costs, little):
         assert low is not None and high is not None and low <= share <= high
         assert high - low > 0.02
-    assert found["little"].low == 0 and found["much"].ratio > 0.8
-    old = {"p50_ms": 10.0}
-    assert shares_lost(old, {"a": {"p50_ms": 13.0}, "b": {"p50_ms": 11.0}}) == {
-        "a": (0.75, None, None), "b": (0.25, None, None),
-    }  # fmt: skip
-    assert shares_lost(old, {"a": old, "b": {"p50_ms": 9.0}}) == {
-        "a": (0.0, None, None), "b": (0.0, None, None),
-    }  # fmt: skip
+    old = [{"p50_ms": ms} for ms in (20.0, 15.0, 16.0, 10.0)]
+    assert shares_added(old) == [(0.5, None, None), (-0.1, None, None), (0.6, None, None)]
+
+
+def test_a_gain_that_there_is_not_has_no_shares() -> None:
+    assert shares_added([_row([10.0, 20.0]), _row([9.0, 20.0]), _row([11.0, 21.0])]) == []
 
 
 def test_the_chosen_mode_stands_beside_the_best_of_the_three() -> None:

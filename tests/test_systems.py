@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -229,6 +230,17 @@ def test_waits_are_counted_and_dilated(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.spend(100.0)
     assert clock.spent_s < 1e-5
     assert dilation_of(1.25) == 4.0
+
+
+def test_a_request_in_a_row_comes_with_the_first_token_of_the_one_before() -> None:
+    """What reads everything copies it up before its server is free. That stood on nobody's clock:
+    of those that read everything a row was one with pauses."""
+    begun, bench = iter((0.0, 1.5, 3.0)), Mock(_disk_gb_s=5.0)
+    bench.device.dilation = 1.0
+    server = Mock(serve=lambda _: Served(1.0, 0.5, 0.2, began_s=next(begun)))
+    found = Bench._serve(bench, server, [(0, 0)] * 3)
+    assert [one.ttft_s for one in found] == [1.0, 1.5, 1.5]
+    server.settle.assert_called_once_with()
 
 
 def test_an_interval_of_requests_in_a_row_draws_rows_whole() -> None:

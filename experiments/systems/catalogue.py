@@ -79,6 +79,13 @@ def reading_ahead(keep: float = 0.25) -> tuple[System, ...]:
     )  # fmt: skip
 
 
+def identified(keep: float = 0.25) -> System:
+    """The best of the paper's baselines with the first of the paper's techniques and no other; only
+    where it is asked for by name (experiments.ablation)."""
+    return System("as_h2o_lfu_identified", "AS+H2O+LFU that reads three heads' keys to choose",
+                  policy=Paper(keep), eviction="lfu")  # fmt: skip
+
+
 #: The systems of the paper's own figures.
 PAPERS: Final = ("recompute", "as", "as_h2o_lru", "as_h2o_lfu", "impress")
 
@@ -86,7 +93,7 @@ PAPERS: Final = ("recompute", "as", "as_h2o_lru", "as_h2o_lfu", "impress")
 def chosen(names: Sequence[str] | None, keep: float = 0.25) -> list[System]:
     """Systems by name, None for `systems`."""
     every = systems(keep)
-    known = {system.name: system for system in (*every, *reading_ahead(keep))}
+    known = {system.name: system for system in (*every, *reading_ahead(keep), identified(keep))}
     return [known[name] for name in names or [system.name for system in every]]
 
 

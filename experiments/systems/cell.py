@@ -124,6 +124,7 @@ def config_of(system: System, data: Data, ratio: int, hbm: Where = "cpu") -> Con
         window=WINDOW, dram_bytes=dram, hbm_bytes=hbm_bytes, hbm_device=hbm, durable=False,
         eviction=system.eviction, probes=data.probes(system.data, system.policy),
         segment_bytes=128 << 20, lease_timeout_s=3600, prefetch_bytes=system.prefetch_bytes,
+        follow_every_s=0,  # one store looks here, not one a system; and nobody writes
     )  # fmt: skip
 
 
@@ -241,8 +242,15 @@ class Bench:
         return found
 
     def _serve(self, server: Server, some: Sequence[tuple[int, int]]) -> list[Served]:
-        """Requests one after the other; at the end nothing of theirs goes on any more."""
+        """Requests one after the other; at the end nothing of theirs goes on any more.
+
+        Each comes when the one before has its first token: what that still has to do before the
+        server is free, such as copies out of an engine's memory, is waited for.
+        """
         served = [server.serve(self.asking(*asked)) for asked in some]
+        came = [one.began_s + one.ttft_s for one in served]
+        for first_token_s, after in zip(came, served[1:], strict=False):
+            after.ttft_s += after.began_s - first_token_s
         for one in served:
             one.dilation, one.disk_gb_s = self.device.dilation or 1.0, self._disk_gb_s
         server.settle()

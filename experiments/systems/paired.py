@@ -59,22 +59,21 @@ def times(one: Mapping[str, Any], other: Mapping[str, Any], of: str = "p50_ms") 
     return Times(ratio, float(low), float(high))
 
 
-def shares_lost(
-    whole: Mapping[str, Any], without: Mapping[str, Mapping[str, Any]], of: str = "p50_ms"
-) -> dict[str, Times]:
-    """What `whole` is faster by than each that lacks something, as a share of all these gains; one
-    that is faster without has none. Intervals as those of `times`."""
-    lost = np.array([max(row[of] - whole[of], 0.0) for row in without.values()])
-    shares = (lost / lost.sum() if lost.any() else lost).tolist()
-    if not all("each_ms" in row for row in (whole, *without.values())):
-        return {name: Times(share) for name, share in zip(without, shares, strict=True)}
-    base, *others = _drawn([whole, *without.values()], of)
-    drawn = np.maximum(np.array(others) - base, 0.0)
-    drawn /= np.maximum(drawn.sum(axis=0), 1e-9)
-    ends = np.percentile(drawn, (2.5, 97.5), axis=1).T.tolist()
-    return {
-        name: Times(share, *both) for name, share, both in zip(without, shares, ends, strict=True)
-    }
+def shares_added(steps: Sequence[Mapping[str, Any]], of: str = "p50_ms") -> list[Times]:
+    """Of what the last of these rows is faster by than the first: what each step from one to the
+    next adds, as a share of it; below 0 where it costs. Intervals as those of `times`. None of them
+    where the last is no faster."""
+    ms = np.array([float(row[of]) for row in steps])
+    if ms[-1] >= ms[0]:
+        return []
+    shares = (-np.diff(ms) / (ms[0] - ms[-1])).tolist()
+    if not all("each_ms" in row for row in steps):
+        return [Times(share) for share in shares]
+    drawn = np.array(_drawn(steps, of))
+    gain = drawn[0] - drawn[-1]
+    added = -np.diff(drawn, axis=0) / np.where(gain == 0, 1e-9, gain)
+    ends = np.percentile(added, (2.5, 97.5), axis=1).T.tolist()
+    return [Times(share, *both) for share, both in zip(shares, ends, strict=True)]
 
 
 def worst_of(systems: Mapping[str, Mapping[str, Any]], of: str = "p50_ms") -> Times | None:

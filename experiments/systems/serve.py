@@ -26,7 +26,7 @@ from impress.engines.choice import Rates
 from impress.engines.costs import Span, Stored
 from impress.policy import Exact
 from impress.read.access import AccessReport
-from impress.read.session import Lease
+from impress.read.lease import Lease
 from impress.read.sparse import SparseSession
 from impress.spans.rows import as_tensor
 from impress.store import PrefixStore
@@ -61,6 +61,7 @@ class Served:
     ahead_used_bytes: int = 0  # and of these, wanted
     mode: str = "exact"
     stated_s: float = 0.0
+    began_s: float = 0.0  # by the clock
     dilation: float = 1.0  # of emulated compute, when it was served
     disk_gb_s: float = PAPER_DISK_GB_S  # at the time
 
@@ -210,7 +211,7 @@ class Server:
         self._device.finish()
         ttft_s = time.perf_counter() - begin
         spent_s, stated_s = self._device.spent_s, self._device.stated_s
-        return Served(ttft_s, 0.0, spent_s, stated_s=stated_s, mode="recompute")
+        return Served(ttft_s, 0.0, spent_s, stated_s=stated_s, began_s=begin, mode="recompute")
 
     def _read(
         self, begin: float, lease: Lease, mode: str, question: Question, outs: Outs | None
@@ -239,7 +240,7 @@ class Server:
             device.finish()
             ttft_s = time.perf_counter() - begin
             served = _served(ttft_s, io_s, device.spent_s, session.report(), lease.n_tokens)
-            served.mode, served.stated_s = mode, device.stated_s
+            served.mode, served.stated_s, served.began_s = mode, device.stated_s, begin
             return served
 
     def _lease(self, asking: Asking) -> Lease:
