@@ -6,6 +6,7 @@ At which moment it comes is chosen here by having one call raise.
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -620,6 +621,37 @@ def test_a_close_that_was_interrupted_can_be_repeated(
         store.close()
     store.close()
     store.close()
+    config = impress.Config(**SMALL, shard=0)
+    with impress.PrefixStore.open(store.path, store.geometry, "test", config) as again:
+        assert_serves(again, TOKENS, 256)
+
+
+@pytest.mark.parametrize("what", ["a segment", "the lock"])
+def test_a_close_that_was_cut_off_closes_no_number_twice(
+    store: impress.PrefixStore, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A signal comes as the call that closes a file returns. Closed again, its number was nobody's,
+    and the shard stayed locked for good; or it was another file of the process by then."""
+    shard, real = store._home._shard, os.close
+    assert shard is not None
+    files = [shard._fd] if what == "the lock" else [f.fd for f in store.ssd._files._files.values()]
+    armed = [1]
+
+    def close(fd: int) -> None:
+        real(fd)
+        if armed and fd in files:
+            armed.clear()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "close", close)
+    with pytest.raises(KeyboardInterrupt):
+        store.close()
+    mine = [(tmp_path / f"mine{i}").open("w") for i in range(8)]
+    assert {file.fileno() for file in mine} & {*files}
+    store.close()
+    for file in mine:
+        file.write("mine")
+        file.close()
     config = impress.Config(**SMALL, shard=0)
     with impress.PrefixStore.open(store.path, store.geometry, "test", config) as again:
         assert_serves(again, TOKENS, 256)

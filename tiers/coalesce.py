@@ -68,6 +68,8 @@ def coalesce(reads: Iterable[Read]) -> list[Run]:
             if off < part.length:
                 break
             off -= part.length
+        else:
+            raise AssertionError("range outside its slot")
         if n_bytes <= RUN_BYTES and off + n_bytes <= part.length:
             places.append((part.segment, part.off + off, read.dest, read))
         else:

@@ -26,7 +26,7 @@ _GET_FLAGS: Final = 0x80086601
 _SET_FLAGS: Final = 0x40086602
 _NO_COPY: Final = 0x00800000
 
-_locked: set[int] = set()  # files this process holds locks on
+_locked: dict[int, tuple[int, int]] = {}  # files this process holds locks on, and which they are
 
 
 def sync_path(path: Path) -> None:
@@ -191,24 +191,33 @@ def lock_file(path: Path) -> int | None:
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _locked[fd] = _file_of(fd)
         try:
             give_to_owner(path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _still_there(path, fd):
-                _locked.add(fd)
                 return fd
         except BlockingIOError:
-            os.close(fd)
+            unlock_file(fd)
             return None
         except BaseException:  # Ctrl-C: it would stay locked until this process ends
             unlock_file(fd)
             raise
-        os.close(fd)  # deleted before it was ours: once more
+        unlock_file(fd)  # deleted before it was ours: once more
 
 
 def unlock_file(fd: int) -> None:
-    _locked.discard(fd)
-    os.close(fd)
+    """What was cut off is done by a second call; by then the number may be another file's."""
+    if fd in _locked:
+        with suppress(OSError):
+            if _file_of(fd) == _locked[fd]:
+                os.close(fd)
+        _locked.pop(fd, None)
+
+
+def _file_of(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
 
 
 @contextmanager

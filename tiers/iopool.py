@@ -11,7 +11,7 @@ from functools import partial
 from time import monotonic
 from typing import Final
 
-from tiers.threads import start
+from tiers.threads import Worker
 from tiers.ticket import Task, Ticket
 
 #: Threads that copy within memory: more hold each other up at the interpreter, and whoever launches
@@ -74,13 +74,11 @@ class IoPool:
         self._storing = 0  # of these, at writes
         n_all = n_threads + self.n_copiers  # the copiers last
         self._since = [0.0] * n_all  # when each began the task it is at; 0: idle
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Worker] = []
         try:
             for i in range(n_all):
-                thread = threading.Thread(
-                    target=self._work, args=(i,), name=f"{name}-{i}", daemon=True
-                )
-                start(thread)
+                thread = Worker(self._work, f"{name}-{i}", i)
+                thread.start()
                 self._threads.append(thread)
         except BaseException:  # those that were started would wait for work for ever
             self.close(_VAIN_S)
@@ -199,9 +197,8 @@ class IoPool:
             for wake in self._wake:
                 wake.notify_all()
         deadline = monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        ended = [thread.ended(max(0.0, deadline - monotonic())) for thread in self._threads]
+        return all(ended)
 
     def _is_queued(self) -> bool:
         return any(map(any, self._queues))

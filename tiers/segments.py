@@ -134,12 +134,11 @@ class SegmentFiles:
 
     def close(self) -> None:
         """No read or write may be under way."""
-        with self._lock:
-            fds = [file.fd for file in self._files.values()]
-            for fd in (*fds, *(fd for _, fd in self._deleted)):
-                os.close(fd)
-            self._files.clear()
-            self._deleted.clear()
+        with self._lock:  # forgotten first: closed twice, a number may be another file's by then
+            while self._files:
+                os.close(self._files.popitem()[1].fd)
+            while self._deleted:
+                os.close(self._deleted.pop()[1])
 
 
 def _is_gone(file: SegmentFile, *, by_name: bool) -> bool:

@@ -203,7 +203,7 @@ class SsdTier:
                     self._made.append(mine)
             except OSError as err:
                 self._queues = False
-                log.info("ssd: %s; reading with preadv alone", err)
+                log.warning("ssd: %s; from here on threads without one read by preadv", err)
         return mine
 
     def sync(self, slots: Iterable[Slot]) -> None:

@@ -1,11 +1,14 @@
-"""Threads that may not be had: what the system says then, and what to do about it."""
+"""Threads that may not be had, and when one has ended."""
 
 from __future__ import annotations
 
+import os
 import threading
-from typing import Final, TypeGuard
+from collections.abc import Callable
+from typing import Any, Final
 
 from tiers.errors import MediumError
+from tiers.ticket import Ticket
 
 #: What to do where the system starts no more of them.
 MORE_THREADS: Final = (
@@ -32,6 +35,40 @@ def start(thread: threading.Thread) -> None:
         raise
 
 
-def started(thread: threading.Thread | None) -> TypeGuard[threading.Thread]:
-    """Whether there is one that has begun: Ctrl-C may come before it does."""
-    return thread is not None and thread.ident is not None
+class Worker:
+    """A daemon thread of which is known for sure whether it has ended.
+
+    CPython before 3.13 takes one for ended once a signal has cut off a `join` of it: whoever asked
+    again closed files that it still wrote to.
+    """
+
+    def __init__(self, target: Callable[..., None], name: str, *args: Any) -> None:
+        self._target = target
+        self._ended = Ticket(1)
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, args=args, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Raises MediumError where the system starts no more threads."""
+        start(self._thread)
+
+    @property
+    def begun(self) -> bool:
+        """Ctrl-C may come before it is."""
+        return self._thread.ident is not None
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether it has, by then at the latest; below 0: waits for it. In a fork's child there is
+        none any more."""
+        if self._pid != os.getpid():
+            return True
+        if not self._ended.over(timeout_s):
+            return False
+        self._thread.join()  # what is left of it is Python's own
+        return True
+
+    def _run(self, *args: Any) -> None:
+        try:
+            self._target(*args)
+        finally:
+            self._ended.run(lambda: None)

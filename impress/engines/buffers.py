@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 
@@ -28,7 +28,7 @@ from impress.types import Geometry
 from tiers.errors import MediumError
 from tiers.ranges import HostRanges, Range, RangeRefused, Ranges
 from tiers.ranges_cuda import CudaRanges
-from tiers.threads import start, started
+from tiers.threads import Worker
 
 log = logging.getLogger("impress")
 
@@ -108,7 +108,7 @@ class VirtualBuffers:
         self._lock = threading.Lock()
         self._counts = Usage(0, 0, 0)
         self._asked: queue.SimpleQueue[Rental | threading.Event | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._refused = self._reserve(geometry)
         # Of buffers that are there: a batch they are refused for may be of more than memory holds.
         self._slots = [] if self._refused else [Slot() for _ in range(settings.batch)]
@@ -282,16 +282,14 @@ class VirtualBuffers:
 
     def ask(self, rental: Rental) -> None:
         """Have the thread see to a rental: its next page, or, where it is over, idle memory."""
-        if not started(self._thread):
+        if not _begun(self._thread):
             with self._lock:
                 if self._refused:
                     return
-                if not started(self._thread):
-                    self._thread = threading.Thread(
-                        target=self._run, name="impress-rows", daemon=True
-                    )
+                if not _begun(self._thread):
+                    self._thread = Worker(self._run, "impress-rows")
                     try:
-                        start(self._thread)
+                        self._thread.start()
                     except MediumError as err:  # a request backs its own pages, then
                         log.warning("no memory is added ahead of need: %s", err)
                         return
@@ -356,7 +354,7 @@ class VirtualBuffers:
 
     def settle(self) -> None:
         """Wait until the thread has seen to everything asked so far."""
-        if started(self._thread):
+        if _begun(self._thread):
             done = threading.Event()
             self._asked.put(done)
             done.wait()
@@ -369,12 +367,16 @@ class VirtualBuffers:
         with self._lock:  # no growth goes on meanwhile, and none begins any more
             self._refused = "the engine is closed"
             self.planes, self.areas = [], []
-            thread, self._thread = self._thread, None
-        if started(thread):
+        if _begun(self._thread):
             self._asked.put(None)
-            thread.join()
+            self._thread.ended(-1)
+            self._thread = None  # at last: cut off, a second call waits for it
         with self._lock:
             self._ranges.trim(0)
+
+
+def _begun(thread: Worker | None) -> TypeGuard[Worker]:
+    return thread is not None and thread.begun
 
 
 def buffers_of(model: Any, geometry: Geometry, settings: Virtual) -> VirtualBuffers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,14 @@ Ids = npt.NDArray[np.int64]
 
 NONE: Final = -1
 _FIRST_ROWS: Final = 64
+
+
+class Graft(NamedTuple):
+    """What an insertion did: the new node, windows added, and the span whose node was cut."""
+
+    node: int
+    added: int
+    split: int
 
 
 class Nodes:

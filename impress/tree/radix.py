@@ -12,12 +12,15 @@ Not thread-safe: the store calls it under its metadata lock.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import starmap
+from operator import setitem
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from impress.tree.nodes import NONE, Ids, Nodes
+from impress.tree.nodes import NONE, Graft, Ids, Nodes
 
 MANY: Final = -2
 #: Children a node may have before they are found by hash: a lookup tries them one by one.
@@ -41,14 +44,6 @@ class Match(NamedTuple):
     nodes: list[int]
     last_count: int
     n_windows: int
-
-
-class Graft(NamedTuple):
-    """What an insertion did: the new node, windows added, and the span whose node was cut."""
-
-    node: int
-    added: int
-    split: int
 
 
 class RadixTree(Nodes):
@@ -78,6 +73,8 @@ class RadixTree(Nodes):
             child = child_of[node]
             if child == MANY:
                 child = self._many.get(hash((node, labels[off : off + size])), NONE)
+                if child != NONE and self._parent[child] != node:  # never another's, whatever broke
+                    break
             while child >= 0:
                 label = label_of[child]
                 if starts(label, off):
@@ -253,11 +250,11 @@ class RadixTree(Nodes):
         assert self._n_children[node] == 0 and self._span[node] >= 0, "only leaves go"
         parent, n_windows = self._parent[node], len(self._labels[node]) // self._size
         self._relink(node, self._next[node])
-        # No signal comes between here and the end: that is looked for behind calls.
+        # No signal comes from here on: that is looked for behind calls, and as loops turn.
         self._n_children[parent] -= 1
         self.n_windows -= n_windows
         self.n_nodes -= 1
-        self._labels[node], self._span[node] = b"", -2
+        self._labels[node], self._span[node], self._parent[node] = b"", -2, NONE
         self._free += [node]
         if self._n_children[parent] == 0:
             self._child[parent] = NONE
@@ -319,12 +316,11 @@ class RadixTree(Nodes):
             else:
                 heads[key] = child
             lasts[key] = child
-        self._many |= heads
-        for child in few:
-            self._next[child] = NONE
-        for last, child in links:
-            self._next[last] = child
-        self._child[parent] = MANY
+        links = [*((child, NONE) for child in few), *links]
+        todo = [*((self._next, at, to) for at, to in links), (self._child, parent, MANY)]
+        changes = starmap(setitem, todo)
+        self._many |= heads  # no signal comes from here to behind the next call: no loop turns
+        deque(changes, maxlen=0)
 
     def _relink(self, node: int, heir: int) -> None:
         """What points at `node` from its list of children points at `heir` (or NONE) instead."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from impress.tree.nodes import NONE
-from impress.tree.radix import Graft, RadixTree, View
+from impress.tree.nodes import NONE, Graft
+from impress.tree.radix import RadixTree, View
 
 
 class Views:

@@ -26,7 +26,7 @@ from impress.write.jobs import Batch, Duties, Erase, Intent, Job, SaveWear, Tria
 from impress.write.swap import failed
 from tiers.base import Slot
 from tiers.ssd import SsdTier
-from tiers.threads import start
+from tiers.threads import Worker
 from tiers.ticket import Signal
 
 log = logging.getLogger("impress")
@@ -60,8 +60,8 @@ class Committer:
         self._settle_asked = False
         self._failure: Exception | None = None  # the first since somebody asked
         self._n_failures = 0
-        self._thread = threading.Thread(target=self._work, name="impress-commit", daemon=True)
-        start(self._thread)
+        self._thread = Worker(self._work, "impress-commit")
+        self._thread.start()
 
     @property
     def names(self) -> dict[bytes, str]:
@@ -165,12 +165,12 @@ class Committer:
         with self._lock:
             self._open = False
             self._wake.notify_all()
-        self._thread.join(timeout_s)
+        self._thread.ended(timeout_s)
 
     @property
     def ended(self) -> bool:
         """After `close`; False: it is stuck, and the index with it."""
-        return not self._thread.is_alive()
+        return self._thread.ended(0.0)
 
     def save_last(self) -> None:
         """After `close`: the history of requests that ended meanwhile. Raises StoreFailed."""

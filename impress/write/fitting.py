@@ -30,7 +30,7 @@ from impress.types import Geometry
 from tiers.errors import MediumError, ReadFailed
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
-from tiers.threads import start
+from tiers.threads import Worker
 
 log = logging.getLogger("impress")
 
@@ -58,7 +58,7 @@ class Fitter:
         self._params = params
         self._lock = threading.RLock()
         self._state = threading.Condition(self._lock)
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._busy = False  # a fit is asked for or under way
         self._closing = threading.Event()
         self.retired = False
@@ -81,9 +81,9 @@ class Fitter:
             if not self._missing():
                 return
             if self._thread is None:  # one for all fits: what it reads with is kept until `close`
-                thread = threading.Thread(target=self._work, name="impress-fit", daemon=True)
+                thread = Worker(self._work, "impress-fit")
                 try:
-                    start(thread)
+                    thread.start()
                 except (MediumError, RuntimeError) as err:  # no more threads, or Python's end
                     log.warning("no codec is fitted for now: %s", err)
                     return
@@ -106,8 +106,7 @@ class Fitter:
         self.retired = self._params.retire(timeout_s)
         if self._thread is None:
             return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._thread.ended(timeout_s)
 
     # ---- inside ----------------------------------------------------------------------------
 

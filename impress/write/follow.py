@@ -26,7 +26,7 @@ from impress.write.env import NothingYet
 from impress.write.index import Index
 from impress.write.neighbours import Neighbour, Unread, spans_in, stamp_of
 from tiers.ssd import SsdTier
-from tiers.threads import start
+from tiers.threads import Worker
 from tiers.ticket import until
 
 log = logging.getLogger("impress")
@@ -62,7 +62,7 @@ class Follower:
         self._own_value = own_value
         self._turn = threading.Lock()  # held for a whole look; only looks and `close` take it
         self._stop, self._wake = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._unread = Unread(path)
         # What a look that was cut off leaves to the next one: the logs do not tell it again.
         self._gone: set[int] = set()  # deleted by their writers, and to be taken out
@@ -82,10 +82,8 @@ class Follower:
         """Look every so often from now on, and call `then`. Raises MediumError where no thread can
         be started."""
         if every_s:
-            thread = threading.Thread(
-                target=self._work, args=(every_s, then), name="impress-follow", daemon=True
-            )
-            start(thread)
+            thread = Worker(self._work, "impress-follow", every_s, then)
+            thread.start()
             self._thread = thread  # at last: `stop` joins it
 
     def is_gone(self, span: int) -> bool:
@@ -219,7 +217,7 @@ class Follower:
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(STOP_S)
+            self._thread.ended(STOP_S)
 
     def close(self) -> bool:
         """The writers need not wait for this process any more: it reads nothing of theirs. False:

@@ -31,7 +31,7 @@ from impress.store import PrefixStore
 from impress.write.draft import Stored
 from impress.write.writer import NO_SLOT, Writer
 from tiers.errors import MediumError
-from tiers.threads import start
+from tiers.threads import Worker
 
 log = logging.getLogger("impress")
 
@@ -90,9 +90,9 @@ class Saver:
         self.n_skipped = 0  # requests, or their chunks: too many wait, the disk hangs, an error
         self.n_refused = 0  # stores that the store refused, or that failed
         self._told: set[str] = set()  # why, so far
-        self._thread = threading.Thread(target=self._run, name="impress-save", daemon=True)
+        self._thread = Worker(self._run, "impress-save")
         try:
-            start(self._thread)
+            self._thread.start()
         except MediumError as err:
             raise StoreFailed(str(err)) from None
         atexit.register(self.close)  # before its store is closed: shared._close_all
@@ -213,10 +213,10 @@ class Saver:
         with self._lock:
             self._closed = True
             self._changed.notify_all()
-        while self._thread.is_alive() and not self._disk.keeps(_FLUSH_S):
-            self._thread.join(1.0)
-        if self._thread.is_alive():
-            log.error("saving: the disk hangs: what waited is not stored")
+        while not self._thread.ended(1.0):
+            if self._disk.keeps(_FLUSH_S):
+                log.error("saving: the disk hangs: what waited is not stored")
+                break
 
     # ---- the thread ------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from impress.store import PrefixStore
 from impress.types import Geometry
 from impress.write.directory import IDENTITY, shards_of
 from tiers.errors import MediumError
-from tiers.threads import start
+from tiers.threads import Worker
 
 log = logging.getLogger("impress")
 
@@ -139,12 +139,12 @@ class View:
         self._asked = threading.Event()
         self._n_asked = self._n_renewed = 0  # refreshes
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         if self._shared is None:
             self._renew()
-            thread = threading.Thread(target=self._work, name="impress-view", daemon=True)
+            thread = Worker(self._work, "impress-view")
             try:
-                start(thread)
+                thread.start()
             except MediumError as err:
                 self.close()
                 raise StoreFailed(str(err)) from None
@@ -171,15 +171,13 @@ class View:
         self._asked.set()
 
     def close(self) -> None:
-        """Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._shared is not None:
+        """Idempotent, also where it was cut off."""
+        is_first, self._closed = not self._closed, True
+        if is_first and self._shared is not None:
             release(self._path)
         if self._thread is not None:
             self._asked.set()
-            self._thread.join()
+            self._thread.ended(-1)
         if self._own is not None:
             self._own.close()
 
