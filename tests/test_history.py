@@ -18,8 +18,8 @@ import impress
 from impress.errors import FormatError
 from impress.policy import AllHeads, Exact, Paper, Policy, Random, Recency
 from impress.tree.eviction import ByWorth
-from impress.usage.history import NEWEST, SAVE_EVERY, History, Note
-from impress.usage.remembered import HALF_LIFE, Remembered, decode, encode, head_of
+from impress.usage.history import SAVE_EVERY, History, Note
+from impress.usage.remembered import HALF_LIFE, NEWEST, Remembered, decode, drawn, encode, head_of
 
 Open = Callable[..., impress.PrefixStore]
 W = 16
@@ -54,29 +54,45 @@ def scores(h: History, span: int, layer: int, ordinals: np.ndarray | None = None
             st.integers(1, WINDOWS),
             st.sets(st.integers(0, ROWS - 1)),
         ),
-        max_size=30,
+        max_size=60,
     )
 )
 def test_an_average_is_the_mean_at_first_and_then_moves(
     requests: list[tuple[int, int, set[int]]],
 ) -> None:
+    """Of two halves: each decision goes to the one that had fewer of the window."""
     h = history()
-    mean, seen = np.zeros(ROWS), np.zeros(ROWS)
+    mean, seen = np.zeros((2, ROWS)), np.zeros((2, ROWS))
     for at, n, rows in requests:
         first, count = at * W, min(n, WINDOWS - at) * W
         looked = np.arange(first, first + count)
         chosen = sorted(rows & set(looked.tolist()))
         h.request([note(chosen, 1, first, count)])
-        seen[looked] = np.minimum(seen[looked] + 1, MOST)
-        mean[looked] += (np.isin(looked, chosen) - mean[looked]) / seen[looked]
+        for row in looked:
+            half = int(seen[0, row] > seen[1, row])
+            if seen[:, row].min() == MOST:
+                half = drawn(h.tick)
+            seen[half, row] = min(seen[half, row] + 1, MOST)
+            mean[half, row] += ((row in chosen) - mean[half, row]) / seen[half, row]
         h.check()
     found = h.average(7)
     if not requests:
         assert found is None
         return
     assert found is not None and found.dtype == np.float32
-    assert np.allclose(found[1], mean, atol=2e-3)
+    want = (mean * seen).sum(axis=0) / np.maximum(seen.sum(axis=0), 1)
+    assert np.allclose(found[1], want, atol=2e-3)
     assert not found[0].any()
+    halves = h.halves(7)
+    assert (halves is None) == (not seen.all(axis=0).any())
+    assert halves is None or np.allclose(halves[:, 1], mean, atol=2e-3)
+
+
+def test_which_half_a_request_is_of_follows_no_order_of_requests() -> None:
+    ticks = np.array([drawn(tick) for tick in range(4096)])
+    for period in (1, 2, 3, 4, 8, 64):
+        for first in range(min(period, 4)):
+            assert 0.3 < ticks[first::period].mean() < 0.7
 
 
 def test_a_layer_loaded_whole_counts_as_a_use_and_leaves_averages_alone() -> None:
@@ -308,7 +324,7 @@ def test_what_a_larger_budget_saved_answers_and_costs_no_other_its_history() -> 
     assert np.array_equal(h.average(9), had.average(9))
     assert np.array_equal(scores(h, 9, 0) > 0, scores(had, 9, 0) > 0)
     (value,) = h.carry(9, 10).values()
-    assert np.array_equal(decode(value).average, had.average(9).astype(np.float16))
+    assert np.array_equal(decode(value).average(), had.average(9))
     h.check()
     assert set(h.dump()) == {1, 2, 3}
 
@@ -407,14 +423,35 @@ def test_a_value_comes_back_as_it_was_saved() -> None:
     assert len(encode(decode(saved[7]))) == len(saved[7])
 
 
+def test_a_value_of_version_2_has_one_half_and_gets_the_other() -> None:
+    """Decisions were not averaged by halves: of one alone no order is made (packing.py)."""
+    h = history()
+    h.request([note([1, 20])])
+    known = decode(h.dump()[7])
+    planes = known.halves[0].view(np.uint8).reshape(-1, 2).T
+    arrays = (known.ticks, known.uses, known.seen[0], planes, known.looks, known.whole)
+    packed = zlib.compress(b"".join(a.tobytes() for a in arrays))
+    old = (
+        struct.pack(
+            "<HHIIIQff", 2, LAYERS, WINDOWS, W, len(packed), known.tick, *known.summary()[:2]
+        )
+        + packed
+    )
+    old += xxhash.xxh3_64_intdigest(old).to_bytes(8, "little")
+    again = history(saved={7: old}, tick=h.tick)
+    assert np.array_equal(again.average(7), h.average(7)) and again.halves(7) is None
+    again.request([note([1, 30])])
+    assert again.halves(7)[:, 0, [1, 20, 30]].tolist() == [[1, 1, 0], [1, 0, 1]]
+
+
 def test_a_value_of_version_1_is_read_on() -> None:
     """It did not tell who had needed every row."""
     h = history()
     h.request([note([1, 20])])
     h.request([note(None)])
     known = decode(h.dump()[7])
-    planes = known.average.view(np.uint8).reshape(-1, 2).T
-    body = b"".join(a.tobytes() for a in (known.ticks, known.uses, known.seen, planes))
+    planes = known.halves[0].view(np.uint8).reshape(-1, 2).T
+    body = b"".join(a.tobytes() for a in (known.ticks, known.uses, known.seen[0], planes))
     packed = zlib.compress(body)
     head = struct.pack(
         "<HHIIIQff", 1, LAYERS, WINDOWS, W, len(packed), known.tick, *known.summary()[:2]
@@ -448,9 +485,9 @@ def test_a_damaged_newer_or_foreign_value_is_forgotten() -> None:
             decode(bytes(bad))
         assert head_of(bytes(bad)) is None
         assert history(saved={7: bytes(bad)}).average(7) is None
-    newer = (3).to_bytes(2, "little") + raw[2:-8]  # and whole
+    newer = (4).to_bytes(2, "little") + raw[2:-8]  # and whole
     newer += xxhash.xxh3_64_intdigest(newer).to_bytes(8, "little")
-    with pytest.raises(FormatError, match="version 3 is newer"):
+    with pytest.raises(FormatError, match="version 4 is newer"):
         decode(newer)
     assert head_of(newer) is None and history(saved={7: newer}).average(7) is None
     assert history(saved={7: b""}).summary(7) is None

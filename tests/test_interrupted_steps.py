@@ -1,21 +1,22 @@
 """Ctrl-C at every single step of a call: nothing stays taken.
 
 CPython looks for signals as a function begins and behind each call of what is written in C; both
-are events of a profiler. (And as a loop goes round: as a rule a call away from one of these.)
+are events of a profiler. And as a loop goes round: an opcode that a tracer is told of.
 """
 
 from __future__ import annotations
 
+import dis
 import gc
 import math
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from conftest import MIB, assert_serves, prompt, put_prompt
 from test_repack import look
 
 import impress
+import tiers
 from impress.cache.chunks import ChunkCache, Ids
 from impress.cache.heap import MinHeap
 from impress.read import climb
@@ -50,6 +52,16 @@ HOLE = 64 << 10
 TOKENS = prompt(256)
 
 
+#: Whose loops are gone round.
+OURS = tuple(str(Path(package.__file__ or "").parent) for package in (impress, tiers))
+
+
+@cache
+def turns_of(code: CodeType) -> set[int]:
+    """Where its loops go round."""
+    return {i.offset for i in dis.get_instructions(code) if i.opname.startswith("JUMP_BACKWARD")}
+
+
 class Interrupted:
     """A with-block in which Ctrl-C comes at step n; whether it `came`, as the block may be over."""
 
@@ -59,11 +71,13 @@ class Interrupted:
 
     def __enter__(self) -> Interrupted:
         gc.disable()  # others' callbacks are no steps of ours, and what is raised there is lost
+        sys.settrace(self._enter)
         sys.setprofile(self._step)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> bool:
         sys.setprofile(None)
+        sys.settrace(None)
         gc.enable()
         return self.came and kind is KeyboardInterrupt
 
@@ -75,6 +89,19 @@ class Interrupted:
             if self._left < 0 and not self.came:
                 self.came = True
                 raise KeyboardInterrupt
+
+    def _enter(self, frame: FrameType, _event: str, _of: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        turns = turns_of(frame.f_code)
+
+        def at(frame: FrameType, event: str, _of: Any) -> Any:
+            if event == "opcode" and frame.f_lasti in turns:
+                self._step(frame, "call", None)
+            return at
+
+        return at
 
     def _in_del(self, frame: FrameType | None) -> bool:
         while frame is not None and frame.f_code.co_name != "__del__":
@@ -463,7 +490,8 @@ def test_a_copy_that_the_committer_is_about_to_have_is_freed_once_or_is_its_own(
     store: impress.PrefixStore,
 ) -> None:
     """Cut off between handing it over and its being taken."""
-    drafts, scrapped = Drafts(lambda left: scrapped.append(left.pop().span_id)), list[int]()
+    scrapped = list[int]()
+    drafts = Drafts(lambda left: scrapped.append(left.pop().span_id), lambda: False)
     (record,) = store.catalog.records()
 
     def make() -> list[object]:
@@ -506,6 +534,43 @@ def test_no_write_of_a_repack_is_left_behind_wherever_ctrl_c_comes(
         assert state == so_far
 
     at_each_step(make, act, check)
+
+
+def test_a_copy_is_not_given_back_under_a_write_that_a_second_ctrl_c_left(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first Ctrl-C waits for the write, the second leaves that wait: its space was freed, a
+    store became READY there, and then the old write landed in it."""
+    assert store._repacker is not None
+    begun, gate, write = threading.Event(), threading.Event(), store.ssd.write
+    left, over, this = [1, 1], Ticket.over, threading.current_thread()
+
+    def held(*args: Any) -> None:
+        if threading.current_thread().name.startswith("impress-io"):
+            begun.set()
+            gate.wait(60)
+        write(*args)
+
+    def interrupted(ticket: Ticket, timeout_s: float) -> bool:
+        if not left or threading.current_thread() is not this or timeout_s < 1:
+            return over(ticket, timeout_s)
+        while not over(ticket, 0.01):
+            if begun.is_set():  # it is the write that is waited for
+                left.pop()
+                raise KeyboardInterrupt
+        return True
+
+    monkeypatch.setattr(store.ssd, "write", held)
+    monkeypatch.setattr(Ticket, "over", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.repack()
+    assert len(store._repacker.drafts()) == 1 and store._repacker.writing
+    gate.set()
+    monkeypatch.undo()
+    assert [span.outcome for span in store.repack().spans] == ["moved"]
+    assert not store._repacker.drafts()
+    store.check()
+    assert_serves(store, TOKENS, 256)
 
 
 def test_who_looks_at_rest_leaves_nothing_taken_wherever_ctrl_c_comes(

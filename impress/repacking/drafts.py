@@ -15,10 +15,14 @@ from impress.write.jobs import SwapJob
 class Drafts:
     """For the thread of a pass; but `over`, which the committer calls, and `records`."""
 
-    def __init__(self, scrap: Callable[[list[SpanRecord]], None]) -> None:
+    def __init__(
+        self, scrap: Callable[[list[SpanRecord]], None], writes: Callable[[], bool]
+    ) -> None:
         """`scrap`: erases a draft's bytes and gives its space back; off the list it is free, or
-        somebody else's to free."""
+        somebody else's to free. `writes`: whether something may still be written to one; then none
+        is given back before the next call of `give_back_rest`."""
         self._scrap = scrap
+        self._writes = writes
         self._drafts: dict[int, list[SpanRecord]] = {}  # one each, or none: its space is free
         # What the committer takes a draft from: empty, it has it.
         self._handed: dict[int, Iterator[SwapJob]] = {}
@@ -55,5 +59,7 @@ class Drafts:
 
     def _end(self, span: int) -> None:
         if left := self._drafts[span]:
+            if self._writes():
+                return
             self._scrap(left)
         self.over(span)

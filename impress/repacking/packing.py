@@ -3,6 +3,10 @@
 What a request reads is estimated from how often each row was chosen, as if rows were chosen
 independently: a piece is read when any row in it is chosen, and a run of pieces is one request to
 the medium, which costs as much as `gap_bytes` read.
+
+What requests have shown has noise, and an order that is made from it fits that noise: counted by
+the same requests it saves even where rows are chosen by chance. So it is made by half of them and
+counted by the others, and the other way round.
 """
 
 from __future__ import annotations
@@ -40,6 +44,9 @@ class Cost:
             self.requests + other.requests,
             self.n_bytes + other.n_bytes,
         )
+
+    def __mul__(self, share: float) -> Cost:
+        return Cost(self.pieces * share, self.requests * share, self.n_bytes * share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +109,25 @@ def chunks_of(ordinals: npt.NDArray[np.int64], groups: Groups, window: int) -> t
     return n_chunks, least
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What an order is made by, and how often rows were chosen by which it is counted."""
+
+    made_by: Floats  # [n_layers, n_rows], by position; as the next
+    chosen: Floats
+
+
+def trials_of(halves: Floats) -> tuple[Trial, Trial]:
+    """Each half of the decisions against the other. [2, n_layers, n_rows]"""
+    return Trial(halves[0], halves[1]), Trial(halves[1], halves[0])
+
+
 def plan_repack(
-    worth: Floats, chosen: Floats, order: RowOrder | None, groups: Groups,
+    worth: Floats, trials: Sequence[Trial], order: RowOrder | None, groups: Groups,
     planes: Sequence[PlaneLayout], window: int, gap_bytes: int,
 ) -> Repacking:  # fmt: skip
-    """Rows by worth inside each group (of rows); both arrays [n_layers, n_rows], by position."""
+    """Rows by worth [n_layers, n_rows], by position, inside each group (of rows); what it saves is
+    the mean of the trials'."""
     worth = np.nan_to_num(worth.astype(np.float32), nan=0.0)
     slots = np.empty(worth.shape, dtype=np.int64)
     before, after, n_chunks, least = Cost(), Cost(), 0, 0
@@ -117,9 +138,11 @@ def plan_repack(
         slots[layer] = by_worth(worth[layer], groups, now)
         read = chunks_of(now, groups, window)
         n_chunks, least = n_chunks + read[0], least + read[1]
-        for plane in planes:
-            before += expected(chosen[layer][old], plane)
-            after += expected(chosen[layer][slots[layer]], plane)
+        for trial in trials:
+            tried = by_worth(trial.made_by[layer], groups, now)
+            for plane in planes:
+                before += expected(trial.chosen[layer][old], plane) * (1 / len(trials))
+                after += expected(trial.chosen[layer][tried], plane) * (1 / len(trials))
     costs = [cost.n_bytes + cost.requests * gap_bytes for cost in (before, after)]
     gain = 1.0 - costs[1] / costs[0] if costs[0] else 0.0
     of_nodes = 1.0 - least / n_chunks

@@ -21,7 +21,7 @@ import numpy as np
 from impress.config import Config
 from impress.errors import StoreFailed
 from impress.repacking.drafts import Drafts
-from impress.repacking.packing import likely_chosen, plan_repack, tiled
+from impress.repacking.packing import Trial, likely_chosen, plan_repack, tiled, trials_of
 from impress.repacking.report import (
     LINGERING,
     NO_ROOM,
@@ -45,7 +45,7 @@ from impress.write.leaving import COMMIT_TIMEOUT_S, SMALL_PART
 from tiers.base import Slot
 from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool
-from tiers.threads import start
+from tiers.threads import Worker
 from tiers.ticket import Signal, until
 
 log = logging.getLogger("impress")
@@ -95,13 +95,13 @@ class Repacker:
         self._pass = threading.Lock()  # held for a whole pass; only passes take it
         self._looked: dict[int, int] = {}  # span -> its leases when the background last looked
         self._moved: set[int] = set()  # out of the tree, perhaps not reclaimed yet
-        self._drafts = Drafts(self._scrap)
+        self._drafts = Drafts(self._scrap, lambda: self._copier.under_way)
         home.leaving.copies = self.drafts
         self._sync_failures = 0  # the tier's, when it was reserved
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         if config.repack_every_s:
-            thread = threading.Thread(target=self._work, name="impress-repack", daemon=True)
-            start(thread)
+            thread = Worker(self._work, "impress-repack")
+            thread.start()
             self._thread = thread  # at last: `close` joins it
 
     def run(self, *, dry_run: bool, max_bytes: int | None = None) -> RepackReport:
@@ -137,7 +137,7 @@ class Repacker:
         """Stop after the slice under way; what is half copied is given back."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            self._thread.ended(timeout_s)
         until(lambda: not self._pass.locked(), timeout_s)  # a pass that someone else runs
 
     # ---- a pass ----------------------------------------------------------------------------
@@ -166,6 +166,7 @@ class Repacker:
     ) -> RepackReport:
         """`due`: spans whose leases are noted as of when it looked at them."""
         report, so_far = RepackReport(dry_run), _Pass(dry_run, max_bytes)
+        self._drafts.give_back_rest()  # of a pass that was cut off under a write
         dead = self._mostly_dead()
         for span in [*dead, *(span for span in spans if span not in dead)]:
             if self._stop.is_set():
@@ -223,16 +224,19 @@ class Repacker:
 
     def _order(self, held: Held, header: SpanHeader, views: list[tuple[int, int]]) -> Move | None:
         """The order a span should have; None where nothing is known of its rows."""
-        worth = chosen = self._home.history.average(held.record.span_id)
-        if worth is None and header.importance is not None:
+        history, span = self._home.history, held.record.span_id
+        worth, halves, trials = history.average(span), history.halves(span), list[Trial]()
+        if worth is not None and halves is not None:
+            trials += trials_of(halves)
+        elif header.importance is not None:
             worth = np.nan_to_num(header.importance, nan=0.0)
-            chosen = likely_chosen(worth)
-        if worth is None or chosen is None:
+            trials.append(Trial(worth, likely_chosen(worth)))
+        else:
             return None
         window, n_windows = held.record.window, held.record.n_windows
         groups = [(a * window, n * window) for a, n in tiled(views, n_windows)]
         gap, planes = self._config.read_gap_bytes, [header.layout.planes[plane] for plane in (K, V)]
-        plan = plan_repack(worth, chosen, header.order, groups, planes, window, gap)
+        plan = plan_repack(worth, trials, header.order, groups, planes, window, gap)
         return Move(held, SpanPart(header, 0, n_windows, plan.slots), plan)
 
     def _deal_with(self, move: Move, so_far: _Pass) -> str:

@@ -107,8 +107,15 @@ class Copier:
         self._pool = pool
         self._pace = pace
         self._turn = turn  # waits for those that go first; False when the store is closing
+        self._tickets: list[Ticket] = []  # that are not known to be over
         self.n_written = 0
         """Bytes of copies since whoever begins one set it to 0."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a read or write of a copy may not be over: a second Ctrl-C came as it was waited
+        for."""
+        return not all(ticket.done for ticket in self._tickets)
 
     def header(self, record: SpanRecord) -> SpanHeader:
         """A span's, at the pace; it is too short to stand back for. Raises Stopped, ReadFailed."""
@@ -181,6 +188,7 @@ class Copier:
     def do(self, task: Task) -> None:
         """On lane REPACK, to its end: a write given up while it runs could land on another's."""
         tickets: list[Ticket] = []
+        self._tickets = [ticket for ticket in self._tickets if not ticket.done]
         try:
             # Noted before it is queued: Ctrl-C may come between that and whatever `submit` returns.
             self._pool.submit(Lane.REPACK, [task], note=tickets.append)
@@ -189,6 +197,7 @@ class Copier:
         except Cancelled:
             raise Stopped from None
         finally:  # Ctrl-C too
+            self._tickets += tickets
             for ticket in tickets:
                 ticket.cancel()
                 while not ticket.over(60.0):

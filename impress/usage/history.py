@@ -22,19 +22,16 @@ import numpy as np
 import numpy.typing as npt
 
 from impress.errors import FormatError, StoreFailed
-from impress.usage.remembered import HALF_LIFE, Remembered, decode, encode, head_of
+from impress.usage.remembered import HALF_LIFE, NEWEST, Remembered, decode, encode, head_of
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
-#: Weight of the newest request in a row's average, once there have been as many; until then the
-#: average is the plain mean.
-NEWEST: Final = 1 / 16
 #: Of a request that was to have every row, in what share needed it: who decided so will again.
 WHOLE: Final = 1 / 2
 #: Requests between two saves in the background.
 SAVE_EVERY: Final = 256
-#: A sixty-fourth of the DRAM budget, at least 4 MiB: two bytes a row and layer are .05 % of the KV
+#: A sixty-fourth of the DRAM budget, at least 4 MiB: four bytes a row and layer are .1 % of the KV
 #: where a row has 4 KiB.
 SHARE: Final = 64
 LEAST_BYTES: Final = 4 << 20
@@ -148,7 +145,9 @@ class History:
             if chosen is not None or note.whole:
                 _look(known, note)
             if chosen is not None:
-                _average(known, layer, note.first, note.count, chosen)
+                was = np.zeros(note.count, dtype=bool)
+                was[chosen - note.first] = True
+                known.chose(layer, note.first, was, self.tick)
             self._shrink()
 
     def carry(
@@ -164,7 +163,7 @@ class History:
         if known is None:
             return {}
         with self._lock:
-            copy = known.part(first, known.seen.shape[1] - first if count is None else count)
+            copy = known.part(first, known.n_windows - first if count is None else count)
         value = encode(copy)
         with self._lock:
             self._keep(new_span, copy)
@@ -187,7 +186,16 @@ class History:
         if known is None:
             return None
         with self._lock:
-            return known.average.astype(np.float32) if known.seen.any() else None
+            return known.average() if known.seen.any() else None
+
+    def halves(self, span_id: int) -> Floats | None:
+        """float32 [2, n_layers, n_rows]: the same of two halves of the decisions, neither of which
+        knows of the other's; None where there were not two of any window."""
+        known = self._recall(span_id)
+        if known is None:
+            return None
+        with self._lock:
+            return known.halves.astype(np.float32) if known.seen.all(axis=0).any() else None
 
     def worth(
         self, span_id: int, layer: int, ordinals: Ids | None = None, *, by_uses: bool = False
@@ -207,7 +215,7 @@ class History:
             ranks = _ranks(uses if by_uses else scores, tick)
             known.scores[layer] = float(scores.mean()) * _faded(known.tick - tick)
             known.summed = None
-            return Worth(ranks, known.decided(shares, layer, ordinals))
+            return Worth(ranks, known.known_shares(shares, layer, ordinals))
 
     def ranks_if_used(
         self, span_id: int, layer: int, n_chunks: int, used: Ids, ordinals: Ids | None = None,
@@ -218,7 +226,7 @@ class History:
         with self._lock:
             now = self.tick + 1
             uses, needed = np.zeros(n_chunks, dtype=np.float32), np.ones(n_chunks, dtype=np.float32)
-            if known is not None and known.seen.shape[1] == n_chunks:
+            if known is not None and known.n_windows == n_chunks:
                 uses += known.uses[layer] * np.float32(_faded(now - int(known.ticks[layer])))
                 if not by_uses:
                     needed = known.needed(layer, ordinals, known.shares(layer, ordinals))
@@ -246,7 +254,7 @@ class History:
         """Mean share of important rows over the spans in memory; None where none is known of."""
         with self._lock:
             known = list(self._spans.values())
-            found = [(one.summary().important, int((one.seen > 0).sum())) for one in known]
+            found = [(one.summary().important, int(one.seen.any(axis=0).sum())) for one in known]
         total = sum(n for _, n in found)
         return sum(share * n for share, n in found if n) / total if total else None
 
@@ -312,7 +320,7 @@ class History:
             known = None if raw is None else decode(raw)
         except FormatError:
             return None
-        if known is None or (len(known.seen), known.window) != self._shape:
+        if known is None or (known.seen.shape[1], known.window) != self._shape:
             return None
         known.ticks += ahead
         return known
@@ -380,17 +388,6 @@ def _look(known: Remembered, note: Note) -> None:
     np.add(looks, 1, out=looks, where=looks < 1 / NEWEST)
     newest = np.maximum(1 / looks, WHOLE) if note.every_layer else 1 / looks
     whole += ((note.chosen is None) - whole) * newest
-
-
-def _average(known: Remembered, layer: int, first: int, count: int, chosen: Ids) -> None:
-    """Move the averages of the rows looked at towards what was chosen."""
-    window = known.window
-    seen = known.seen[layer, first // window : (first + count) // window]
-    np.add(seen, 1, out=seen, where=seen < 1 / NEWEST)
-    was = np.zeros(count, dtype=np.float32)
-    was[chosen - first] = 1
-    rows = known.average[layer, first : first + count]
-    rows += (was - rows) / np.repeat(seen, window)
 
 
 def _ranks(scores: Floats, tick: int) -> npt.NDArray[np.float64]:

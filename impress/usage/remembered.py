@@ -1,12 +1,12 @@
 """One span's history as arrays, and as a value in the index (docs/FORMAT.md, database `history`).
 
-0   2 version = 2       12  4 length of the compressed part
+0   2 version = 3       12  4 length of the compressed part
 2   2 layers            16  8 request counter when it was last noted
 4   4 windows           24  4 mean score of its chunks then, float32
 8   4 window, tokens    28  4 mean share of important rows, float32, NaN: nothing was decided
-32  … zlib of: tick i64 [layers] ‖ uses f32 [layers, windows] ‖ seen u8 [layers, windows] ‖
-    average f16 [layers, rows], all low bytes before all high ones ‖ looks u8 [layers, windows] ‖
-    whole f32 [layers, windows]; version 1 ended with the averages
+32  … zlib of: tick i64 [layers] ‖ uses f32 [layers, windows] ‖ seen u8 [2, layers, windows] ‖
+    halves f16 [2, layers, rows], all low bytes before all high ones ‖ looks u8 [layers, windows] ‖
+    whole f32 [layers, windows]; versions 1 and 2 had one half, 1 ended with it
 -8  8 xxh3_64 of all before
 """
 
@@ -29,11 +29,15 @@ Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 _HEAD: Final = struct.Struct("<HHIIIQff")
-_VERSION: Final = 2
-_NO_WHOLE: Final = 1  # read, too
+_VERSION: Final = 3
+_ONE_HALF: Final = 2  # read, too
+_NO_WHOLE: Final = 1  # and this
 _MOST_BYTES: Final = 1 << 30
 #: A use counts half after this many requests.
 HALF_LIFE: Final = 512
+#: Weight of the newest request in its half's averages, once there have been as many; until then
+#: they are plain means.
+NEWEST: Final = 1 / 16
 
 
 class Summary(NamedTuple):
@@ -47,10 +51,14 @@ class Summary(NamedTuple):
 
 @dataclass(slots=True)
 class Remembered:
-    """What is known of one span. Rows in position order, chunks in the order they lie in."""
+    """What is known of one span. Rows in position order, chunks in the order they lie in.
 
-    average: npt.NDArray[np.float16]  # [n_layers, n_rows], two bytes a row and layer
-    seen: npt.NDArray[np.uint8]  # [n_layers, n_windows] decisions, counted as far as they matter
+    Of every window half of the decisions are averaged apart from the others: what an order that one
+    half makes would save is counted by the other, which has not made it (repacking/packing.py).
+    """
+
+    halves: npt.NDArray[np.float16]  # [2, n_layers, n_rows], of each how often it was chosen
+    seen: npt.NDArray[np.uint8]  # [2, n_layers, n_windows] decisions, as far as they matter
     uses: npt.NDArray[np.float32]  # [n_layers, n_chunks] as of `ticks`
     ticks: npt.NDArray[np.int64]  # [n_layers] request of the last note
     scores: npt.NDArray[np.float64]  # [n_layers] mean of its chunks', as of the last of `ticks`
@@ -63,8 +71,8 @@ class Remembered:
     @classmethod
     def empty(cls, n_layers: int, n_windows: int, window: int) -> Remembered:
         return cls(
-            np.zeros((n_layers, n_windows * window), dtype=np.float16),
-            np.zeros((n_layers, n_windows), dtype=np.uint8),
+            np.zeros((2, n_layers, n_windows * window), dtype=np.float16),
+            np.zeros((2, n_layers, n_windows), dtype=np.uint8),
             np.zeros((n_layers, n_windows), dtype=np.float32),
             np.zeros(n_layers, dtype=np.int64),
             np.full(n_layers, np.nan),
@@ -80,22 +88,26 @@ class Remembered:
 
     @property
     def n_rows(self) -> int:
-        return int(self.average.shape[1])
+        return int(self.halves.shape[2])
+
+    @property
+    def n_windows(self) -> int:
+        return int(self.seen.shape[2])
 
     @property
     def n_bytes(self) -> int:
-        n_layers, n_windows = self.seen.shape
+        _, n_layers, n_windows = self.seen.shape
         return self.bytes_of(n_layers, n_windows, self.window)
 
     @staticmethod
     def bytes_of(n_layers: int, n_windows: int, window: int) -> int:
-        """What a span takes in memory: averages of its rows, four numbers a window, ticks,
+        """What a span takes in memory: averages of its rows, five numbers a window, ticks,
         scores."""
-        return n_layers * (n_windows * (2 * window + 2 * 1 + 2 * 4) + 16)
+        return n_layers * (n_windows * (2 * 2 * window + 3 * 1 + 2 * 4) + 16)
 
     def copy(self) -> Remembered:
         return Remembered(
-            self.average.copy(), self.seen.copy(), self.uses.copy(), self.ticks.copy(),
+            self.halves.copy(), self.seen.copy(), self.uses.copy(), self.ticks.copy(),
             self.scores.copy(), self.looks.copy(), self.whole.copy(), self.window,
         )  # fmt: skip
 
@@ -107,11 +119,36 @@ class Remembered:
         rows = slice(first * self.window, (first + count) * self.window)
         windows = slice(first, first + count)
         return Remembered(
-            self.average[:, rows].copy(), self.seen[:, windows].copy(),
+            self.halves[..., rows].copy(), self.seen[..., windows].copy(),
             np.repeat(self.uses.max(axis=1, keepdims=True), count, axis=1),
             self.ticks.copy(), np.full(len(self.ticks), np.nan),
             self.looks[:, windows].copy(), self.whole[:, windows].copy(), self.window,
         )  # fmt: skip
+
+    def chose(self, layer: int, first: int, rows: npt.NDArray[np.bool_], tick: int) -> None:
+        """Move the averages of rows from `first` on towards which of them a request chose: of each
+        window in the half that has had fewer, then in one by the lot."""
+        chosen = rows.reshape(-1, self.window).astype(np.float32)
+        windows = slice(first // self.window, first // self.window + len(chosen))
+        seen = self.seen[:, layer, windows]
+        half = (seen[0] > seen[1]).astype(np.int64)
+        half[seen.min(axis=0) >= 1 / NEWEST] = drawn(tick)
+        for i in (0, 1):
+            which = np.flatnonzero(half == i)
+            n = seen[i, which] + (seen[i, which] < 1 / NEWEST)
+            seen[i, which] = n
+            average = self.halves[i, layer, first : first + len(rows)].reshape(-1, self.window)
+            average[which] += (chosen[which] - average[which]) / n[:, None]
+
+    def average(self, layers: slice = slice(None)) -> Floats:
+        """float32 [n_layers, n_rows]: how often each row was chosen, by all decisions."""
+        seen = self.seen[:, layers].astype(np.float32)
+        share = np.repeat(seen / np.maximum(seen.sum(axis=0), 1), self.window, axis=2)
+        return np.asarray((self.halves[:, layers] * share).sum(axis=0))
+
+    def decided(self, layer: int) -> npt.NDArray[np.bool_]:
+        """[n_windows]: whether anything was."""
+        return np.asarray(self.seen[:, layer].any(axis=0))
 
     def shares(self, layer: int, ordinals: Ids | None) -> Floats:
         """[n_chunks]: means of the rows' averages; a row nothing was decided about counts 1.
@@ -124,16 +161,16 @@ class Remembered:
         """[n_chunks]: the share of its rows that a request needs. `shares`: of those that choose;
         others need every row, as often as they were seen."""
         whole = self.whole[layer]
-        if not whole.any() or not self.seen[layer].any():
+        if not whole.any() or not self.decided(layer).any():
             return shares
         rows = self._rows(layer)
         by_window = rows.reshape(-1, self.window)
         by_window += whole[:, None] * (1 - by_window)
         return self._by_chunk(rows, ordinals)
 
-    def decided(self, shares: Floats, layer: int, ordinals: Ids | None) -> Floats | None:
+    def known_shares(self, shares: Floats, layer: int, ordinals: Ids | None) -> Floats | None:
         """These without rows that count 1; nan where no others are, None where none are at all."""
-        seen = self.seen[layer] > 0
+        seen = self.decided(layer)
         if seen.all() or not seen.any():
             return shares if seen.any() else None
         part = self._by_chunk(np.repeat(seen, self.window).astype(np.float32), ordinals)
@@ -141,9 +178,9 @@ class Remembered:
             return np.where(part > 0, (shares - (1 - part)) / part, np.float32(np.nan))
 
     def _rows(self, layer: int) -> Floats:
-        rows: Floats = self.average[layer].astype(np.float32)
-        rows.reshape(-1, self.window)[self.seen[layer] == 0] = 1
-        return rows
+        (rows,) = self.average(slice(layer, layer + 1))
+        rows.reshape(-1, self.window)[~self.decided(layer)] = 1
+        return np.asarray(rows)
 
     def _by_chunk(self, rows: Floats, ordinals: Ids | None) -> Floats:
         if ordinals is not None:
@@ -159,8 +196,8 @@ class Remembered:
         return self.summed
 
     def _summary(self) -> Summary:
-        share = self.average.reshape(*self.seen.shape, self.window).mean(axis=2, dtype=np.float32)
-        decided = self.seen > 0
+        share = self.average().reshape(*self.seen.shape[1:], self.window).mean(axis=2)
+        decided = self.seen.any(axis=0)
         # Right where a chunk holds its window's rows, or all chunks have the same uses.
         needed = np.where(decided, share + self.whole * (1 - share), 1)
         in_place = (self.uses * needed).mean(axis=1, dtype=np.float64)
@@ -173,6 +210,11 @@ class Remembered:
         ))  # fmt: skip
 
 
+def drawn(tick: int) -> int:
+    """0 or 1, by request: no order that requests come in is one of these."""
+    return (tick * 0x9E3779B97F4A7C15 & (1 << 64) - 1) >> 63
+
+
 class Head(NamedTuple):
     """What a value tells without being unpacked."""
 
@@ -183,13 +225,13 @@ class Head(NamedTuple):
 
 def encode(known: Remembered) -> bytes:
     """The value; see above."""
-    planes = known.average.view(np.uint8).reshape(-1, 2).T  # low bytes, high bytes: compress better
+    planes = known.halves.view(np.uint8).reshape(-1, 2).T  # low bytes, high bytes: compress better
     body = b"".join(
         np.ascontiguousarray(array).tobytes()
         for array in (known.ticks, known.uses, known.seen, planes, known.looks, known.whole)
     )
     packed = zlib.compress(body, 1)
-    n_layers, n_windows = known.seen.shape
+    _, n_layers, n_windows = known.seen.shape
     head = _HEAD.pack(
         _VERSION, n_layers, n_windows, known.window, len(packed), known.tick,
         *known.summary()[:2],
@@ -202,10 +244,10 @@ def decode(raw: bytes) -> Remembered:
     if len(raw) < _HEAD.size + 8 or _sum(raw[:-8]) != raw[-8:]:
         raise FormatError("history: a damaged value")
     version, n_layers, n_windows, window, length, _, score, _ = _HEAD.unpack_from(raw)
-    if version not in (_VERSION, _NO_WHOLE):
+    if version not in (_VERSION, _ONE_HALF, _NO_WHOLE):
         raise FormatError(f"history: version {version} is newer than this program")
-    n = n_layers * n_windows
-    sizes = [8 * n_layers, 4 * n, n, 2 * n * window, n, 4 * n]
+    n, n_halves = n_layers * n_windows, 2 if version == _VERSION else 1
+    sizes = [8 * n_layers, 4 * n, n_halves * n, n_halves * 2 * n * window, n, 4 * n]
     n_bytes = sum(sizes[:4] if version == _NO_WHOLE else sizes)
     body = _unpacked(raw[_HEAD.size : _HEAD.size + length], n_bytes)
     if not n or len(body) != n_bytes:
@@ -216,10 +258,14 @@ def decode(raw: bytes) -> Remembered:
         np.frombuffer(body[end - size : end], dtype=np.uint8)
         for end, size in zip(accumulate(sizes), sizes, strict=True)
     )
-    average = np.ascontiguousarray(planes.reshape(2, -1).T).view(np.float16)
+    halves = np.zeros((2, n_layers, n_windows * window), dtype=np.float16)
+    filled = np.ascontiguousarray(planes.reshape(2, -1).T).view(np.float16)
+    halves[:n_halves] = filled.reshape(n_halves, n_layers, -1)
+    both = np.zeros((2, n_layers, n_windows), dtype=np.uint8)  # the other half comes with requests
+    both[:n_halves] = seen.reshape(n_halves, n_layers, n_windows)
     return Remembered(
-        average.reshape(n_layers, n_windows * window),
-        seen.reshape(n_layers, n_windows).copy(),
+        halves,
+        both,
         uses.view(np.float32).reshape(n_layers, n_windows).copy(),
         ticks.view(np.int64).copy(),
         np.full(n_layers, score, dtype=np.float64),
@@ -242,7 +288,8 @@ def head_of(raw: bytes | None) -> Head | None:
     if raw is None or len(raw) < _HEAD.size + 8 or _sum(raw[:-8]) != raw[-8:]:
         return None
     version, _, _, _, _, tick, score, share = _HEAD.unpack_from(raw)
-    return Head(tick, score, share) if version in (_VERSION, _NO_WHOLE) else None
+    known = version in (_VERSION, _ONE_HALF, _NO_WHOLE)
+    return Head(tick, score, share) if known else None
 
 
 def _sum(raw: bytes) -> bytes:

@@ -114,7 +114,10 @@ class Leaving:
         if capacity is None:
             return 0
         # Out of the tree, and free when nobody reads it any more: no reason for more to go.
-        used = self._ssd.usage().used - self._limbo_bytes() - self._catalog.retired_bytes()
+        # Asked in the order in which bytes go, here and below: what is on its way counts twice, and
+        # never not at all, for which as much as lies between the marks would leave.
+        gone = self._catalog.retired_bytes() + self._limbo_bytes()
+        used = self._ssd.usage().used - gone
         # Nor is the copy of a repack a reason: its span goes for it.
         used -= sum(record.owned_bytes for record in self.copies())
         if used <= self._config.disk_high * capacity:
@@ -235,8 +238,7 @@ class Leaving:
         slot = self._ssd.reserve(n_bytes, least)
         if slot is not None or not self.could_hold(whole) or least > self._config.segment_bytes:
             return slot
-        missing = self._ssd.missing(n_bytes, least)
-        if self._reclaimer is not None and self._limbo_bytes() >= missing:
+        if self._reclaimer is not None and self._short(n_bytes, least) <= 0:
             self._reclaimer.wait_for([record.span_id for record in self.in_limbo])
             # With room in hand nothing is waited for: Ctrl-C there would lose it.
             if (slot := self._ssd.reserve(n_bytes, least)) is not None:
@@ -254,11 +256,13 @@ class Leaving:
     def _short(self, n_bytes: int, least: int) -> int:
         """Bytes to evict for that. What is in limbo counts as free by then: a reader that is
         stopped holds up all that leaves, which is no reason for everything to leave."""
-        return self._ssd.missing(n_bytes, least) - self._limbo_bytes()
+        leaving = self._limbo_bytes()
+        return self._ssd.missing(n_bytes, least) - leaving
 
     def held_up(self, n_bytes: int) -> bool:
         """Whether so much would have room, were it not for what other processes still read."""
-        return 0 < self._ssd.missing(n_bytes, SMALL_PART) <= self._limbo_bytes()
+        leaving = self._limbo_bytes()
+        return 0 < self._ssd.missing(n_bytes, SMALL_PART) <= leaving
 
     def _limbo_bytes(self) -> int:
         return sum(record.owned_bytes for record in self.in_limbo)

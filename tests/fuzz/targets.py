@@ -132,7 +132,7 @@ def histories() -> list[bytes]:
     """Sound values: of a span nobody asked for, and of one that was."""
     empty = remembered.Remembered.empty(2, 3, 16)
     used = empty.copy()
-    used.average[:] = np.linspace(0, 1, used.average.size).reshape(used.average.shape)
+    used.halves[:] = np.linspace(0, 1, used.halves.size).reshape(used.halves.shape)
     used.seen[:], used.uses[:], used.ticks[:] = 1, 2.5, 7
     return [remembered.encode(empty), remembered.encode(used)]
 
@@ -227,7 +227,7 @@ def history(drawn: tuple[bytes, bool]) -> None:
         return
     with np.errstate(all="ignore"):
         again = remembered.decode(remembered.encode(known))
-        assert again.average.tobytes() == known.average.tobytes()
+        assert again.halves.tobytes() == known.halves.tobytes()
 
 
 def ledger(drawn: tuple[bytes, bool]) -> None:
