@@ -21,9 +21,9 @@ from impress.policy import AllHeads, Contiguous, Paper, Policy, Quality, Random
 from impress.read import tickets
 from impress.read.ahead import Places, cost, preferred, within
 from impress.read.early import Early
-from impress.read.lease import Lease
 from impress.read.parts import Part
 from impress.read.plan import home_reads
+from impress.read.session import Lease
 from impress.spans.layout import K, V
 from impress.usage.history import Note
 from tiers.base import Read
@@ -93,6 +93,16 @@ def test_as_many_as_fit_the_cap_by_what_is_really_moved(data: Any) -> None:
     assert cost(order, places) == brute(order)
     fits = max(k for k in range(n + 1) if brute(order[:k]) <= cap)
     assert within(order, places, cap).tolist() == sorted(order[:fits].tolist())
+
+
+def test_planes_that_share_their_pieces_have_gaps_of_their_own() -> None:
+    """Values of half the width are read through twice as many of their smaller pieces: the cap was
+    exceeded twofold, as they were counted like the keys."""
+    lies = np.arange(32)
+    keys, values = Places(lies, 1, 8192, 1), Places(lies, 1, 4096, 3)
+    rows = np.arange(0, 32, 4)
+    assert cost(rows, [keys, values]) == cost(rows, [keys]) + cost(rows, [values])
+    assert cost(rows, [values]) == 29 * 4096 and cost(rows, [keys]) == 8 * 8192
 
 
 # ---- sessions ----------------------------------------------------------------------------------

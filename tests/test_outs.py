@@ -11,6 +11,7 @@ import torch
 from conftest import kv_of, prompt, put_prompt, read_limit
 
 import impress
+from impress.read import load as loads
 from tiers.iopool import Lane
 from tiers.slots import aligned
 from tiers.ticket import Ticket
@@ -85,6 +86,25 @@ def test_layers_are_begun_when_asked_for_and_their_memory_given_back(
         for wrong in ({"layers": [geometry.n_layers]}, {"layers": [0], "outs": pairs(geometry)}):
             with pytest.raises(impress.BadInput, match="prefetch: "):
                 session.prefetch(**wrong)
+
+
+@pytest.mark.parametrize("where", ["parts_of", "gathers_of", "plan_reads"])
+def test_a_request_that_finds_no_memory_to_plan_with_is_a_miss(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Only what threads of their own read was: an engine handles a lost prefix, and nothing else,
+    so that a request ended by a MemoryError instead of computing."""
+
+    def lacking(*_args: object, **_named: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(loads, where, lacking)
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        for act in (session.prefetch, lambda: session.retrieve(0, None)):
+            with pytest.raises(impress.PrefixLost, match="shortage"):
+                act()
+    assert store.stats()["lost"] == {"shortage": 2}
+    assert store.buffers.used_bytes == 0
 
 
 def test_memory_given_when_reads_are_under_way_has_the_rows(

@@ -11,7 +11,7 @@ from conftest import kv_of, prompt, put_prompt, wait_for_promotions
 from test_direct import OUTS
 
 import impress
-from impress.policy import Paper, Policy, Random
+from impress.policy import Paper, Policy, Random, StaticH2O
 from impress.read import load
 from impress.spans.layout import SpanLayout
 
@@ -46,6 +46,27 @@ def read_all(
                 ordered = ordered and np.array_equal(at, every)
     assert ordered or not in_order
     return ordered
+
+
+def test_what_is_cold_of_a_packed_span_that_is_held_in_part_is_what_is_read(
+    open_store: Open,
+) -> None:
+    """Chunks were counted by where the windows would lie in order: all warm, it said, where most
+    came from the SSD, and the chosen mode learnt the SSD's seconds as those of memory."""
+    store = open_store(ALONE, dram_bytes=64 << 20)
+    tokens = prompt(N)
+    importance = np.random.default_rng(1).random((2, N)).astype(np.float32)
+    put_prompt(store, tokens, importance=importance).wait(60)
+    with store.lease(tokens) as lease, lease.session(StaticH2O(0.25)) as session:
+        for layer in range(2):  # the most important rows, in a quarter of the chunks, climb
+            session.retrieve(layer, torch.ones(16, 2, 64))
+    wait_for_promotions(store)
+    with store.lease(tokens[:128]) as lease:
+        cold, every = lease.cold_bytes(), 128 * ALONE.token_bytes
+        assert 0.5 * every < cold < every
+    store._copies.clear()
+    with store.lease(tokens[:128]) as lease:
+        assert lease.cold_bytes() == every
 
 
 @pytest.mark.parametrize("geometry", [SHARED, ALONE], ids=["shared pieces", "a piece a row"])

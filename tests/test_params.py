@@ -223,6 +223,30 @@ def test_a_record_of_parameters_comes_back_whole_or_not_at_all(tmp_path: Path) -
     assert Params(tmp_path / "params", write=True).current(b"n" * 32, "pca25-v1") is None
 
 
+def test_damaged_parameters_are_read_once_and_fitted_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each request read and hashed them anew (101 MB of OPT-6.7B), and as there was a file nothing
+    was fitted again, after no restart either."""
+    layers, namespace = [b"one", b"three"], b"n" * 32
+    kept = Params(tmp_path / "params", write=True)
+    digest = kept.add(namespace, "pca25-v1", layers, 0)
+    assert digest is not None
+    raw = bytearray((tmp_path / "params" / digest.hex()).read_bytes())
+    raw[-1] ^= 1
+    (tmp_path / "params" / digest.hex()).write_bytes(raw)
+    again = Params(tmp_path / "params", write=True)
+    assert [again.layers(digest) for _ in range(3)] == [None] * 3
+    assert caplog.text.count("does not match its name") == 1
+    assert again.current(namespace, "pca25-v1") is None  # so a fit is wanted
+    assert again.add(namespace, "pca25-v1", layers, 0) == digest
+    assert (
+        again.layers(digest)
+        == tuple(layers)
+        == Params(tmp_path / "params", write=False).layers(digest)
+    )
+
+
 def test_purging_a_namespace_takes_what_was_fitted_to_it(open_store: Open) -> None:
     store = open_store(SHAPE, probes=("pca25-v1",))
     put(store, 1)

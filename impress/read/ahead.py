@@ -52,12 +52,13 @@ def within(order: Positions, planes: Sequence[Places], cap_bytes: int) -> Positi
 def cost(rows: Positions, planes: Sequence[Places]) -> int:
     """Bytes that reading these rows moves, whole pieces and gaps included. Never less for more."""
     total = 0
-    known: dict[int, int] = {}  # planes whose rows lie alike share the sum
+    known: dict[tuple[int, int], int] = {}  # planes whose rows lie alike share the sum
     for place in planes:
-        n = known.get(id(place.pieces))
+        alike = id(place.pieces), place.gap
+        n = known.get(alike)
         if n is None:
             steps = np.diff(np.unique(place.pieces[rows]))
             n = int(np.where(steps <= place.gap + 1, steps, 1).sum()) + (len(rows) > 0)
-            known[id(place.pieces)] = n
+            known[alike] = n
         total += n * place.piece_bytes
     return total

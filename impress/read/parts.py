@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from impress.cache.copies import Copies
 from impress.spans.format import ProbeRecord, layout_of
 from impress.spans.layout import SpanLayout
 from impress.spans.order import RowOrder
@@ -239,6 +240,16 @@ def behind(sources: Sequence[Source], n_windows: int) -> tuple[Source, ...]:
             rest = replace(held, first=held.first + skipped, count=held.count - skipped)
             left.append(replace(source, held=rest, at=source.at + skipped - n_windows))
     return tuple(left)
+
+
+def chunks_here(source: Source, copies: Copies) -> int:
+    """Chunks of its windows that a cache has a copy of. Of a packed span that is held in part the
+    rows lie in all of its chunks: as many as their share of these."""
+    held, record = source.held, source.held.record
+    if source.order is None or held.count == record.n_windows:
+        return copies.held_of(record.span_id, held.first, held.count)
+    n_all = copies.held_of(record.span_id, 0, record.n_windows)
+    return n_all * held.count // record.n_windows
 
 
 def miss(*, off: bool, lost: bool, short: bool) -> str:

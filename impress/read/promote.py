@@ -24,6 +24,7 @@ from impress.read.parts import Part, Source, used_chunks
 from impress.read.placement import Brought, chunks_by_tier
 from impress.read.plan import plan_reads, whole
 from impress.read.reading import MOST_PROMOTIONS, Reading
+from impress.read.tickets import when_all
 from impress.read.worth import judge
 from impress.spans.layout import K, V
 from impress.usage.history import Note, Worth
@@ -31,6 +32,7 @@ from tiers.base import Bytes, Pieces
 from tiers.errors import MediumError
 from tiers.iopool import Lane
 from tiers.slots import Buffer
+from tiers.ticket import Task, Ticket
 
 log = logging.getLogger("impress")
 
@@ -57,6 +59,28 @@ class Looked:
     @property
     def layer(self) -> int:
         return self.brought.layer
+
+
+def hand_over(
+    reading: Reading, sources: Sequence[Source], looked: Sequence[Looked], all_rows: bool,
+    copies: Sequence[Ticket],
+) -> None:  # fmt: skip
+    """Count what a request used, and queue what is to be learnt from it behind its copies: they are
+    judged as if this use were noted, and it must not be yet. `all_rows`: as in `after`."""
+    count(reading, looked)  # here: what is learnt may be let go of
+    tasks: list[Task] = [partial(after, reading, sources, looked, all_rows)]
+    when_all(list(copies), partial(_queue, reading, tasks))
+
+
+def _queue(reading: Reading, tasks: list[Task]) -> None:
+    """Behind requests; where too much waits there already, what it showed is let go of. What is
+    queued is taken out of `tasks`: it is learnt once."""
+    if not tasks:
+        return
+    if reading.crowded:
+        reading.counters.add("lessons_skipped")
+        return
+    reading.pool.submit(Lane.PROMOTE, tasks, note=lambda _ticket: tasks.clear())
 
 
 def after(
@@ -271,7 +295,8 @@ def _read(
     pinned: list[list[Ids]] = [[] for _ in caches]
     try:
         for cache, entries in zip(caches, pinned, strict=True):
-            entries.extend(cache.pin(p.span, layer, p.first, p.count) for p in parts)
+            for p in parts:
+                cache.pin(p.span, layer, p.first, p.count, noted=entries)
         runs = [whole(parts, plane) for plane in (K, V)]
         plan = plan_reads(parts, layer, (K, V), runs, pinned, caches, dests)
         for _, reads in plan.home:

@@ -49,12 +49,15 @@ class Reading:
 
     @contextmanager
     def lost_for(self) -> Iterator[None]:
-        """What a medium, or memory, cannot give before a read is under way: PrefixLost, counted."""
+        """What a medium, or memory, cannot give to this thread: PrefixLost, counted."""
         try:
             yield
         except MediumError as err:
             self.counters.add(f"lost/{err.reason}")
             raise PrefixLost(err.reason, str(err)) from None
+        except MemoryError:
+            self.counters.add("lost/shortage")
+            raise PrefixLost("shortage", "memory: too little to plan with") from None
 
     @property
     def crowded(self) -> bool:

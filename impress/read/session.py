@@ -1,13 +1,13 @@
-"""One request's reads: a session that brings the layers of a leased prefix.
+"""One request's reads: a lease on a prefix, and a session that brings its layers.
 
 lease ─session→ prefetch (optional: start all layers) → retrieve(layer) … → close
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -17,23 +17,131 @@ from impress.policy import Exact, Policy
 from impress.read.access import AccessReport, Line, line_of, report_of
 from impress.read.begun import Begun
 from impress.read.climb import Climbs
-from impress.read.lease import Lease
 from impress.read.load import Load
 from impress.read.outs import Outs, check_beside, outs_of, outs_of_all
-from impress.read.parts import as_they_lie, behind, rows_of
-from impress.read.promote import Looked, after, count
+from impress.read.parts import Source, as_they_lie, behind, chunks_here, rows_of
+from impress.read.promote import Looked, hand_over
 from impress.read.reading import Reading
-from impress.read.tickets import ended, give_way, when_all
+from impress.read.tickets import ended, give_way
 from impress.spans.layout import K, V
 from impress.spans.rows import torch_module
+from impress.tree.leases import Clock
 from impress.types import an_int, check_layer
 from tiers.iopool import Lane
-from tiers.ticket import Task, Ticket
+from tiers.ticket import Ticket
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+
+
+class Lease:
+    """A pinned prefix. `n_tokens` is 0 on a miss, and `miss_reason` says why.
+
+    Home keeps every byte of it until `release` (the end of the with-block), or its store's `close`.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], window: int, miss_reason: str, reading: Reading,
+        make_session: Callable[[Lease, Policy, int, bool], Session],
+        release: Callable[[Lease], None], clock: Clock,
+    ) -> None:  # fmt: skip
+        self.sources = tuple(sources)
+        self.n_tokens = sum(source.held.count for source in sources) * window
+        self._window = window
+        self._window_bytes = window * reading.geometry.token_bytes
+        self.miss_reason = miss_reason
+        self.started_s = clock()
+        self.active = True
+        self._clock = clock
+        self._taken = False  # by the store: nobody released it in time
+        self.reading = reading
+        self._make_session = make_session
+        self._release = release
+        self._lock = threading.Lock()
+        self._sessions: set[Session] = set()  # not closed yet
+
+    def cold_bytes(self) -> int:
+        """Of its keys and values: bytes of chunks that no cache holds now, so home has to."""
+        n_layers, copies = self.reading.geometry.n_layers, self.reading.copies
+        n_chunks = self.n_tokens // self._window * n_layers
+        here = sum(chunks_here(source, copies) for source in self.sources)
+        return max(n_chunks - here, 0) * (self._window_bytes // n_layers)
+
+    def span_bytes(self) -> list[tuple[bytes, int]]:
+        """The spans it lies in, by the keys of all up to their ends, and its bytes in each."""
+        held = [source.held for source in self.sources]
+        return [(one.record.key_after, one.count * self._window_bytes) for one in held]
+
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values that the caches hold at most."""
+        return sum(one.capacity * one.chunk_bytes for one in self.reading.copies.chunks)
+
+    def session(
+        self, policy: Policy | None = None, first: int = 0, *, in_order: bool = True
+    ) -> Session:
+        """Reads of this prefix under a policy, from token `first` on: what is before, in whole
+        windows, the caller has. Only where all rows are brought can it be above 0.
+
+        in_order=False: for whoever puts rows where `retrieve`'s pos says, or needs them in no
+        order. All rows of packed prefixes then come as they lie, with nothing to put in order.
+        Raises PrefixLost when it is too old, ImpressError on a miss or after release, BadInput.
+        """
+        if not self.n_tokens:
+            raise ImpressError("lease: a miss has nothing to read (check n_tokens first)")
+        session = self._make_session(self, policy or Exact(), first, in_order)
+        self._sessions.add(session)
+        return session
+
+    def forget(self, session: Session) -> None:
+        """It is closed."""
+        self._sessions.discard(session)
+
+    def check_active(self) -> None:
+        """Raises PrefixLost when expired, ImpressError when released."""
+        self.check_age()
+        if not self.active:
+            raise ImpressError("session: its lease has ended before every layer was retrieved")
+
+    def check_age(self) -> None:
+        """Raises PrefixLost when expired."""
+        limit_s = self.reading.config.lease_timeout_s
+        if self._taken or self._clock() - self.started_s > limit_s:
+            self.reading.counters.add("lost/expired")
+            raise PrefixLost("expired", f"the lease is older than {limit_s:g} s")
+
+    def expire(self) -> bool:
+        """Release for a holder that has not: reads are lost from now on. False: it was released."""
+        self._taken = True
+        return self._end()
+
+    def release(self) -> None:
+        """Unpin. Layers that were being read ahead and were not retrieved yet are given up; those
+        that were retrieved stay valid until their session closes. Idempotent."""
+        self._end()
+
+    def _end(self) -> bool:
+        try:
+            return self._let_go()
+        except BaseException:  # Ctrl-C: nobody ends it again
+            self._let_go()
+            raise
+
+    def _let_go(self) -> bool:
+        with self._lock:
+            was_active, self.active = self.active, False
+        self._release(self)
+        for session in [*self._sessions]:  # which their holder may have forgotten
+            session.give_up()
+            self.forget(session)
+        return was_active
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.release()
 
 
 class Session:
@@ -91,7 +199,7 @@ class Session:
         self._lease.check_active()
         n_layers = self._r.geometry.n_layers
         given: dict[int, Outs | None] = dict.fromkeys(range(n_layers) if layers is None else layers)
-        for layer in given if layers is not None else ():
+        for layer in given:
             check_layer(layer, n_layers, "prefetch")
         if outs is not None:
             if layers is not None:
@@ -154,13 +262,9 @@ class Session:
         return self._positions
 
     def _bring(
-        self,
-        layer: int,
-        query: torch.Tensor | None,
-        scaling: float | None,
-        suffix_lse: torch.Tensor | None,
-        out: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64] | None]:
+        self, layer: int, query: torch.Tensor | None, scaling: float | None,
+        suffix_lse: torch.Tensor | None, out: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64] | None]:  # fmt: skip
         """The layer's K and V on the host, and which rows they are (None: all, in order)."""
         pair: Outs | None = None
         if out is not None:  # before the load is taken: who takes it ends it
@@ -284,20 +388,8 @@ class Session:
         """The request has what it needs: what it showed is learnt behind it."""
         looked, self._looked = self._looked, []
         if looked:
-            count(self._r, looked)  # here: what is learnt may be let go of
-            # Behind its copies: they are judged as if this use were noted, and it must not be yet.
-            task = partial(after, self._r, self._sources, looked, isinstance(self.policy, Exact))
-            when_all(self._climbs.tickets, partial(self._learn, [task]))
-
-    def _learn(self, tasks: list[Task]) -> None:
-        """Behind requests; where too much waits there already, what it showed is let go of. What is
-        queued is taken out of `tasks`: it is learnt once."""
-        if not tasks:
-            return
-        if self._r.crowded:
-            self._r.counters.add("lessons_skipped")
-            return
-        self._r.pool.submit(Lane.PROMOTE, tasks, note=lambda _ticket: tasks.clear())
+            is_exact = isinstance(self.policy, Exact)
+            hand_over(self._r, self._sources, looked, is_exact, self._climbs.tickets)
 
     def _account(self, load: Load, begin_s: float) -> None:
         """Note what a layer took, and promote it."""

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from impress.errors import PrefixLost
 from impress.policy import Policy
 from impress.quality.guard import Weighed
-from impress.read.lease import Lease
 from impress.read.load import Load
-from impress.read.session import Session
+from impress.read.session import Lease, Session
 from impress.read.sparse import SparseSession
 from impress.selection.choices import Selection
 from impress.selection.scores import true_missing_mass

@@ -21,12 +21,11 @@ from impress.policy import Exact, KeepAll, Policy
 from impress.read.access import line_of
 from impress.read.early import Foresight
 from impress.read.importance import Importance
-from impress.read.lease import Lease
 from impress.read.load import Load
 from impress.read.parts import Source, in_position_order, rows_of
 from impress.read.promote import Looked
 from impress.read.reading import Reading
-from impress.read.session import Session
+from impress.read.session import Lease, Session
 from impress.selection.choices import Selection, checked, whole
 from impress.selection.identify import (
     Asked,

@@ -87,7 +87,9 @@ class Params:
         self._lock = threading.Lock()
         self._cached: OrderedDict[bytes, Layers] = OrderedDict()
         self._current = self._read_current()
+        # Of these nothing new is made: they are not here, or do not match their name.
         self._missing = {d for d in self._current.values() if not (folder / d.hex()).exists()}
+        self._damaged = set[bytes]()  # everywhere: not read again, a hundred megabytes a request
         self.n_forgets = 0
         """Calls of `forget` so far."""
 
@@ -112,6 +114,8 @@ class Params:
             if digest in self._cached:
                 self._cached.move_to_end(digest)
                 return self._cached[digest]
+            if digest in self._damaged:
+                return None
         found = self._read(digest)
         if found is not None:
             self._keep(digest, found)
@@ -147,6 +151,7 @@ class Params:
             with self._lock:
                 self._current = current
                 self._missing.discard(digest)
+                self._damaged.discard(digest)
             self._keep(digest, tuple(layers))
         return digest
 
@@ -224,21 +229,20 @@ class Params:
                 self._cached.popitem(last=False)
 
     def _read(self, digest: bytes) -> Layers | None:
-        folders = (self._folder, *self._others())
-        found = (self._read_in(folder / digest.hex(), digest) for folder in folders)
-        return next((layers for layers in found if layers is not None), None)
-
-    def _read_in(self, path: Path, digest: bytes) -> Layers | None:
-        try:
-            if path.stat().st_size > MOST_RECORD_BYTES:
-                return None
-            raw = path.read_bytes()
-        except OSError:
-            return None
-        if digest_of(raw) != digest:
-            log.warning("%s: does not match its name; not used", path)
-            return None
-        return decode_params(raw)
+        damaged = False
+        for folder in (self._folder, *self._others()):
+            raw = _read_in(folder / digest.hex())
+            if raw is None:
+                continue
+            if digest_of(raw) == digest:
+                return decode_params(raw)
+            log.warning("%s: does not match its name; not used", folder / digest.hex())
+            damaged = True
+        if damaged:
+            with self._lock:
+                self._damaged.add(digest)
+                self._missing.add(digest)
+        return None
 
     def _used(self) -> int:
         try:
@@ -262,6 +266,13 @@ class Params:
         except (ValueError, TypeError, AttributeError, RecursionError):
             return {}
         return {key: digest for key, digest in found.items() if len(digest) == DIGEST_BYTES}
+
+
+def _read_in(path: Path) -> bytes | None:
+    try:
+        return None if path.stat().st_size > MOST_RECORD_BYTES else path.read_bytes()
+    except OSError:
+        return None
 
 
 def _key(namespace: bytes, codec: str) -> str:
