@@ -7,7 +7,8 @@ import random
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 import impress
 from impress.policy import AllHeads, Exact, Paper, Quality, Recency, StaticH2O
 from impress.quality.guard import STATES, Ledger, Rerun, Weighed, upper_limit
-from impress.quality.ledgers import Entry, Ledgers, decode, decoded, encode, name_of
+from impress.quality.ledgers import Entry, Ledgers, decode, decoded, encode
+from impress.quality.names import name_of
 
 NAMESPACE = bytes(range(32))
 CLEAN, OVER = Weighed(0.05, 0.05), Weighed(0.4, 0.05)
@@ -289,7 +291,7 @@ def test_settings_that_cannot_be_told_in_full_are_told_as_they_say():
     turns: list[Any] = []
     turns.append(turns)
     assert name_of(Learned(turns)) == "Learned(weights=[[...]])"
-    assert name_of(Top(np.float32)) == "Top top keep=<class 'numpy.float32'>"
+    assert name_of(Top(np.float32)) == f"{__name__}.Top top keep=<class 'numpy.float32'>"
     assert "device='meta'" in name_of(Top(torch.empty(2, device="meta")))
 
 
@@ -397,6 +399,36 @@ def test_a_policy_that_is_no_dataclass_is_named_by_its_settings_too(make):
     assert len(keys) == 2
 
 
+def _of_class(keep: object) -> object:
+    class Mine:
+        name = "mine"
+
+    Mine.keep = keep
+    return Mine()
+
+
+def _of_field(keep: float) -> object:
+    @dataclass(frozen=True)
+    class Mine:
+        keep: ClassVar[float] = 0.0
+        name: str = "mine"
+
+    Mine.keep = keep
+    return Mine()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_of_class, _of_field, lambda keep: Top(lambda x: x * keep), lambda keep: _of_class([keep]),
+     lambda keep: Learned(partial(max, keep))],
+)  # fmt: skip
+def test_settings_of_a_class_and_functions_are_settings(make):
+    """A keep in the body of a class was edited, and the next start chose by it at once, trusted for
+    what another had earned. A function was told by where it lay: trust was lost at each restart."""
+    assert name_of(make(1)) == name_of(make(1)) != name_of(make(2))
+    assert " at 0x" not in name_of(make(1))
+
+
 @pytest.mark.parametrize("make", [Top, Learned])
 def test_a_setting_that_is_a_set_is_told_in_one_order(make):
     """It was told in that of the process: trust was lost with every restart."""
@@ -408,10 +440,10 @@ def test_a_setting_that_is_a_set_is_told_in_one_order(make):
 
 
 def test_policies_that_are_dataclasses_keep_their_ledgers():
-    named = [repr(policy) for policy in (Paper(), Quality(0.1), Recency(), Layered((0.5,)))]
-    assert [
-        name_of(policy) for policy in (Paper(), Quality(0.1), Recency(), Layered((0.5,)))
-    ] == named
+    policies = (Paper(), Quality(0.1), Recency())
+    named = [repr(policy) for policy in policies]
+    assert [name_of(policy) for policy in policies] == named
+    assert name_of(Layered((0.5,))).startswith(f"{__name__}.Layered(keep=(0.5,)) ")
     assert named[0] == "Paper(keep=0.25, alpha=0.6, gate=True, fallback='layer')"
 
 

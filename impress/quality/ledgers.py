@@ -18,9 +18,8 @@ import logging
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -29,13 +28,13 @@ import xxhash
 from impress.config import Config
 from impress.errors import FormatError, StoreFailed
 from impress.quality.guard import STATES, Decision, Ledger, Rerun, Weighed
+from impress.quality.names import name_of
 
 log = logging.getLogger("impress")
 
 _VERSION: Final = 2
 _HEADS: Final = {1: struct.Struct("<HBxIdII9Qdd"), _VERSION: struct.Struct("<HBxIdII9QddQ")}
 _MOST_NAME: Final = 400  # bytes
-_PLAIN_REPR: Final[Any] = object.__repr__  # says where an object lies
 
 
 class Entry(NamedTuple):
@@ -137,105 +136,6 @@ def target_of(policy: Any, config: Config) -> float:
     """The missing mass a policy says it keeps to; the operator's where it says none."""
     own = getattr(policy, "max_missing_mass", None)
     return float(own) if isinstance(own, (int, float)) else config.guard_missing_mass
-
-
-def name_of(policy: Any) -> str:
-    """A policy with its settings, the same in every process."""
-    params = vars(type(policy)).get("__dataclass_params__")
-    try:
-        if params is not None and params.repr:
-            return _in_full(policy)  # whatever repr its class has
-        # A class that is none may have a base's repr, which knows nothing of its own settings.
-        settings = (f" {name}={_told(value)}" for name, value in _state_of(policy))
-        return f"{type(policy).__qualname__} {policy.name}{''.join(settings)}"
-    except RecursionError:  # it leads back to itself
-        return repr(policy)
-
-
-def _state_of(value: Any) -> list[tuple[str, Any]]:
-    """What an object keeps, in its dict and its slots, by name."""
-    state = object.__getstate__(value)
-    parts = state if isinstance(state, tuple) else (state,)
-    return sorted((name, each) for part in parts for name, each in (part or {}).items())
-
-
-def _told(value: Any) -> str:
-    """A setting's repr, but in full: that of an array or a tensor leaves out rows and digits, that
-    of a module what it has learnt."""
-    if _has_learnt(value):
-        plain = type(value).__repr__ is _PLAIN_REPR
-        said = type(value).__qualname__ if plain else repr(value)
-        with suppress(Exception):  # on a device that is gone, say
-            return f"{said} {_learnt(value.state_dict())}"
-        return said
-    if _is_array(value):
-        with suppress(Exception):  # of no device, say: then its repr has to do
-            rows = repr(value.tolist()).encode()  # floats in full, of whatever dtype
-            digest = xxhash.xxh3_128_hexdigest(rows)
-            return f"{type(value).__name__}({value.dtype}, {tuple(value.shape)}, {digest})"
-    if isinstance(value, set | frozenset):  # in an order that is the same in every process
-        return f"{type(value).__qualname__}({', '.join(sorted(map(_told, value)))})"
-    return _in_full(value) if _is_told_by_parts(value) else repr(value)
-
-
-def _learnt(state: Mapping[str, Any]) -> str:
-    """A digest by bytes: a state may be all of a model's weights."""
-    import torch
-
-    digest = xxhash.xxh3_128()
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy())
-        else:
-            digest.update(f"{name} {_told(value)}".encode())
-    return digest.hexdigest()
-
-
-def _in_full(value: Any) -> str:
-    parts = (_told(part) if name is None else f"{name}={_told(part)}" for name, part in _of(value))
-    return f"{type(value).__qualname__}({', '.join(parts)})"
-
-
-def _of(value: Any) -> list[tuple[str | None, Any]]:
-    """What a value is made of, with the names of fields."""
-    if is_dataclass(value) and not isinstance(value, type):
-        told = (f.name for f in fields(value) if f.repr or f.init)  # hidden settings are settings
-        return [(name, getattr(value, name, None)) for name in told]
-    if isinstance(value, Mapping):
-        return [(None, part) for pair in value.items() for part in pair]
-    if isinstance(value, list | tuple | set | frozenset):
-        return [(None, part) for part in value]
-    if type(value).__repr__ is _PLAIN_REPR:  # else it is told by where it lies
-        return list(_state_of(value))
-    return []
-
-
-def _is_array(value: Any) -> bool:
-    known = hasattr(value, "tolist") and hasattr(value, "dtype") and hasattr(value, "shape")
-    return known and not isinstance(value, type | np.generic)
-
-
-def _is_own(value: Any) -> bool:
-    """Whether its repr is not all of it, or not the same in every process."""
-    return _is_array(value) or isinstance(value, set | frozenset) or _has_learnt(value)
-
-
-def _has_learnt(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
-
-
-def _is_told_by_parts(value: Any) -> bool:
-    if type(value).__repr__ is _PLAIN_REPR or _hides(value):
-        return True
-    return any(_is_own(part) or _is_told_by_parts(part) for _, part in _of(value))
-
-
-def _hides(value: Any) -> bool:
-    """Whether a dataclass has a setting that its repr leaves out."""
-    is_one = is_dataclass(value) and not isinstance(value, type)
-    return is_one and any(f.init and not f.repr for f in fields(value))
 
 
 def shown(key: bytes, entry: Entry) -> dict[str, Any]:

@@ -211,7 +211,9 @@ class Home:
         return 0 if theirs is None else self.history.tick - theirs
 
     def _ledger(self, key: bytes) -> bytes | None:
-        return self.index.ledger(key)
+        """One's own. What only reads has none, nor saves any: it would find a writer's trust again
+        at each restart, whatever it had seen itself."""
+        return None if self._shard is None else self.index.ledger(key)
 
     def names(self) -> dict[bytes, str]:
         """Root key -> what its namespace is called."""

@@ -563,6 +563,11 @@ def test_a_request_may_be_stricter_than_the_floor_never_looser() -> None:
     assert not at_least(Quality(0.2), Quality(0.1))
     assert not at_least(Quality(0.1, max_bytes=1 << 20), Quality(0.1))
     assert at_least(Quality(0.1), Quality(0.1, max_bytes=1 << 20))
+    # Where the floor's cap leaves no room for rows all are loaded, and a larger one may have room.
+    assert not at_least(Quality(0.1, max_bytes=2 << 20), Quality(0.1, max_bytes=1 << 20))
+    capped = Quality(0.1, max_bytes=1 << 20)
+    assert at_least(capped, capped) and at_least(Quality(0.05, max_bytes=1 << 20), capped)
+    assert not at_least(Quality(0.1, max_bytes=1 << 20, per="head"), capped)
     assert not at_least(Paper(), Exact())
     assert policy_of({"name": "quality", "max_missing_mass": 0.05}) == Quality(0.05)
 

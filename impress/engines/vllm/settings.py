@@ -154,15 +154,18 @@ def at_least(asked: Policy, floor: Policy) -> bool:
     """Whether a policy is certainly no looser than the floor. Pure.
 
     Exact and KeepAll are as strict as any; of one kind, more rows, a lower bound or no cap are.
-    Not so more rows behind Paper's gate: heads that differ in which quarter they want, so that a
-    layer falls back to all rows, may agree on the half.
+    Not so a larger cap: rows may have room in it where the floor's leaves none, so that all are
+    loaded; nor, under a cap, another order of what goes first. Nor more rows behind Paper's gate:
+    heads that differ in which quarter they want, so that a layer falls back to all rows, may agree
+    on the half.
     """
     if isinstance(asked, Exact | KeepAll):
         return True
     if isinstance(asked, Quality) and isinstance(floor, Quality):
-        free = asked.max_bytes is None or (
-            floor.max_bytes is not None and asked.max_bytes >= floor.max_bytes
+        alike = asked.per == floor.per and (
+            asked.per == "mean" or asked.max_missing_mass == floor.max_missing_mass
         )
+        free = asked.max_bytes is None or (asked.max_bytes == floor.max_bytes and alike)
         same = asked.probe == floor.probe and (asked.per == floor.per or asked.per == "head")
         return same and free and asked.max_missing_mass <= floor.max_missing_mass
     if isinstance(asked, Paper) and isinstance(floor, Paper):
