@@ -92,6 +92,23 @@ def test_another_model_of_the_same_shape_finds_its_own_namespace_empty(here, cap
     assert "miss" in shown and "another namespace" in shown
 
 
+@pytest.mark.parametrize("command", ["explain", "run"])
+def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked_about_it(
+    here, tmp_path, command
+):
+    """Transformers asked on the terminal, into the JSON, for 15 s each time; on a yes it ran."""
+    model = saved_model(tmp_path / "model")
+    (model / "my.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit(9)\n")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "my.MyConfig"}}
+    (model / "config.json").write_text(json.dumps(config))
+    args = [command, "--store", here / "store", "--model", model, "--prefix", here / "text"]
+    args += ["--query", "w1", "--json"] + (["-"] if command == "explain" else [])
+    done = CliRunner().invoke(app, [str(arg) for arg in args], input="y\n" * 9)
+    assert done.exit_code == 2 and not (tmp_path / "ran").exists()
+    assert done.stdout == "" and "of which impress runs none" in done.stderr
+
+
 @pytest.mark.parametrize("how", ["vllm", "tenant", "secret"])
 def test_a_miss_says_what_was_assumed_where_the_model_stored_it_under_other_keys(
     here, capsys, how, tmp_path

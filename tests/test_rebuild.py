@@ -88,6 +88,35 @@ def test_a_lost_index_is_made_again(open_store: Open, geometry: impress.Geometry
     assert_serves(store, longer_prompt(), 384)
 
 
+@pytest.mark.parametrize("lost", ["the folder", "its file", "all but one set aside before"])
+def test_a_rebuild_that_cannot_know_of_a_purge_says_so(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path, lost: str
+) -> None:
+    """Where a purge was cut off, only the index knows what is still to be erased. Without it that
+    was served again, and without a word where the whole folder was gone, or an older one that an
+    earlier rebuild had set aside was asked in its place."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(128)).wait(60)
+    if lost == "all but one set aside before":
+        store.close()
+        assert not rebuild_store(store.path).notes
+        store = open_store(geometry)
+    lease = store.lease(prompt(128))
+    assert store.purge() == (1, 1)  # the lease has it still
+    left = tmp_path / "left by a crash"
+    shutil.copytree(store.path, left)
+    lease.release()
+    assert not rebuild_store(shutil.copytree(left, tmp_path / "with its index")).notes
+    index = left / "shards/main/index"
+    if lost == "its file":
+        (index / "data.mdb").unlink()
+    else:
+        shutil.rmtree(index)
+    found = rebuild_store(left)
+    assert found.spans == 1  # it was whole before it was purged, for all that is known
+    assert len(found.notes) == 1 and "where a purge was cut off, purge again" in found.notes[0]
+
+
 @pytest.mark.parametrize("fails", ["OSError", "StoreFailed"])
 def test_a_rebuild_that_fails_leaves_no_half_of_an_index(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, fails: str

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from impress.cli.options import check_json
+from impress.cli.options import check_json, expanded
 
 
 def demo(
@@ -62,5 +62,5 @@ def demo(
     from impress.demo.story import tell
 
     check_json(json_file)
-    if not tell(folder, quick=quick, json_file=json_file):
+    if not tell(expanded(folder, "--dir"), quick=quick, json_file=json_file):
         raise typer.Exit(1)

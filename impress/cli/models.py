@@ -9,11 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from impress.errors import BadInput, Unsupported
 from impress.terminal import err
 from impress.types import Geometry
+
+#: Unless it is told, Transformers asks on the terminal whether to run code that comes with a model.
+_HERE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
 def check_model_dir(model_dir: Path) -> None:
@@ -49,7 +52,7 @@ def load_tokenizer(model_dir: Path) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with loading(model_dir, "tokenizer does"):
-        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(model_dir), **_HERE)
 
 
 @contextmanager
@@ -63,6 +66,10 @@ def loading(model: object, part: str) -> Iterator[None]:
     except ImportError as error:  # of a quantised checkpoint: it names the package
         raise Unsupported(f"--model {model}: {str(error)[:300]}") from None
     except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise Unsupported(
+                f"--model {model}: its code comes with it (auto_map), of which impress runs none"
+            ) from None
         raise BadInput(f"--model {model}: {str(error)[:300]}") from None
     except Exception as error:  # of safetensors, of pickle; what the Rust tokenizers raise is bare
         raise BadInput(
@@ -81,9 +88,7 @@ def load(model_dir: Path, dtype: str = "auto") -> tuple[Any, Any]:
         from transformers import AutoModelForCausalLM
 
         with loading(model_dir, "weights do"):
-            model = AutoModelForCausalLM.from_pretrained(
-                str(model_dir), local_files_only=True, dtype=dtype
-            )
+            model = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=dtype, **_HERE)
     return model.eval(), tokenizer
 
 
@@ -119,7 +124,7 @@ def geometry_in(model_dir: Path, stored: Geometry) -> Geometry:
     from impress.engines.hf_models import check_family, geometry_of
 
     with loading(model_dir, "config does"):
-        config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
+        config = AutoConfig.from_pretrained(str(model_dir), **_HERE)
     check_family(config)
     geometry = geometry_of(config, stored.dtype)
     return geometry if geometry == stored else geometry_of(config, config.dtype or "float32")

@@ -94,20 +94,29 @@ def store_dir(given: Path | None) -> Path:
     A shell leaves the ~ of --store=~/x and of an environment file as it is: a folder of that name
     would be another store than the one meant.
     """
-    where = given if given is not None else default_store_dir()
+    return expanded(given if given is not None else default_store_dir(), "--store")
+
+
+def expanded(where: Path, option: str) -> Path:
+    """As a shell does it. Raises BadInput where that cannot be told."""
     try:
         return where.expanduser()
     except RuntimeError:
         raise BadInput(
-            f"--store {where}: no such home directory is known; write the path in full"
+            f"{option} {where}: no such home directory is known; write the path in full"
         ) from None
 
 
 def fail(line: str) -> NoReturn:
     """One line on stderr, exit status 2, also where stderr does not take it."""
-    with suppress(OSError):  # a full disk, a terminal that is gone
-        print(f"impress: {' '.join(line.split())}", file=sys.stderr, flush=True)
+    complain(f"impress: {' '.join(line.split())}")
     _leave(2)
+
+
+def complain(line: str) -> None:
+    """On stderr, where that takes it: not a full disk, or a terminal that is gone."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _leave(status: int) -> NoReturn:

@@ -95,7 +95,7 @@ def _erased(
     identity = read_identity(where)
     config = Config(
         window=identity.window, dram_bytes=0, io_threads=2, tenant_secret_file=secret,
-        follow_every_s=0,
+        follow_every_s=0, repack_every_s=0,
     )  # fmt: skip
     shards = shards_of(where)
     for shard in shards:  # all or nothing

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from impress.cli.options import Store, check_json, store_dir, write_json
+from impress.cli.options import Store, check_json, complain, store_dir, write_json
 from impress.config import MIB, Config
 from impress.errors import ImpressError, StoreLocked
 from impress.repacking.report import NO_MEMORY, UNREADABLE, RepackReport, SpanReport
@@ -90,11 +90,10 @@ def _all_repacked(
                 report.spans += _repacked(where, shard, identity, dry_run).spans
         except StoreLocked as taken:
             busy.append(shard.name)
-            err.print(str(taken), markup=False, soft_wrap=True)
+            complain(str(taken))
         except (ImpressError, MediumError, OSError) as error:  # the others are done all the same
             failed.append(shard.name)
-            said = f"impress: {line_of(error)} (shard {shard.name})"
-            err.print(said, markup=False, soft_wrap=True)
+            complain(f"impress: {line_of(error)} (shard {shard.name})")
     return report, busy, failed
 
 

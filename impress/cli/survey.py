@@ -33,6 +33,8 @@ def open_for_reading(path: Path) -> tuple[PrefixStore, Identity]:
     try:
         store = PrefixStore.open(path, identity.geometry, b"inspect", config, mode="r")
     except FormatError as err:
+        if "nothing has been stored here yet" in str(err):  # of that verify says no more
+            raise
         raise FormatError(f"{err} (impress verify says what else)") from None
     if store.left_out():
         store.follow()

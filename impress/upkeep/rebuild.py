@@ -65,6 +65,7 @@ with lmdb.open(os.fsencode(sys.argv[1]), max_dbs=2, readonly=True, lock=False) a
     with env.begin(db=env.open_db(b"history", create=False)) as txn:
         print((txn.get(b"wear") or b"").hex())
 """
+_DRAFT: Final = "index.new"
 _Name = int | tuple[bytes, bytes]  # what only one span may have: an id; keys before and after
 
 
@@ -181,9 +182,15 @@ def _asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes]:
 
     Says so where the first cannot be read; the second is empty then.
     """
-    # A rebuild cut off between its two renames left only what it had set aside.
-    old = next((path for path in (shard.index, shard.path / OLD) if path.exists()), None)
-    if old is None:
+    # A rebuild cut off between its two renames left what it had set aside, and the new one. One that
+    # was set aside by an earlier rebuild knows of no purge since.
+    cut_off = not shard.index.exists() and (shard.path / _DRAFT).exists()
+    old = shard.path / OLD if cut_off else shard.index
+    if not old.exists():
+        found.notes.append(
+            f"there is no index of shard {shard.name} to ask what was still to be erased; where a "
+            "purge was cut off, purge again"
+        )
         return {}, b""
     command = [sys.executable, "-P", "-c", _ASK, str(old)]  # -P: no lmdb.py of where this is run
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -352,7 +359,7 @@ def _install(
 
     `last`: the highest id found, of whatever became of it. `wear`: of the old one, where known.
     """
-    draft, aside = shard.path / "index.new", shard.path / OLD
+    draft, aside = shard.path / _DRAFT, shard.path / OLD
     try:
         shutil.rmtree(draft, ignore_errors=True)
         index = Index(draft, create=True)
