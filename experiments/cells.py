@@ -131,7 +131,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             cell = json.loads(line)
-            if not isinstance(cell["params"], dict) or not isinstance(cell["rows"], list):
+            rows = cell["rows"]
+            if not isinstance(cell["params"], dict) or not isinstance(rows, list):
+                raise ValueError
+            if not all(isinstance(row, dict) for row in rows):
                 raise ValueError
             cell["commit"]
         except (ValueError, KeyError, TypeError):

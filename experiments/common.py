@@ -75,8 +75,8 @@ def run(
 
 def check_given(report: Path | None, seed: int) -> None:
     """What every experiment can refuse before a second is spent. Raises Unable."""
-    if seed < 0:
-        raise Unable(f"--seed must be at least 0, got {seed}")
+    if not 0 <= seed < 1 << 63:
+        raise Unable(f"--seed must be at least 0 and below 2^63, got {seed}")
     if report is not None and not report.absolute().parent.is_dir():
         raise Unable(f"--json {report}: no such directory")
     if report is not None and report.is_dir():

@@ -237,7 +237,14 @@ def _run(
         {**cell.params, **row}
         for params, cell in cells for row in done[params] if SKIPPED not in row
     ]  # fmt: skip
-    figures, lines = experiment.figures(rows, options)
+    try:
+        figures, lines = experiment.figures(rows, options)
+    except KeyError as err:
+        if not len(cells) - len(todo):
+            raise
+        raise Unable(
+            f"a cell that was kept has no {err}: it is of another version; measure without --resume"
+        ) from None
     if args.json is not None:
         with named(args.json):
             write_report(

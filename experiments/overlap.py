@@ -25,7 +25,7 @@ from experiments.systems.generate import overlap_with_average
 from impress.demo.lookup.tasks import TASKS, Document, document, questions
 from impress.engines import hf
 from impress.policy import Exact, Paper, Policy, Quality, StaticH2O
-from impress.read.lease import Lease
+from impress.read.session import Lease
 from impress.read.sparse import SparseSession
 
 KEEP: Final = 0.25

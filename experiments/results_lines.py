@@ -213,7 +213,7 @@ LINES: Final = (
     Line("section 4.4", "repacking: a pass", "under a minute",
          (Ours("repack", "", "{:.0f}", "spans ", of=_in_row("spans")),
           Ours("repack", "", "{:.0f}", "moved beside requests ", of=_in_row("moved_loaded")),
-          Ours("repack", "", "{:.0f} s", "in ", of=_in_row("running_s")),
+          Ours("repack", "", "{:.0f} s", "of this machine's clock: ", of=_in_row("running_s")),
           Ours("repack", "", "{:.0f} s", "the rest, without requests, in ",
                of=_in_row("alone_s"))), "emulated",
          "requests follow one another without a pause; each MiB the repacker reads or writes "

@@ -84,7 +84,8 @@ class Reports:
             days = meta.get("cells", {}).get("dates") or [meta["date"][:10]]
             commits = ", ".join(f"`{one}`" for one in measured)
             machine = _processor(meta["host"])
-            lines.append(f"| {name} | {days[-1]} | {commits} | {size} | {machine} | {off} |")
+            date = days[-1] if len(days) == 1 else f"{days[0]}, {days[-1]}"
+            lines.append(f"| {name} | {date} | {commits} | {size} | {machine} | {off} |")
         return "\n".join(lines) + "\n"
 
 
@@ -240,9 +241,9 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
              "DRAM rows": "dram_rows", "HBM chunks": "hbm_chunks", "DRAM chunks": "dram_chunks"},
     "threshold": {"model": "model", "threshold": "threshold", "rows": "rows", "right": "right",
                   "exact": "exact", "fell back": "fell_back"},
-    "zero_hit": {"hit %": "hit", "storing": "storing", "policy": "policy", "TTFT ms": "ttft_ms",
-                 "without a store": "plain_ttft_ms", "checks, lookup and mode": "share",
-                 "all before the forward": "before_share",
+    "zero_hit": {"hit": "hit_share", "mode": "mode", "storing": "storing", "policy": "policy",
+                 "TTFT ms": "ttft_ms", "without a store": "plain_ttft_ms",
+                 "checks, lookup and mode": "share", "all before the forward": "before_share",
                  "TTFT ÷ without": "ttft_ratio", "throughput": "throughput_share"},
     "vbuffers.memory": {"system": "system", "MiB, mean": "mib_mean", "most": "mib_most",
                         "÷ static": "vs_static", "fragmentation": "fragmentation",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from impress.policy import Policy
 from impress.read.access import AccessReport
-from impress.read.lease import Lease
+from impress.read.session import Lease
 from impress.selection.scores import suffix_lse_of, true_missing_mass
 
 #: Rows at the start of OPT's position table that no token uses.

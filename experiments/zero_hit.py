@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -65,9 +65,10 @@ def measure(options: Options, hit: int, storing: bool, policy: Policy, n: int) -
     torch.set_num_threads(1)
     where = Path(impress.__file__).parent / "demo" / "lookup" / CHECKPOINT
     model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
+    mode: Literal["auto", "exact"] = "exact" if hit else "auto"  # else some hits were recomputed
     config = impress.Config(
         dram_bytes=64 << 20, segment_bytes=64 << 20, disk_bytes=1 << 30, repack_every_s=0.0,
-        mode="exact",
+        mode=mode,
     )  # fmt: skip
     folder = options.folder / f"zero-{hit}-{storing}-{policy.name}"
     engine = hf.attach(model, folder, policy, config=config, store_new=storing)
@@ -78,7 +79,7 @@ def measure(options: Options, hit: int, storing: bool, policy: Policy, n: int) -
             engine.flush()
         row = _compared(engine, model, [_prompt(shared, i) for i in range(n + BLOCK)])
         _check(engine.last_request, HITS[hit])
-        return [row]
+        return [{**row, "hit_share": HITS[hit] / N_TOKENS, "mode": mode}]
     finally:
         engine.close()
 

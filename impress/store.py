@@ -18,10 +18,10 @@ from impress.blockhash import as_tokens, chain, labels_of, namespace_digest, roo
 from impress.cache.copies import Copies
 from impress.config import Config, tenant_secret
 from impress.errors import FORKED, BadInput, ImpressError, StoreFailed
-from impress.read.lease import Lease
 from impress.read.parts import miss, sources_of
 from impress.read.placement import Placed, placed
 from impress.read.reading import Reading
+from impress.read.session import Lease
 from impress.read.sparse import session_of
 from impress.repacking.repack import Repacker
 from impress.repacking.report import RepackReport

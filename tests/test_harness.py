@@ -337,7 +337,14 @@ def test_a_line_cut_short_is_measured_again(tmp_path: Path, report: Path) -> Non
 
 @pytest.mark.parametrize(
     "line",
-    [b'{"params": {}}', b"\0\0", b"\xff", b'{"params": {}, "rows": 5, "commit": "x"}', b"[]"],
+    [
+        b'{"params": {}}',
+        b"\0\0",
+        b"\xff",
+        b'{"params": {}, "rows": 5, "commit": "x"}',
+        b"[]",
+        b'{"params": {}, "rows": [1], "commit": "x"}',
+    ],
 )
 def test_a_line_that_is_no_cell_is_named(
     tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str], line: bytes
@@ -347,6 +354,17 @@ def test_a_line_that_is_no_cell_is_named(
     state.write_bytes(line + b"\n")
     assert Doubling([1]).run(tmp_path, "--json", str(report), "--resume") == 2
     assert f"{state} line 1" in capsys.readouterr().err
+
+
+def test_a_kept_cell_that_lacks_what_a_figure_is_made_of_is_said(
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One measured before a column was added: a traceback when all was measured, and no report."""
+    assert Doubling([1, 2]).run(tmp_path, "--json", str(report)) == 0
+    state = tmp_path / "doubling.cells.jsonl"
+    state.write_text(state.read_text().replace('"twice": 2', '"thrice": 3'))
+    assert Doubling([1, 2]).run(tmp_path, "--json", str(report), "--resume") == 2
+    assert "kept has no 'twice'" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("of", ["elsewhere", f"{host()}, 100000 processors"])
@@ -395,7 +413,7 @@ def test_plots_are_written(tmp_path: Path) -> None:
         (["--dir", "nowhere/at"], "--dir nowhere/at: no such directory"),
         (["--disk-gb-s", "0"], "above 0"),
         (["--disk-gb-s", "inf"], "above 0"),
-        (["--seed", "-1"], "--seed must be at least 0, got -1"),
+        (["--seed", "-1"], "--seed must be at least 0 and below 2^63, got -1"),
         (["--json", "/"], "--json / is a directory: name a file in it"),
         (["--plot", f"{__file__}/plots"], f"{__file__} is a file: name a directory"),
         (["--json", "-", "--resume"], "name that file"),

@@ -24,7 +24,7 @@ import impress.write.batches
 import impress.write.home
 import impress.write.leaving
 import impress.write.reclaim
-from impress.read.lease import Lease
+from impress.read.session import Lease
 from impress.spans.tables import read_header
 from impress.upkeep.verify import verify_store
 from impress.write.commit import Committer

@@ -28,7 +28,7 @@ from impress.policy import (
     SnapWindow,
     StaticH2O,
 )
-from impress.read.lease import Lease
+from impress.read.session import Lease
 from impress.read.sparse import SparseSession
 from impress.selection import probes
 from impress.selection.choices import Selection

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 import impress
-from impress.read.lease import Lease
+from impress.read.session import Lease
 from impress.usage.history import Note
 
 WINDOW = 16

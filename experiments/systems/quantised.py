@@ -17,10 +17,9 @@ import numpy as np
 from experiments.systems.shapes import WINDOW
 from impress.cache.copies import Copies
 from impress.config import Config
-from impress.read.lease import Lease
 from impress.read.parts import Source
 from impress.read.reading import Reading
-from impress.read.session import Session
+from impress.read.session import Lease, Session
 from impress.selection.quant import (
     floats_of,
     n_scales,

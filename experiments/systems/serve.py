@@ -26,7 +26,7 @@ from impress.engines.choice import Rates
 from impress.engines.costs import Span, Stored
 from impress.policy import Exact
 from impress.read.access import AccessReport
-from impress.read.lease import Lease
+from impress.read.session import Lease
 from impress.read.sparse import SparseSession
 from impress.spans.rows import as_tensor
 from impress.store import PrefixStore

@@ -32,7 +32,7 @@ from impress.engines.hf_storing import too_much
 from impress.errors import ImpressError, PrefixLost, StoreMismatch, Unsupported
 from impress.policy import Exact, Policy
 from impress.quality.guard import Rerun, Weighed
-from impress.read.lease import Lease
+from impress.read.session import Lease
 from impress.read.shadow import RerunSession, Seen, ShadowSession
 from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore

@@ -17,8 +17,7 @@ from impress.engines.costs import Span
 from impress.engines.hf_cache import RowsCache
 from impress.policy import Exact, KeepAll, Policy
 from impress.read.access import AccessReport
-from impress.read.lease import Lease
-from impress.read.session import Session
+from impress.read.session import Lease, Session
 from impress.read.shadow import SHADOW_ROWS, Seen
 from impress.read.sparse import SparseSession
 from impress.selection.scores import suffix_lse_of

@@ -18,8 +18,7 @@ from impress.engines.vllm.blocks import Layout, slots_of
 from impress.engines.vllm.step import LoadSpec
 from impress.errors import PrefixLost
 from impress.read.access import AccessReport
-from impress.read.lease import Lease
-from impress.read.session import Session
+from impress.read.session import Lease, Session
 from impress.store import PrefixStore
 
 #: Bytes of rows that a step has on their way at once; a tenth of a second of a fast SSD. Two layers

@@ -25,8 +25,7 @@ from impress.engines.vllm.compact import Batch
 from impress.engines.vllm.step import LoadSpec
 from impress.errors import PrefixLost
 from impress.read.access import AccessReport
-from impress.read.lease import Lease
-from impress.read.session import Session
+from impress.read.session import Lease, Session
 from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
 
