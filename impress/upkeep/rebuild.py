@@ -182,8 +182,8 @@ def _asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes]:
 
     Says so where the first cannot be read; the second is empty then.
     """
-    # A rebuild cut off between its two renames left what it had set aside, and the new one. One that
-    # was set aside by an earlier rebuild knows of no purge since.
+    # A rebuild cut off between its two renames left what it had set aside, and the new one. What an
+    # earlier rebuild set aside knows of no purge since.
     cut_off = not shard.index.exists() and (shard.path / _DRAFT).exists()
     old = shard.path / OLD if cut_off else shard.index
     if not old.exists():
