@@ -29,9 +29,9 @@ from impress.engines.vllm.blocks import BlockLayout, slots_of
 from impress.engines.vllm.connector import ImpressConnector
 from impress.engines.vllm.exact import ExactLoad
 from impress.engines.vllm.metrics import COUNTS
-from impress.engines.vllm.scheduling import Tracked
 from impress.engines.vllm.sparse import SparseRequest
 from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec
+from impress.engines.vllm.tracked import Tracked
 from impress.engines.vllm.working import WorkerSide
 from impress.errors import StoreFailed
 from impress.policy import Exact, Recency
@@ -84,6 +84,30 @@ def test_a_reset_leaves_blocks_alone_that_are_still_to_be_stored(
     served.settle()
     assert served.used_blocks() == 0
     assert served.store.lookup(PROMPT) == 256  # by its name from before the reset
+
+
+def test_requests_that_ended_give_their_blocks_up_where_running_ones_are_preempted(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They kept them until a slow disk had taken their rows, and running requests were preempted
+    over and over for want of blocks that nobody needed."""
+    few = {"num_gpu_blocks_override": 10, "max_model_len": 1024}
+    prompts = [words(240, seed=40 + i) for i in range(4)]
+    plain = serve(store=False, **few)
+    expected = [answer.tokens for answer in plain.ask(prompts, n=40)]
+    plain.close()
+    served = serve(**few)
+    with held_back(served, monkeypatch):
+        assert served.ask(prompts[:1], n=40)[0].tokens == expected[0]
+        (first,) = {life.request_id for life in served.worker.saver._lives.values()}
+        assert served.worker.saver.busy(first) and served.used_blocks() == 3
+        assert [answer.tokens for answer in served.ask(prompts[1:], n=40)] == expected[1:]
+        assert not served.worker.saver.busy(first)
+        assert served.worker.saver.n_skipped >= 1
+    assert "vLLM is short of the blocks" in caplog.text
+    served.settle()
+    assert served.used_blocks() == 0
+    assert served.store.lookup(prompts[0]) == 0
 
 
 def test_a_pause_is_not_over_while_blocks_are_still_to_be_read(

@@ -150,6 +150,18 @@ class Saver:
                     self._lives[key].dropped = True
             self._changed.notify_all()
 
+    def give_up(self, keys: Sequence[str]) -> None:
+        """Store no more of these lives: vLLM preempts requests for want of their blocks. On return
+        nobody looks at them any more."""
+        if not keys:
+            return
+        with self._reading, self._lock:
+            for life in [self._lives[key] for key in keys if key in self._lives]:
+                if life.n_waiting and not life.dropped:
+                    self._skip(life)
+                    self._tell("vLLM is short of the blocks that it lies in", "skipped")
+            self._changed.notify_all()
+
     def busy(self, request_id: str) -> bool:
         """Whether something of a request still waits to be read from its blocks."""
         with self._lock:

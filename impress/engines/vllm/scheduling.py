@@ -9,21 +9,18 @@ request, whose adapter's files are looked at, and read where no digest of them i
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import secrets
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from impress.engines.vllm.events import Events
 from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
 from impress.engines.vllm.settings import Served, Settings, asked_of, at_least, policy_of
 from impress.engines.vllm.shared import View
 from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec, StepPlan, StepReport
+from impress.engines.vllm.tracked import Tracked
 from impress.engines.vllm.unheard import Unheard
 from impress.errors import ImpressError
 from impress.policy import Exact, Policy
@@ -31,57 +28,6 @@ from impress.policy import Exact, Policy
 log = logging.getLogger("impress")
 
 _HASH_BYTES = 32
-#: What an answer says of its error.
-_MASSES = ("estimated_missing_mass", "missing_mass_worst_head")
-#: Of requests, whatever their ids are.
-_numbers = itertools.count()
-
-
-class Tracked:
-    """One request, as the scheduler's side knows it."""
-
-    def __init__(self, request: Any, policy: Policy) -> None:
-        self._number = next(_numbers)
-        self.request = request
-        self.policy = policy  # what it may get; sparse only if `private`
-        self.refused = ""  # why neither read nor stored
-        self.private = False  # no other request may share its blocks
-        self.sparse = False  # its blocks hold chosen rows
-        self.hit = (0, 0)  # as last asked: tokens in vLLM's own cache, in all
-        self.to_load = (0, 0)  # rows first..end-1, due in the next plan
-        self.n_stored = 0  # tokens the store is known to hold
-        self.n_saved = 0  # tokens handed over for saving
-        self.handed = False  # anything, since it began or was preempted: its blocks may be read
-        self.n_preempted = 0
-        self.served: dict[str, Any] = {}  # what was read since it began, or was preempted
-        self.served_before: dict[str, Any] = {}  # for tokens that came before that
-        self.n_before = 0  # of its answer
-        self.prompt: tuple[int, str, Prompt] | None = None  # memo: its length, the reset's mark
-        self._tokens: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
-
-    def tokens(self, n: int) -> npt.NDArray[np.int32]:
-        """The first n token ids; converted once."""
-        if n > len(self._tokens):
-            self._tokens = np.asarray(self.request.all_token_ids[:], dtype=np.int32)
-        return self._tokens[:n]
-
-    @property
-    def key(self) -> str:
-        """Of its blocks until it is preempted. No other request ever has it."""
-        return f"{self.request.request_id}#{self._number}.{self.n_preempted}"
-
-    @property
-    def said(self) -> dict[str, Any]:
-        """What the answer says was read: it is as approximate as what any of its tokens saw."""
-        before, now = self.served_before, self.served
-        if not (before and now):
-            return before or now
-        if before["mode"] != now["mode"]:
-            return before if before["mode"] == "sparse" else now
-        if now["mode"] != "sparse":
-            return now
-        known = {name: {before[name], now[name]} - {None} for name in _MASSES}
-        return {**now, **{name: max(masses, default=None) for name, masses in known.items()}}
 
 
 class SchedulerSide:
@@ -105,7 +51,7 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._late: list[SaveSpec] = []  # of requests that have finished
         self._gone: list[list[int]] = []  # blocks of each that finished since the last plan
-        self._held: set[str] = set()  # finished; vLLM keeps their blocks until a step names them
+        self._held: dict[str, str] = {}  # finished, their keys; vLLM keeps their blocks until told
         self._ended: list[str] = []
         self._dropped: list[str] = []
         self.saving = False  # the worker reads blocks, or has yet to
@@ -211,6 +157,8 @@ class SchedulerSide:
         for tracked in self._tracked.values():
             if tracked.request.num_preemptions != tracked.n_preempted:
                 self._preempted(tracked, plan)
+        if plan.dropped:  # blocks are short: those of requests that have ended go first
+            plan.given_up += self._held.values()
         for request_id, n_new in output.num_scheduled_tokens.items():
             tracked = self._tracked[request_id]
             end = tracked.request.num_computed_tokens + n_new
@@ -225,7 +173,8 @@ class SchedulerSide:
         plan.saves += self._late
         self.saving = self.saving or bool(plan.saves)
         # Until they are freed: vLLM may be kept from that, though it was told.
-        self._held = {held for held in self._held if any(self.kv_cache_manager.get_block_ids(held))}
+        ids_of = self.kv_cache_manager.get_block_ids
+        self._held = {held: key for held, key in self._held.items() if any(ids_of(held))}
         plan.held += self._held
         plan.ended += self._ended
         if self._view.current:
@@ -308,7 +257,7 @@ class SchedulerSide:
         if not (tracked.refused or tracked.sparse) and self._settings.store_new:
             self._save_late(tracked, block_ids)
         if tracked.handed:  # refused, lost or not by now: what was handed over is still read there
-            self._held.add(request.request_id)
+            self._held[request.request_id] = tracked.key
         return tracked.handed, said
 
     def _save_late(self, tracked: Tracked, block_ids: list[int]) -> None:

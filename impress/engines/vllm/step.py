@@ -70,6 +70,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]  # the base is untype
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)  # keys whose blocks are no longer theirs
+    given_up: list[str] = field(default_factory=list)  # keys of finished ones: blocks are short
     held: list[str] = field(default_factory=list)  # finished requests whose blocks wait for saves
     ended: list[str] = field(default_factory=list)  # requests that are no more, or begin anew
     sparse: list[str] = field(default_factory=list)  # keys of all whose blocks hold chosen rows

@@ -78,6 +78,7 @@ class WorkerSide:
         if self.saver is not None:  # before all that may fail: these blocks are others' already
             # So are those of a plan that was lost on its way here, and which they are is not known.
             self.saver.drop(plan.dropped if plan.number == self._begun + 1 else None)
+            self.saver.give_up(plan.given_up)
         if plan.heard != plan.number - 1:  # vLLM does not know what was done of it
             self._cut_short()
         self._begun = plan.number
