@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+import sys
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -291,7 +294,7 @@ def test_settings_that_cannot_be_told_in_full_are_told_as_they_say():
     turns: list[Any] = []
     turns.append(turns)
     assert name_of(Learned(turns)) == "Learned(weights=[[...]])"
-    assert name_of(Top(np.float32)) == f"{__name__}.Top top keep=<class 'numpy.float32'>"
+    assert name_of(Top(np.float32)) == f"{__name__}.Top top keep=numpy.float32"
     assert "device='meta'" in name_of(Top(torch.empty(2, device="meta")))
 
 
@@ -420,13 +423,30 @@ def _of_field(keep: float) -> object:
 @pytest.mark.parametrize(
     "make",
     [_of_class, _of_field, lambda keep: Top(lambda x: x * keep), lambda keep: _of_class([keep]),
-     lambda keep: Learned(partial(max, keep))],
+     lambda keep: Learned(partial(max, keep)), lambda keep: _of_class({1: int, 2: str}[keep]),
+     lambda keep: Top(Top(keep).__init__)],
 )  # fmt: skip
 def test_settings_of_a_class_and_functions_are_settings(make):
     """A keep in the body of a class was edited, and the next start chose by it at once, trusted for
     what another had earned. A function was told by where it lay: trust was lost at each restart."""
     assert name_of(make(1)) == name_of(make(1)) != name_of(make(2))
     assert " at 0x" not in name_of(make(1))
+
+
+def test_a_functions_sets_are_told_in_one_order():
+    """One that a function looks into is a constant of its code, in the order of the process."""
+    code = (
+        "from impress.quality.names import _told\n"
+        "print(_told(lambda layer: layer in {'first', 'last', 'middle', 'another'}))"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in range(3)
+    }  # fmt: skip
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("make", [Top, Learned])

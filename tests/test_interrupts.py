@@ -657,6 +657,32 @@ def test_a_close_that_was_cut_off_closes_no_number_twice(
         assert_serves(again, TOKENS, 256)
 
 
+def test_a_close_that_was_cut_off_leaves_the_next_stores_lock_alone(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number was free again, and the file the same: two processes had the shard for writing."""
+    shard, real = store._home._shard, os.close
+    assert shard is not None
+    lock, armed = shard._fd, [1]
+
+    def close(fd: int) -> None:
+        real(fd)
+        if armed and fd is lock:
+            armed.clear()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(os, "close", close)
+        store.close()
+    config = impress.Config(**SMALL, shard=0)
+    with impress.PrefixStore.open(store.path, store.geometry, "test", config) as again:
+        assert again._home._shard is not None and again._home._shard._fd == lock
+        store.close()
+        with pytest.raises(impress.StoreLocked):
+            impress.PrefixStore.open(store.path, store.geometry, "test", config)
+        assert_serves(again, TOKENS, 256)
+
+
 def test_an_open_that_is_interrupted_lets_go_of_its_index(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import lmdb
 import numpy as np
 import pytest
-from conftest import assert_serves, flip_a_bit, prompt, put_prompt, wait_for_promotions
+from conftest import SMALL, assert_serves, flip_a_bit, prompt, put_prompt, wait_for_promotions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -115,6 +115,32 @@ def test_a_rebuild_that_cannot_know_of_a_purge_says_so(
     found = rebuild_store(left)
     assert found.spans == 1  # it was whole before it was purged, for all that is known
     assert len(found.notes) == 1 and "where a purge was cut off, purge again" in found.notes[0]
+
+
+@pytest.mark.parametrize("then", ["rebuilt", "opened"])
+def test_a_rebuild_killed_between_its_renames_is_ended_by_whoever_writes_next(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path, then: str
+) -> None:
+    """Neither index was in place, and what the old one knew of a purge that was cut off depended on
+    which of their names were left."""
+    store = open_store(geometry)
+    for tenant in ("a", "b"):
+        put_prompt(store, prompt(128), tenant=tenant).wait(60)
+    lease = store.lease(prompt(128), tenant="a")
+    assert store.purge(tenant="a") == (1, 1)  # the lease has it still
+    left = Path(shutil.copytree(store.path, tmp_path / "left by a crash"))
+    lease.release()
+    store.close()
+    assert rebuild_store(left).purged == 1
+    (left / "shards/main/index").rename(left / "shards/main/index.made")
+    if then == "rebuilt":
+        found = rebuild_store(left)
+        assert (found.spans, found.purged, found.notes) == (1, 1, [])
+    config = impress.Config(**SMALL, shard=0)
+    with impress.PrefixStore.open(left, geometry, "test", config) as again:
+        assert again.lookup(prompt(128), tenant="b") == 128
+        assert again.lookup(prompt(128), tenant="a") == 0
+    assert not (left / "shards/main/index.made").exists()
 
 
 @pytest.mark.parametrize("fails", ["OSError", "StoreFailed"])

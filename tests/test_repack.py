@@ -141,6 +141,21 @@ def test_what_one_request_alone_chose_is_no_order(
     assert store.repack().moved == 1
 
 
+def test_what_was_moved_by_what_requests_chose_does_not_go_back_to_its_first_order(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """An index of before had one half of what is known: the importance given at the first store
+    seemed to be all there was, and spans were written back to it."""
+    store = open_store(geometry)
+    importance = np.random.default_rng(9).random((geometry.n_layers, 256)).astype(np.float32)
+    put_prompt(store, prompt(256), importance=importance).wait(60)
+    look(store, prompt(256), times=16)
+    assert store.repack().moved == 1
+    (known,) = store.history._spans.values()
+    known.halves[1], known.seen[1] = 0, 0
+    assert not store.repack().spans
+
+
 def test_the_most_important_rows_are_taken_to_be_chosen() -> None:
     chosen = likely_chosen(np.array([[3, 1, 2, 0], [0, 0, 0, 9]], dtype=np.float32))
     assert chosen.tolist() == [[1, 0, 0, 0], [0, 0, 0, 1]]

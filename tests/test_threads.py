@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -174,3 +176,27 @@ def test_aiofiles_without_its_thread_is_read_with_preadv(tmp_path: Path, threads
         assert np.array_equal(out[:PAGE], data)
     assert threads.left == 0
     tier.close()
+
+
+def test_a_store_that_a_program_forgets_to_close_ends_with_it(tmp_path: Path) -> None:
+    """Python has stopped its threads by the time it closes what a suspended generator or a
+    `__del__` holds: each was waited for until its time limit, or for ever."""
+    code = f"""
+import impress
+def opened():
+    with impress.PrefixStore.open({str(tmp_path / "s")!r}, impress.Geometry(2, 2, 2, 16, "float32"),
+                                  b"n" * 32, impress.Config(segment_bytes=4 << 20,
+                                  write_buffer_bytes=8 << 20, dram_bytes=1 << 20)) as store:
+        yield store
+class Held:
+    def __init__(self):
+        self.store = next(opened_once)
+    def __del__(self):
+        self.store.close()
+opened_once = opened()
+held = Held()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0 and "hangs" not in done.stderr, done.stderr

@@ -26,7 +26,15 @@ _GET_FLAGS: Final = 0x80086601
 _SET_FLAGS: Final = 0x40086602
 _NO_COPY: Final = 0x00800000
 
-_locked: dict[int, tuple[int, int]] = {}  # files this process holds locks on, and which they are
+
+class Locked(int):
+    """The descriptor of a file that this process holds a lock on. Told from another of the same
+    number, and of the same file, by being another object."""
+
+    file: tuple[int, int]  # device, inode
+
+
+_locked: dict[int, Locked] = {}
 
 
 def sync_path(path: Path) -> None:
@@ -183,15 +191,16 @@ def make_full(path: Path, n_bytes: int, more: int = 0) -> None:
         os.close(fd)
 
 
-def lock_file(path: Path) -> int | None:
+def lock_file(path: Path) -> Locked | None:
     """Create a file if need be and lock it for this process alone; None at once: another has it.
 
     The kernel lets go when the process ends, however it ends: a forked child does not inherit the
     lock. Give the descriptor to `unlock_file`. Raises OSError.
     """
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        _locked[fd] = _file_of(fd)
+        fd = Locked(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        fd.file = _file_of(fd)
+        _locked[fd] = fd
         try:
             give_to_owner(path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,13 +215,15 @@ def lock_file(path: Path) -> int | None:
         unlock_file(fd)  # deleted before it was ours: once more
 
 
-def unlock_file(fd: int) -> None:
-    """What was cut off is done by a second call; by then the number may be another file's."""
-    if fd in _locked:
-        with suppress(OSError):
-            if _file_of(fd) == _locked[fd]:
-                os.close(fd)
-        _locked.pop(fd, None)
+def unlock_file(fd: Locked) -> None:
+    """Idempotent. What was cut off a second call does; by then its number may be another file's."""
+    if _locked.get(fd) is not fd:
+        return
+    with suppress(OSError):  # it was closed, and its number is nobody's
+        if _file_of(fd) == fd.file:
+            os.close(fd)
+    if _locked.get(fd) is fd:
+        del _locked[fd]
 
 
 def _file_of(fd: int) -> tuple[int, int]:
@@ -240,9 +251,8 @@ def _still_there(path: Path, fd: int) -> bool:
 
 def _in_a_child() -> None:
     """A lock belongs to the open file, which a fork shares: it would outlive its owner."""
-    for fd in _locked:
-        os.close(fd)
-    _locked.clear()
+    for fd in [*_locked.values()]:
+        unlock_file(fd)
 
 
 os.register_at_fork(after_in_child=_in_a_child)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -59,8 +60,8 @@ class Worker:
 
     def ended(self, timeout_s: float) -> bool:
         """Whether it has, by then at the latest; below 0: waits for it. In a fork's child there is
-        none any more."""
-        if self._pid != os.getpid():
+        none any more, nor where the interpreter ends: it has stopped there, wherever it was."""
+        if self._pid != os.getpid() or sys.is_finalizing():
             return True
         if not self._ended.over(timeout_s):
             return False

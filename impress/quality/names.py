@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +18,8 @@ import xxhash
 
 from impress import policy as built_in
 
+#: What Python itself keeps in a class.
+_PYTHONS: Final = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
 _PLAIN_REPR: Final[Any] = object.__repr__  # says where an object lies
 
 
@@ -47,8 +49,8 @@ def _of_class(kind: type) -> list[tuple[str, Any]]:
         name: value
         for base in reversed(kind.__mro__)
         for name, value in vars(base).items()
-        if not name.startswith(("__", "_abc_", "_is_")) and name not in own
-        and not hasattr(type(value), "__get__") and not isinstance(value, type)
+        if not name.startswith("__") and name not in own and name not in _PYTHONS
+        and not hasattr(type(value), "__get__")
     }  # fmt: skip
     return sorted(found.items())
 
@@ -65,6 +67,10 @@ def _told(value: Any) -> str:
     of a module what it has learnt."""
     if isinstance(value, FunctionType):
         return f"{value.__module__}.{value.__qualname__} {_code(value)}"
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, MethodType):
+        return f"{_told(value.__func__)} of {_told(value.__self__)}"
     if isinstance(value, partial):
         return f"partial({_told(value.func)}, {_told(value.args)}, {_told(value.keywords)})"
     if _has_learnt(value):
@@ -89,8 +95,11 @@ def _code(function: FunctionType) -> str:
     for code in todo:  # it grows
         parts.append(f"{code.co_code.hex()} {code.co_names}")
         todo += [const for const in code.co_consts if isinstance(const, CodeType)]
-        parts += [repr(const) for const in code.co_consts if not isinstance(const, CodeType)]
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        parts += [_told(const) for const in code.co_consts if not isinstance(const, CodeType)]
+    cells = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it is empty yet
+            cells.append(cell.cell_contents)
     given = _told([function.__defaults__, function.__kwdefaults__, cells])
     return xxhash.xxh3_128_hexdigest("\n".join([*parts, given]).encode())
 
@@ -136,7 +145,7 @@ def _is_array(value: Any) -> bool:
 
 def _is_own(value: Any) -> bool:
     """Whether its repr is not all of it, or not the same in every process."""
-    kinds = (set, frozenset, FunctionType, partial)
+    kinds = (set, frozenset, FunctionType, MethodType, partial, type)
     return _is_array(value) or isinstance(value, kinds) or _has_learnt(value)
 
 

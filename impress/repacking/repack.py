@@ -228,7 +228,7 @@ class Repacker:
         worth, halves, trials = history.average(span), history.halves(span), list[Trial]()
         if worth is not None and halves is not None:
             trials += trials_of(halves)
-        elif header.importance is not None:
+        elif worth is None and header.importance is not None:
             worth = np.nan_to_num(header.importance, nan=0.0)
             trials.append(Trial(worth, likely_chosen(worth)))
         else:

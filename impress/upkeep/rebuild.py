@@ -26,6 +26,7 @@ from impress.spans.records import wrong_record
 from impress.upkeep.scan import Progress, Rebuilt, scan
 from impress.write.directory import (
     IDENTITY,
+    MADE,
     OLD,
     Identity,
     Shard,
@@ -65,7 +66,6 @@ with lmdb.open(os.fsencode(sys.argv[1]), max_dbs=2, readonly=True, lock=False) a
     with env.begin(db=env.open_db(b"history", create=False)) as txn:
         print((txn.get(b"wear") or b"").hex())
 """
-_DRAFT: Final = "index.new"
 _Name = int | tuple[bytes, bytes]  # what only one span may have: an id; keys before and after
 
 
@@ -182,10 +182,8 @@ def _asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes]:
 
     Says so where the first cannot be read; the second is empty then.
     """
-    # A rebuild cut off between its two renames left what it had set aside, and the new one. What an
-    # earlier rebuild set aside knows of no purge since.
-    cut_off = not shard.index.exists() and (shard.path / _DRAFT).exists()
-    old = shard.path / OLD if cut_off else shard.index
+    # One that a rebuild set aside is not asked: it knows of no purge since.
+    old = shard.index
     if not old.exists():
         found.notes.append(
             f"there is no index of shard {shard.name} to ask what was still to be erased; where a "
@@ -355,11 +353,12 @@ def _rows_match(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferP
 def _install(
     shard: Shard, headers: Sequence[SpanHeader], notes: Mapping[int, bytes], last: int, wear: bytes
 ) -> None:
-    """A new index beside the old one, then in its place. A crash leaves one of the two.
+    """A new index beside the old one, then in its place. A crash leaves one of the two, and who
+    locks the shard next puts the new one there if the old one is not (Shard.lock).
 
     `last`: the highest id found, of whatever became of it. `wear`: of the old one, where known.
     """
-    draft, aside = shard.path / _DRAFT, shard.path / OLD
+    draft, made, aside = shard.path / "index.new", shard.path / MADE, shard.path / OLD
     try:
         shutil.rmtree(draft, ignore_errors=True)
         index = Index(draft, create=True)
@@ -374,13 +373,15 @@ def _install(
         finally:
             index.close()
         sync_path(draft)
+        draft.rename(made)
+        sync_path(shard.path)
         was_one = shard.index.exists()
         if was_one:
             shutil.rmtree(aside, ignore_errors=True)
         try:
             if was_one:
                 shard.index.rename(aside)
-            draft.rename(shard.index)
+            made.rename(shard.index)
         except BaseException:
             if was_one and not shard.index.exists():
                 aside.rename(shard.index)
@@ -389,4 +390,5 @@ def _install(
     except OSError as err:
         raise StoreFailed(f"rebuild: {err.filename or shard.path}: {err.strerror}") from None
     finally:  # what came to nothing takes no room, least of all on a disk that is full
-        shutil.rmtree(draft, ignore_errors=True)
+        for left in (draft, made) if shard.index.exists() else (draft,):
+            shutil.rmtree(left, ignore_errors=True)

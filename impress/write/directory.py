@@ -26,6 +26,7 @@ from impress.errors import BadInput, FormatError, StoreFailed, StoreLocked, Stor
 from impress.spans.format import VERSION
 from impress.types import WINDOWS, Geometry
 from tiers.files import (
+    Locked,
     lock_file,
     make_folder,
     segment_paths,
@@ -46,8 +47,9 @@ SPANS: Final = 1 << 40
 MOST_SHARDS: Final = 1 << 12
 #: Where an index lies for the moment in which a purge puts another in its place.
 GONE: Final = "index.gone"
-#: The index that a rebuild has set aside.
+#: The index that a rebuild has set aside, and the one, whole, that is to take its place.
 OLD: Final = "index.old"
+MADE: Final = "index.made"
 _NUMBER: Final = re.compile("[1-9][0-9]{0,3}")
 
 
@@ -234,7 +236,7 @@ class Shard:
         self.spans = range(number * SPANS, (number + 1) * SPANS)
         self.is_kept = False
         """Whether it stays locked until the process ends: something hangs that may write there."""
-        self._fd: int | None = None
+        self._fd: Locked | None = None
 
     def lock(self) -> None:
         """Become the writer. Raises StoreLocked at once when somebody is, StoreFailed."""
@@ -254,6 +256,12 @@ class Shard:
                     shutil.rmtree(gone)  # what it holds was to be erased
                 else:
                     gone.rename(self.index)
+            made = self.index.with_name(MADE)
+            if made.is_dir():  # a rebuild was
+                if self.index.is_dir():
+                    shutil.rmtree(made)
+                else:
+                    made.rename(self.index)
         except OSError as err:
             self.unlock()
             raise StoreFailed(f"{self.path}: {err.strerror}") from None

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from tiers.files import lock_file, make_folder, unlock_file
+from tiers.files import Locked, lock_file, make_folder, unlock_file
 
 _HEAD: Final = struct.Struct("<QI4x")
 #: Spans one says it holds; with more it stays at its generation, and so holds everything.
@@ -52,7 +52,7 @@ class Presence:
     def __init__(self, folder: Path) -> None:
         """Raises OSError, where nothing may be written there: then nobody waits for its reads."""
         make_folder(folder)
-        self._fd: int | None = None
+        self._fd: Locked | None = None
         while self._fd is None:  # None: the writer, which looked whether it was anybody's
             # Not by process number: one in another container may have the same.
             self._path = folder / secrets.token_hex(8)

@@ -153,8 +153,8 @@ def policy_of(given: Any) -> Policy:
 def at_least(asked: Policy, floor: Policy) -> bool:
     """Whether a policy is certainly no looser than the floor. Pure.
 
-    Exact and KeepAll are as strict as any; of one kind, more rows, a lower bound or no cap are.
-    Not so a larger cap: rows may have room in it where the floor's leaves none, so that all are
+    Exact and KeepAll are as strict as any; of one kind, more rows or a lower bound are. Not so a
+    larger cap, or none: rows may have room in it where the floor's leaves none, so that all are
     loaded; nor, under a cap, another order of what goes first. Nor more rows behind Paper's gate:
     heads that differ in which quarter they want, so that a layer falls back to all rows, may agree
     on the half.
@@ -165,7 +165,7 @@ def at_least(asked: Policy, floor: Policy) -> bool:
         alike = asked.per == floor.per and (
             asked.per == "mean" or asked.max_missing_mass == floor.max_missing_mass
         )
-        free = asked.max_bytes is None or (asked.max_bytes == floor.max_bytes and alike)
+        free = asked.max_bytes == floor.max_bytes and (floor.max_bytes is None or alike)
         same = asked.probe == floor.probe and (asked.per == floor.per or asked.per == "head")
         return same and free and asked.max_missing_mass <= floor.max_missing_mass
     if isinstance(asked, Paper) and isinstance(floor, Paper):
