@@ -30,7 +30,7 @@ from impress.engines.vllm.connector import ImpressConnector
 from impress.engines.vllm.exact import ExactLoad
 from impress.engines.vllm.metrics import COUNTS
 from impress.engines.vllm.sparse import SparseRequest
-from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec
+from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec, StepPlan
 from impress.engines.vllm.tracked import Tracked
 from impress.engines.vllm.working import WorkerSide
 from impress.errors import StoreFailed
@@ -978,6 +978,33 @@ def test_what_is_not_stored_is_counted_and_each_reason_said_once(
     assert {"refused", "skipped"} <= COUNTS.keys()
     said = [r.getMessage() for r in caplog.records if "is not stored" in r.getMessage()]
     assert len(said) == 2 and "daily write budget" in said[0] and "0 parts of prompts" in said[1]
+
+
+def test_what_a_plan_has_stored_of_a_request_whose_blocks_it_wants_is_given_up(
+    tmp_path: Path,
+) -> None:
+    """It was told before it was offered: an answer that ended just before vLLM preempted, its
+    prompt long stored, held its blocks until the disk had them, with nobody left to preempt."""
+    layout: Any = _Zeros()
+    caches = {name: torch.empty(0) for name in ("one", "two")}
+    with PrefixStore.open(
+        tmp_path / "s", Geometry(2, 2, 2, 32, "float32"), b"x" * 32, Config(**SMALL), "rw"
+    ) as store:
+        worker, gate = (
+            WorkerSide(store, caches, [layout] * 2, None, store_new=True),
+            threading.Event(),
+        )
+        assert worker.saver is not None
+        worker.saver._save = lambda spec: gate.wait(60)  # type: ignore[method-assign]
+        spec = SaveSpec("R", "R#0", Prompt(np.arange(128, dtype=np.int32), {}, ""), 128, [1] * 4)
+        plan = StepPlan(saves=[spec], held=["R"], ended=["R"], given_up=["R#0"], number=1)
+        worker.begin(plan)
+        worker.start(plan)
+        worker.finish()
+        assert worker.saved() == {"R"} and worker.saver.n_skipped == 1
+        gate.set()
+        worker.close()
+        assert store.lookup(spec.prompt.tokens) == 0
 
 
 def test_a_window_that_a_step_only_began_holds_no_write_buffer(tmp_path: Path) -> None:

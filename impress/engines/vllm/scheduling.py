@@ -154,10 +154,13 @@ class SchedulerSide:
         plan = StepPlan(
             n_tokens=output.total_num_scheduled_tokens, number=self._n_plans, heard=self._heard
         )
+        short = False
         for tracked in self._tracked.values():
             if tracked.request.num_preemptions != tracked.n_preempted:
                 self._preempted(tracked, plan)
-        if plan.dropped:  # blocks are short: those of requests that have ended go first
+                # Not where a reset did it: nobody is admitted in a step that is short of blocks.
+                short = short or tracked.request.request_id not in output.num_scheduled_tokens
+        if short:  # those of requests that have ended go first
             plan.given_up += self._held.values()
         for request_id, n_new in output.num_scheduled_tokens.items():
             tracked = self._tracked[request_id]
@@ -186,7 +189,6 @@ class SchedulerSide:
     def _preempted(self, tracked: Tracked, plan: StepPlan) -> None:
         """Its blocks are another's already. It begins again, maybe in this very step."""
         plan.dropped.append(tracked.key)
-        plan.ended.append(tracked.request.request_id)
         tracked.n_preempted = tracked.request.num_preemptions
         tracked.n_saved = 0
         tracked.handed = tracked.sparse = False
@@ -299,7 +301,8 @@ class SchedulerSide:
         tracked.sparse = False
         tracked.n_saved = 0
         tracked.n_stored = 0
-        self._events.lost(tracked.request, tracked.hit[1])
+        if not tracked.private:  # of those nothing was told, and their hashes are nobody's
+            self._events.lost(tracked.request, tracked.hit[1])
 
     def _take_back(self, invalid: set[int]) -> None:
         """Let no request build on blocks that were never filled.

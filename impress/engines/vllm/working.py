@@ -78,7 +78,6 @@ class WorkerSide:
         if self.saver is not None:  # before all that may fail: these blocks are others' already
             # So are those of a plan that was lost on its way here, and which they are is not known.
             self.saver.drop(plan.dropped if plan.number == self._begun + 1 else None)
-            self.saver.give_up(plan.given_up)
         if plan.heard != plan.number - 1:  # vLLM does not know what was done of it
             self._cut_short()
         self._begun = plan.number
@@ -128,6 +127,7 @@ class WorkerSide:
             self.saver.drop([spec.key for spec in self._plan.saves])
         for request_id in self._plan.ended:
             self.saver.end(request_id)
+        self.saver.give_up(self._plan.given_up)  # behind what the same plan has them store
         if not self._plan.n_tokens and (self._held or self.saver.reads()):
             self.saver.pause(_IDLE_S)
 
