@@ -1372,6 +1372,46 @@ def test_arguments_of_a_wrong_kind_are_bad_input_and_say_what_was_wanted(tmp_pat
         engine.generate(prompts(10), **options)
 
 
+def test_a_length_among_the_callers_criteria_counts_as_transformers_has_it(tmp_path):
+    """It goes before max_new_tokens: an answer outgrew the window that had been compared with the
+    smaller of the two, and rows behind it were attended to."""
+    criteria = [transformers.MaxLengthCriteria(max_length=300)]
+    with hf.attach(tiny("mistral", sliding_window=128), tmp_path / "a", config=CONFIG) as engine:
+        with pytest.raises(Unsupported, match="sliding window of 128 tokens"):
+            engine.generate(prompts(100), max_new_tokens=8, stopping_criteria=criteria)
+    model = tiny()
+    with hf.attach(model, tmp_path / "b", config=CONFIG) as engine:
+        options = {"max_new_tokens": 8, "do_sample": False, "stopping_criteria": criteria}
+        for _ in range(2):
+            answer = engine.generate(prompts(100), **options)
+            assert answer.shape[1] == 300
+            assert torch.equal(answer, model.generate(prompts(100), **options))
+            engine.flush()
+
+
+def test_a_prefix_of_another_store_that_is_lost_in_an_answer_is_the_callers_affair(tmp_path):
+    """It was taken for this one's, and the answer begun again: tokens were streamed twice, and the
+    rows of the second stored under tokens of the first."""
+    ids, heard = prompts(100), []
+
+    class Lost:
+        n = 0
+
+        def __call__(self, so_far, scores):
+            self.n += 1
+            if self.n == 20:
+                raise PrefixLost("late", "of another store, the caller's")
+            return scores
+
+    streamer = SimpleNamespace(put=lambda part: heard.extend(part.reshape(-1)), end=lambda: None)
+    with hf.attach(tiny(), tmp_path / "s", config=CONFIG) as engine:
+        with pytest.raises(PrefixLost, match="the caller's"):
+            engine.generate(ids, max_new_tokens=60, logits_processor=[Lost()], streamer=streamer)
+        engine.flush()
+        assert len(heard) == 100 + 19 and engine.store.stats()["tokens"] == 0
+        assert engine.store.stats()["leases"] == 0
+
+
 @pytest.mark.parametrize(
     "changes",
     [

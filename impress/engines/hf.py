@@ -187,8 +187,7 @@ class Engine:
     def _answer(
         self, prompt: Prompt, asked: Policy | None, once: PromptOnce | None, first: FirstLogits
     ) -> Any:
-        lost = ""
-        prefix = watch = None
+        lost, prefix, watch = "", None, None
         way = self._modes.way(prompt, None, asked)
         with ExitStack() as undo:  # what is given back unless it is handed on
             try:
@@ -202,6 +201,7 @@ class Engine:
                 watch = watch_of(way, prefix, prompt, undo)
                 result, cache = self._run(prompt, prefix, way.reads_by, once, first, watch)
             except PrefixLost as err:
+                first.check_ours(err)
                 undo.close()
                 lost, prefix, watch = err.reason, None, None
                 choice = Choice("recompute", f"recompute: the prefix was lost ({lost})")

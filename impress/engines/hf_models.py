@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import transformers
 from packaging.version import Version
-from transformers import GenerationConfig
+from transformers import GenerationConfig, MaxLengthCriteria
 
 from impress.engines.hf_modules import (
     INT8_ADVICE,
@@ -365,6 +365,9 @@ def _n_new(
         new = length - n_tokens if own is None else own
     elif new is None:
         new = kwargs["max_new_tokens"] = DEFAULT_NEW_TOKENS
+    for criterion in kwargs.get("stopping_criteria") or ():
+        if type(criterion) is MaxLengthCriteria:  # as Transformers has it, it goes before all that
+            new = max(new, criterion.max_length - n_tokens)
     if new < 1:
         raise BadInput(f"at least one new token must be asked for, got {new}")
     return new

@@ -15,6 +15,7 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
 from impress.engines.hf_modules import bare
+from impress.errors import PrefixLost
 
 #: Tokens of an answer that are compared with the exact one's.
 MOST_COMPARED: Final = 64
@@ -32,6 +33,12 @@ class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
         self._called = called
         self._made = perf_counter()
         self.given = Given()
+
+    def check_ours(self, err: PrefixLost) -> None:
+        """Raises it where it comes from processors, criteria or a streamer of the caller's, which
+        may read another store: all of a prefix is read before the first logits."""
+        if self.ttft_ms:
+            raise err
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not self.ttft_ms:
