@@ -101,7 +101,10 @@ def test_a_figure_of_the_papers_without_one_of_ours_has_its_line(tmp_path: Path)
         "ttft": {"figures": {}, "rows": [base]},
         "repack": {"figures": {}, "rows": [{"spans": 8, "moved_loaded": 3, "alone_s": 90.4}]},
     })  # fmt: skip
-    a_pass = "spans 8; moved beside requests 3; in not yet run; the rest, without requests, in 90 s"
+    a_pass = (
+        "spans 8; moved beside requests 3; of this machine's clock: not yet run; the rest, "
+        "without requests, in 90 s"
+    )
     for what, ours in (("I/O as a share", "AS 75%"), ("a pass", a_pass), ("alike", "not measured")):
         (line,) = [row for row in text.splitlines() if what in row]
         assert f"| {ours} |" in line
