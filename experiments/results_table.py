@@ -122,6 +122,7 @@ def _ours(line: Line, reports: Reports) -> str:
 #: What rows of older reports lack, and were; None: nobody knows.
 _BEFORE: Final = {
     "policy": "exact", "emulated_ms": None, "stated_ms": None, "before_share": None,
+    "hit_share": None, "mode": None,
 }  # fmt: skip
 
 

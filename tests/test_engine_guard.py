@@ -41,6 +41,7 @@ from impress.errors import PrefixLost
 from impress.policy import AllHeads, Exact, Quality, StaticH2O
 from impress.quality import guard
 from impress.quality.guard import Weighed
+from impress.quality.names import name_of
 from impress.read.shadow import SHADOW_ROWS
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
@@ -683,10 +684,11 @@ def test_metrics_and_explain_show_the_ledger(tmp_path, capsys):
         ask(engine)
         with urllib.request.urlopen(f"http://127.0.0.1:{engine.store.metrics_port}") as answer:
             lines = answer.read().decode().splitlines()
-        label = f'{{namespace="{engine.store.namespace.hex()[:16]}",policy="Liar()"}}'
+        name = name_of(Liar())
+        label = f'{{namespace="{engine.store.namespace.hex()[:16]}",policy="{name}"}}'
         assert f"impress_guard_shadows_total{label} 1.0" in lines
         assert f"impress_guard_trusted{label} 0.0" in lines
         shown = engine.store.stats()["guard"]
     assert told() == shown
     said = capsys.readouterr().out
-    assert f"guard: Liar() is earning: 1 of {N} clean shadows; of 1 shadows 0 missed" in said
+    assert f"guard: {name} is earning: 1 of {N} clean shadows; of 1 shadows 0 missed" in said

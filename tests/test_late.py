@@ -305,7 +305,7 @@ def test_a_shadow_whose_header_is_late_is_no_lost_request(
     def late(*_args: object) -> None:
         raise ReadFailed("late", "told to be")
 
-    monkeypatch.setattr("impress.read.sparse.read_header", late)
+    monkeypatch.setattr("impress.read.importance.read_header", late)
     with store.lease(prompt(128)) as lease, ShadowSession(lease, SnapWindow()) as session:
         monkeypatch.setattr(store._pool, "submit", noted)
         with pytest.raises(impress.PrefixLost, match="told to be"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -77,8 +77,7 @@ def checked(found: Any, n_tokens: int, who: str) -> Selection:
             f"{who}: its identifier chose no rows of this prefix: positions wants an int64 array, "
             f"ascending, each once, in 0..{n_tokens - 1}; of a mask take numpy.flatnonzero"
         )
-    # Where none is left out nothing shows how it chooses, to the guard either.
-    return replace(found, positions=None) if len(at) == n_tokens else found
+    return found
 
 
 def paper_choice(
