@@ -835,10 +835,10 @@ def test_behind_space_that_is_never_made_nobody_waits(
                 saver.pause(0.05)
             assert saver.n_skipped == 3 and not saver.reads()
             saver.close()
-            assert saver._thread.is_alive()
+            assert not saver._thread.ended(0.0)
         finally:
             go.set()
-        saver._thread.join(60)
+        assert saver._thread.ended(60)
         assert [store.lookup(prompt.tokens) for prompt in prompts[1:4]] == [0, 0, 0]
 
 
