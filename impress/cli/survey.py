@@ -18,6 +18,7 @@ from impress.spans.format import VERSION
 from impress.store import PrefixStore
 from impress.upkeep.shares import Share, shares_of
 from impress.write.directory import Identity, Shard, read_identity, shards_of
+from impress.write.env import NothingYet
 
 HOTTEST: Final = 5
 
@@ -32,9 +33,9 @@ def open_for_reading(path: Path) -> tuple[PrefixStore, Identity]:
     config = Config(window=identity.window, dram_bytes=0, io_threads=1, follow_every_s=0)
     try:
         store = PrefixStore.open(path, identity.geometry, b"inspect", config, mode="r")
+    except NothingYet:  # of that verify says no more
+        raise
     except FormatError as err:
-        if "nothing has been stored here yet" in str(err):  # of that verify says no more
-            raise
         raise FormatError(f"{err} (impress verify says what else)") from None
     if store.left_out():
         store.follow()

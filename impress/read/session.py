@@ -204,9 +204,9 @@ class Session:
         if outs is not None:
             if layers is not None:
                 raise BadInput("prefetch: outs are of every layer: give outs, or layers")
-            pairs = outs_of_all(outs, self._r.geometry, self.n_tokens)
-            given = dict(enumerate(pairs))
-            check_beside(dict(enumerate(pairs)), self._into())
+            pairs = dict(enumerate(outs_of_all(outs, self._r.geometry, self.n_tokens)))
+            check_beside(pairs, self._into())
+            given |= pairs
             self._check_free()
         with self._r.lost_for():
             for layer, pair in given.items():

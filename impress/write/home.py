@@ -27,6 +27,7 @@ from impress.usage.history import History, budget_of
 from impress.write.budget import WriteBudget
 from impress.write.commit import Committer
 from impress.write.directory import Identity, Shard
+from impress.write.env import NothingYet
 from impress.write.follow import Follower
 from impress.write.health import Health
 from impress.write.index import Index
@@ -132,9 +133,7 @@ class Home:
         if self._own_index is not None:
             return self._own_index
         if not self.others.neighbours:
-            raise self.others.error or FormatError(
-                f"{self._path}: nothing has been stored here yet"
-            )
+            raise self.others.error or NothingYet(f"{self._path}: nothing has been stored here yet")
         return next(iter(self.others.neighbours.values())).index
 
     def tidy(self) -> None:
