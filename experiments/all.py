@@ -54,7 +54,11 @@ class Ran:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run them. 0 when every one did, 1 when some failed, 130 when stopped."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.all", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.all",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--resume", action="store_true", help="keep the cells measured before")
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", default=NAMES)

@@ -304,7 +304,9 @@ def fill(page: Path, folder: Path, make: Callable[[Reports, str], str | None] = 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fill the pages. Takes no options."""
     argparse.ArgumentParser(
-        prog="python -m experiments.results_table", description=__doc__
+        prog="python -m experiments.results_table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(argv)
     return fill_all(Path(__file__).resolve().parent.parent / "docs")
 

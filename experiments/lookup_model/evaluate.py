@@ -143,7 +143,9 @@ def _row(values: list[Tensor]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint")
     parser.add_argument("--split", default="test")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048])

@@ -266,7 +266,9 @@ class Run:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("variant", choices=("agreeing", "specialised", "grouped"))
     parser.add_argument("--work", required=True, help="folder of the resumable state")
     parser.add_argument("--out", help="write the checkpoint here when done")
