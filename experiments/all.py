@@ -69,6 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     before = signal.signal(signal.SIGTERM, stop)
     try:
+        if not args.dir.is_dir():  # each would say so, one after the other
+            raise Unable(f"--dir {args.dir}: no such directory")
+        if args.trace is not None and not args.trace.is_file():
+            raise Unable(f"--trace {args.trace}: no such file")
         args.out.mkdir(parents=True, exist_ok=True)
         names = [*args.only]
         if "trace" in names and args.trace is None and _of_a_file(args.out / "trace.json"):

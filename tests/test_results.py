@@ -356,6 +356,16 @@ def test_a_path_that_cannot_be_is_one_line(
         assert "trace.json" in line and said in line
 
 
+@pytest.mark.parametrize("given", ["--dir", "--trace"])
+def test_what_is_not_there_is_said_once_and_not_by_each_experiment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    missing = tmp_path / "missing"
+    assert everything.main(["--quick", "--out", str(tmp_path), given, str(missing)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{given} {missing}: no such" in line
+
+
 def test_the_pages_have_a_table_for_every_report() -> None:
     docs = Path(everything.__file__).parent.parent / "docs"
     pages = "".join((docs / page).read_text() for page in results_table.PAGES)
