@@ -45,7 +45,7 @@ from tiers.base import PAGE, Extent, Slot
 from tiers.errors import ReadFailed
 from tiers.iopool import IoPool, Lane
 from tiers.ssd import SsdTier
-from tiers.ticket import Ticket
+from tiers.ticket import Ticket, until
 
 State = TypeVar("State")
 HOLE = 64 << 10
@@ -536,11 +536,13 @@ def test_no_write_of_a_repack_is_left_behind_wherever_ctrl_c_comes(
     at_each_step(make, act, check)
 
 
+@pytest.mark.parametrize("then", ["repack", "purge", "close"])
 def test_a_copy_is_not_given_back_under_a_write_that_a_second_ctrl_c_left(
-    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     """The first Ctrl-C waits for the write, the second leaves that wait: its space was freed, a
-    store became READY there, and then the old write landed in it."""
+    store became READY there, and then the old write landed in it. Kept for that, it was the next
+    pass's: a purge that none came before said all was gone, and rows stayed on the disk."""
     assert store._repacker is not None
     begun, gate, write = threading.Event(), threading.Event(), store.ssd.write
     left, over, this = [1, 1], Ticket.over, threading.current_thread()
@@ -565,12 +567,26 @@ def test_a_copy_is_not_given_back_under_a_write_that_a_second_ctrl_c_left(
     with pytest.raises(KeyboardInterrupt):
         store.repack()
     assert len(store._repacker.drafts()) == 1 and store._repacker.writing
+    ((part, *_),) = [draft.parts for draft in store._repacker.drafts()]
+    if then == "purge":
+        assert store.purge() == (1, 1)  # it is not gone yet
     gate.set()
     monkeypatch.undo()
-    assert [span.outcome for span in store.repack().spans] == ["moved"]
+    assert until(lambda: not store._repacker._copier.under_way, 60)
+    if then == "repack":
+        assert [span.outcome for span in store.repack().spans] == ["moved"]
+        assert_serves(store, TOKENS, 256)
+    elif then == "purge":
+        assert store.purge() == (0, 0)
+    else:
+        store.close()
     assert not store._repacker.drafts()
-    store.check()
-    assert_serves(store, TOKENS, 256)
+    if then == "repack":
+        store.check()
+        return
+    for path in store.path.rglob(f"{part.segment:08}.seg"):  # gone, where nothing else was in it
+        left = path.read_bytes()[part.off : part.off + part.length]
+        assert not any(left)
 
 
 def test_who_looks_at_rest_leaves_nothing_taken_wherever_ctrl_c_comes(

@@ -37,7 +37,7 @@ from impress.policy import Exact, Policy
 from impress.repacking.packing import Trial, expected, likely_chosen, plan_repack, tiled, trials_of
 from impress.repacking.repack import Repacker
 from impress.repacking.report import LINGERING, RepackReport
-from impress.repacking.span_copy import SpanPart
+from impress.repacking.span_copy import Gone, SpanPart
 from impress.spans.layout import PlaneLayout
 from impress.spans.order import RowOrder
 from impress.spans.tables import read_header
@@ -47,7 +47,7 @@ from impress.usage.history import Note
 from impress.usage.remembered import Remembered, decode
 from impress.write.budget import DAY_S, Bucket, Pace, WriteBudget
 from impress.write.leaving import SMALL_PART
-from tiers.base import PAGE, Slot
+from tiers.base import PAGE, Slot, Usage
 from tiers.errors import MediumError
 from tiers.ticket import Signal
 
@@ -153,7 +153,7 @@ def test_what_was_moved_by_what_requests_chose_does_not_go_back_to_its_first_ord
     assert store.repack().moved == 1
     (known,) = store.history._spans.values()
     known.halves[1], known.seen[1] = 0, 0
-    assert not store.repack().spans
+    assert [span.outcome for span in store.repack().spans] == ["lies well"]
 
 
 def test_the_most_important_rows_are_taken_to_be_chosen() -> None:
@@ -317,14 +317,20 @@ def test_fewer_bytes_are_read_after_than_before(open_store: Open) -> None:
     assert read_bytes() - probe_bytes < (before - probe_bytes) / 2
 
 
+@pytest.mark.parametrize("known", ["nothing", "one request", "one half of many", "many"])
 def test_a_split_node_finds_its_rows_in_its_own_chunks_after_a_repack(
-    open_store: Open, geometry: impress.Geometry
+    open_store: Open, geometry: impress.Geometry, known: str
 ) -> None:
+    """Where requests had shown too little to make an order by, this was not looked at either."""
     store = open_store(geometry, window=WINDOW, dram_bytes=0)
     a = prompt(256)
     b = np.concatenate([a[:112], prompt(144, seed=3)])
-    for tokens in (a, b):
-        put_prompt(store, tokens, importance=scores_of(2, 256)).wait(60)
+    put_prompt(store, a, importance=scores_of(2, 256)).wait(60)
+    look(store, a, times={"nothing": 0, "one request": 1}.get(known, 16))
+    if known == "one half of many":  # of an index of before
+        (one,) = store.history._spans.values()
+        one.halves[1], one.seen[1] = 0, 0
+    put_prompt(store, b, importance=scores_of(2, 256)).wait(60)
     with store.lease(a[:112]) as lease, lease.session() as session:
         session.retrieve(0, None)
         scattered = session.report().bytes_by_tier["ssd"]
@@ -669,34 +675,100 @@ def test_nothing_is_evicted_for_a_copy_under_way(
     sound(store)
 
 
-def test_a_span_that_leaves_while_it_is_counted_has_no_other_leave(
-    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What went from one list of the leaving to the next was on neither as they were read: it
-    counted as filled, and a store beside the end of a lease had most of the others evicted."""
+@pytest.fixture
+def nearly_full(open_store: Open, geometry: impress.Geometry) -> impress.PrefixStore:
+    """Another prompt takes it to its high mark, a copy of a span beside that would be over it."""
     marks = {"disk_bytes": 4 * MIB, "disk_high": 0.8, "disk_low": 0.5}
     store = open_store(geometry, dram_bytes=0, **marks)
     for seed in range(5):
         put_prompt(store, prompt(128, seed)).wait(60)
     look(store, prompt(128, 0))
-    lease = store.lease(prompt(128, 0))
-    assert store.repack().moved == 1  # the old span goes when that lease ends
-    leaving, once = store._home.leaving, [1]
-    limbo_bytes = leaving._limbo_bytes
+    return store
 
-    def counted() -> int:
-        n_bytes = limbo_bytes()
-        if once and threading.current_thread().name == "impress-commit":
-            once.pop()
-            ends = threading.Thread(target=lease.release)
-            ends.start()
-            ends.join()
-        return n_bytes
 
-    monkeypatch.setattr(leaving, "_limbo_bytes", counted)
+def assert_a_store_evicts_nothing(store: impress.PrefixStore) -> None:
     put_prompt(store, prompt(128, 5)).wait(60)
     store.flush()
-    assert not once
+    assert store.stats()["evicted_spans"] == 0 and store.stats()["spans"] == 6
+
+
+@pytest.mark.parametrize("when", ["copies", "leaving", "used"])
+def test_a_span_that_leaves_while_it_is_counted_has_no_other_leave(
+    nearly_full: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """What went from one list of the leaving to the next was on neither as they were read: it
+    counted as filled, and a store beside the end of a lease had most of the others evicted."""
+    store, over = nearly_full, list[bool]()
+    lease = store.lease(prompt(128, 0))
+    assert store.repack().moved == 1  # the old span goes when that lease ends
+    of, name = {
+        "copies": (store._home.leaving, "copies_bytes"),
+        "leaving": (store._home.leaving, "_gone_bytes"),
+        "used": (store.ssd, "usage"),
+    }[when]
+    look, ends = getattr(of, name), threading.Thread(target=lease.release)
+
+    def looked() -> Any:
+        found = look()
+        if not over and threading.current_thread().name == "impress-commit":
+            ends.start()
+            ends.join(0.2 if when == "leaving" else 60)  # where it has to wait, it may
+            over.append(not ends.is_alive())
+        return found
+
+    monkeypatch.setattr(of, name, looked)
+    assert_a_store_evicts_nothing(store)
+    ends.join()
+    assert over == [when != "leaving"]  # it never is half gone as that is counted
+
+
+def test_a_copy_that_comes_to_nothing_while_it_is_counted_has_no_span_leave(
+    nearly_full: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its space was asked for first, and then whose it is: by then nobody's."""
+    store, under_way, ends = nearly_full, threading.Event(), threading.Event()
+    assert store._repacker is not None
+    leaving = store._home.leaving
+
+    def copied(*_: Any) -> None:
+        under_way.set()
+        ends.wait(60)
+        raise Gone
+
+    def used(look: Callable[[], Usage] = store.ssd.usage) -> Usage:
+        found = look()
+        if under_way.is_set() and threading.current_thread().name == "impress-commit":
+            ends.set()
+            passing.join(60)
+        return found
+
+    monkeypatch.setattr(store._repacker._copier, "copy", copied)
+    monkeypatch.setattr(store.ssd, "usage", used)
+    passing = threading.Thread(target=store.repack)
+    passing.start()
+    assert under_way.wait(60)
+    assert_a_store_evicts_nothing(store)
+    assert ends.is_set() and leaving.copies_bytes() == 0
+
+
+def test_a_copy_whose_space_is_just_being_found_has_no_span_leave(
+    nearly_full: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows had theirs, its header had none yet, for which a segment may have to be made."""
+    store, reserve, n = nearly_full, nearly_full.ssd.reserve, [0]
+
+    def reserved(*args: int) -> Slot | None:
+        if threading.current_thread() is threading.main_thread():
+            n[0] += 1
+            if n[0] == 2:
+                stores = threading.Thread(target=assert_a_store_evicts_nothing, args=(store,))
+                stores.start()
+                stores.join()
+        return reserve(*args)
+
+    monkeypatch.setattr(store.ssd, "reserve", reserved)
+    store.repack()
+    assert n[0] >= 2
     assert store.stats()["evicted_spans"] == 0 and store.stats()["spans"] == 6
 
 

@@ -12,7 +12,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
@@ -28,13 +27,13 @@ from impress.repacking.report import (
     REWRITTEN,
     SPENT,
     WOULD,
-    WRITTEN,
     Move,
+    Pass,
     RepackReport,
     unmoved,
 )
 from impress.repacking.span_copy import Copier, Gone, SpanPart, Stopped
-from impress.spans.format import SpanHeader, SpanRecord, meta_bytes
+from impress.spans.format import SpanHeader, SpanRecord
 from impress.spans.layout import K, V
 from impress.stats import Counters
 from impress.tree.catalog import Held
@@ -60,22 +59,6 @@ LEAST_LEASES = 8
 DEAD_SHARE = 0.5
 
 
-@dataclass(slots=True)
-class _Pass:
-    """What a pass wrote so far, or would have. `most_bytes`: that it may write; None: no bound."""
-
-    dry_run: bool
-    most_bytes: int | None
-    n_bytes: int = 0
-    taken: int = 0  # of a dry run: of the disk, less what the spans that would move give back
-
-    def count(self, move: Move, outcome: str) -> None:
-        if outcome in WRITTEN + WOULD:
-            self.n_bytes += move.n_bytes
-        if outcome in WOULD:
-            self.taken += move.n_bytes - move.held.record.owned_bytes
-
-
 class Repacker:
     """One pass at a time, one span at a time. Thread-safe."""
 
@@ -96,7 +79,9 @@ class Repacker:
         self._looked: dict[int, int] = {}  # span -> its leases when the background last looked
         self._moved: set[int] = set()  # out of the tree, perhaps not reclaimed yet
         self._drafts = Drafts(self._scrap, lambda: self._copier.under_way)
-        home.leaving.copies = self.drafts
+        self._reserving = 0  # bytes of a copy that is no draft yet
+        home.leaving.copies_bytes = self._copies_bytes
+        home.leaving.cut_off = self.cut_off
         self._sync_failures = 0  # the tier's, when it was reserved
         self._thread: Worker | None = None
         if config.repack_every_s:
@@ -133,12 +118,26 @@ class Repacker:
         """Whether a copy is under way."""
         return bool(self._drafts.records())
 
+    def cut_off(self) -> list[SpanRecord]:
+        """Copies of a pass that was cut off under a write: given back, else still under it."""
+        if not self._pass.acquire(blocking=False):
+            return []  # a pass that goes on
+        try:
+            self._drafts.give_back_rest()
+            return self._drafts.records() if self._copier.under_way else []
+        finally:
+            self._pass.release()
+
+    def _copies_bytes(self) -> int:
+        return self._reserving + sum(draft.owned_bytes for draft in self._drafts.records())
+
     def close(self, timeout_s: float) -> None:
         """Stop after the slice under way; what is half copied is given back."""
         self._stop.set()
         if self._thread is not None:
             self._thread.ended(timeout_s)
         until(lambda: not self._pass.locked(), timeout_s)  # a pass that someone else runs
+        self.cut_off()
 
     # ---- a pass ----------------------------------------------------------------------------
 
@@ -165,7 +164,7 @@ class Repacker:
         self, spans: list[int], dry_run: bool, max_bytes: int | None, due: Mapping[int, int]
     ) -> RepackReport:
         """`due`: spans whose leases are noted as of when it looked at them."""
-        report, so_far = RepackReport(dry_run), _Pass(dry_run, max_bytes)
+        report, so_far = RepackReport(dry_run), Pass(dry_run, max_bytes)
         self._drafts.give_back_rest()  # of a pass that was cut off under a write
         dead = self._mostly_dead()
         for span in [*dead, *(span for span in spans if span not in dead)]:
@@ -231,6 +230,8 @@ class Repacker:
         elif worth is None and header.importance is not None:
             worth = np.nan_to_num(header.importance, nan=0.0)
             trials.append(Trial(worth, likely_chosen(worth)))
+        elif header.order is not None:  # rows stay in it, but for those of nodes split since
+            worth = np.zeros(header.order.ordinals.shape, dtype=np.float32)
         else:
             return None
         window, n_windows = held.record.window, held.record.n_windows
@@ -239,7 +240,7 @@ class Repacker:
         plan = plan_repack(worth, trials, header.order, groups, planes, window, gap)
         return Move(held, SpanPart(header, 0, n_windows, plan.slots), plan)
 
-    def _deal_with(self, move: Move, so_far: _Pass) -> str:
+    def _deal_with(self, move: Move, so_far: Pass) -> str:
         """Move it, or say why not."""
         health, most = self._home.health, so_far.most_bytes
         if move.plan is not None and not move.plan.worth_it:
@@ -286,7 +287,7 @@ class Repacker:
                 return False
         return True
 
-    def _would(self, move: Move, so_far: _Pass) -> str:
+    def _would(self, move: Move, so_far: Pass) -> str:
         """What would come of it after the moves before it, if nobody holds what they leave."""
         ssd, left = self._home.ssd, self._home.budget.left_bytes
         if left is not None and so_far.n_bytes + move.n_bytes > left:
@@ -297,15 +298,10 @@ class Repacker:
             growth = 0
         data = move.part.layout.data_bytes
         holed = ssd.missing(max(0, so_far.taken + data), SMALL_PART) > growth
-        header = self._header_bytes(move, 1)  # in any hole
+        header = move.header_bytes(1)  # in any hole
         if holed or so_far.taken + data + header > usage.free + growth:
             return NO_ROOM
         return WOULD[0] if move.plan is not None else WOULD[1]
-
-    def _header_bytes(self, move: Move, n_parts: int) -> int:
-        """Room that a copy's header takes until it is written."""
-        layout, window = move.part.layout, move.held.record.window
-        return meta_bytes(n_parts, layout.n_windows, window, layout.n_layers, layout.n_sums)
 
     # ---- a move ----------------------------------------------------------------------------
 
@@ -315,11 +311,12 @@ class Repacker:
         ssd, layout = self._home.ssd, move.part.layout
         self._sync_failures, self._copier.n_written = ssd.sync_failures, 0
         data = meta = draft = None
+        self._reserving = move.n_bytes
         try:
             with suppress(MediumError):
                 data = ssd.reserve(layout.data_bytes, SMALL_PART)
                 if data is not None:
-                    size = self._header_bytes(move, len(data.parts))
+                    size = move.header_bytes(len(data.parts))
                     meta = ssd.reserve(size, size)
             # A header is one extent, for scans.
             if data is not None and meta is not None and len(meta.parts) == 1:
@@ -331,6 +328,7 @@ class Repacker:
                 for slot in (data, meta):
                     if slot is not None:
                         ssd.free(slot)
+            self._reserving = 0  # at last: it may count twice, and never not at all
         return draft
 
     def _scrap(self, left: list[SpanRecord]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from impress.repacking.packing import Cost, Repacking
 from impress.repacking.span_copy import SpanPart
-from impress.spans.format import SpanRecord
+from impress.spans.format import SpanRecord, meta_bytes
 from impress.spans.order import order_bytes
 from impress.tree.catalog import Held
 from impress.write.jobs import Swapped
@@ -65,6 +65,11 @@ class Move:
             order = round_up(order_bytes(*part.slots.shape))
         return part.layout.data_bytes + self.held.record.meta.length + order
 
+    def header_bytes(self, n_parts: int) -> int:
+        """Room that the copy's header takes until it is written."""
+        layout, window = self.part.layout, self.held.record.window
+        return meta_bytes(n_parts, layout.n_windows, window, layout.n_layers, layout.n_sums)
+
     def report(self, outcome: str) -> SpanReport:
         record, plan = self.held.record, self.plan
         n_tokens = record.n_windows * record.window
@@ -72,6 +77,22 @@ class Move:
         if plan is None:
             return replace(told, dead_share=1 - self.part.count / record.n_windows)
         return replace(told, before=plan.before, after=plan.after, gain=plan.gain)
+
+
+@dataclass(slots=True)
+class Pass:
+    """What a pass wrote so far, or would have. `most_bytes`: that it may write; None: no bound."""
+
+    dry_run: bool
+    most_bytes: int | None
+    n_bytes: int = 0
+    taken: int = 0  # of a dry run: of the disk, less what the spans that would move give back
+
+    def count(self, move: Move, outcome: str) -> None:
+        if outcome in WRITTEN + WOULD:
+            self.n_bytes += move.n_bytes
+        if outcome in WOULD:
+            self.taken += move.n_bytes - move.held.record.owned_bytes
 
 
 @dataclass(slots=True)

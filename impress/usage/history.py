@@ -166,7 +166,8 @@ class History:
             copy = known.part(first, known.n_windows - first if count is None else count)
         value = encode(copy)
         with self._lock:
-            self._keep(new_span, copy)
+            self._put(new_span, copy)
+            self._shrink()
         return {new_span: value}
 
     def forget(self, span_id: int) -> None:
@@ -309,18 +310,23 @@ class History:
             known = self._saved(span)
             if known is not None:
                 with self._lock:
-                    known = self._spans.get(span) or self._keep(span, known)
+                    known = self._spans.get(span) or self._put(span, known)
+                    self._shrink()
         return known
 
     def _saved(self, span: int) -> Remembered | None:
         """By the clock here. None also for what is damaged, newer, or of another shape: it is
-        forgotten."""
+        forgotten. And for what has no room here, of which nothing is learnt any more: it would be
+        unpacked for each layer of each request, and say what was so once."""
         raw, ahead = self._fetched(span)
+        head = head_of(raw)
+        if raw is None or head is None or head.n_bytes > self._budget_bytes:
+            return None
         try:
-            known = None if raw is None else decode(raw)
+            known = decode(raw)
         except FormatError:
             return None
-        if known is None or (known.seen.shape[1], known.window) != self._shape:
+        if (known.seen.shape[1], known.window) != self._shape:
             return None
         known.ticks += ahead
         return known
@@ -333,13 +339,6 @@ class History:
             return raw, 0 if raw is None else self._ahead(span)
         except (FormatError, StoreFailed):
             return None, 0
-
-    def _keep(self, span: int, known: Remembered) -> Remembered:
-        """What is saved, or will be at once; where it is larger than all there may be, not here."""
-        if known.n_bytes <= self._budget_bytes:
-            self._put(span, known)
-            self._shrink()
-        return known
 
     def _put(self, span: int, known: Remembered) -> Remembered:
         self._take_out(span)

@@ -221,6 +221,7 @@ class Head(NamedTuple):
     tick: int
     score: float
     share: float
+    n_bytes: int  # that it takes in memory
 
 
 def encode(known: Remembered) -> bytes:
@@ -287,9 +288,10 @@ def head_of(raw: bytes | None) -> Head | None:
     """What a value says in front; None on one that is damaged or of another version."""
     if raw is None or len(raw) < _HEAD.size + 8 or _sum(raw[:-8]) != raw[-8:]:
         return None
-    version, _, _, _, _, tick, score, share = _HEAD.unpack_from(raw)
+    version, n_layers, n_windows, window, _, tick, score, share = _HEAD.unpack_from(raw)
     known = version in (_VERSION, _ONE_HALF, _NO_WHOLE)
-    return Head(tick, score, share) if known else None
+    n_bytes = Remembered.bytes_of(n_layers, n_windows, window)
+    return Head(tick, score, share, n_bytes) if known else None
 
 
 def _sum(raw: bytes) -> bytes:

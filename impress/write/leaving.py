@@ -55,7 +55,8 @@ class Leaving:
         self.committer: Committer | None = None
         """Of that shard; set once, before anything leaves."""
         self.before_evict: Callable[[], None] = lambda: None  # makes more of it evictable
-        self.copies: Callable[[], list[SpanRecord]] = list  # of repacks, under way
+        self.copies_bytes: Callable[[], int] = lambda: 0  # of repacks, under way
+        self.cut_off: Callable[[], list[SpanRecord]] = list  # of these, what a purge has to erase
         # Of stores under way, at a purge: where they write, over what may have been evicted there.
         self.refuse: Callable[[Wanted], list[SpanRecord]] = lambda wanted: []
         self.purging: list[Wanted] = []
@@ -113,16 +114,20 @@ class Leaving:
         capacity = self._ssd.capacity_bytes
         if capacity is None:
             return 0
-        # Out of the tree, and free when nobody reads it any more: no reason for more to go.
-        # Asked in the order in which bytes go, here and below: what is on its way counts twice, and
-        # never not at all, for which as much as lies between the marks would leave.
-        gone = self._catalog.retired_bytes() + self._limbo_bytes()
+        # Out of the tree, and free when nobody reads it any more: no reason for more to go. Nor is
+        # the copy of a repack: its span goes for it. Asked in the order in which bytes go: what is
+        # on its way counts twice, and never not at all, for which as much as lies between the marks
+        # would leave.
+        gone = self.copies_bytes()
+        if self._reclaimer is not None:
+            gone += self._reclaimer.settled(self._gone_bytes)
         used = self._ssd.usage().used - gone
-        # Nor is the copy of a repack a reason: its span goes for it.
-        used -= sum(record.owned_bytes for record in self.copies())
         if used <= self._config.disk_high * capacity:
             return 0
         return used - int(self._config.disk_low * capacity)
+
+    def _gone_bytes(self) -> int:
+        return self._catalog.retired_bytes() + self._limbo_bytes()
 
     def purge(self, wanted: Wanted) -> tuple[int, int]:
         """Erase everything under the root keys of what is `wanted`: (spans, how many are held yet).
@@ -137,6 +142,7 @@ class Leaving:
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
         failed = self._counters["unerased_spans"]
+        self.cut_off()
         undeleted = self._catalog.retired_records(self.committer.undeleted)
         late = [record.span_id for record in undeleted if wanted(record.namespace, record.root)]
         self.spoil(late)
@@ -175,7 +181,8 @@ class Leaving:
         self.n_purges += 1  # first: who is no draft yet sees it when it is
         before = {record.span_id for record in drafts}
         self.note_begun(r for r in self.refuse(lambda *_: False) if r.span_id not in before)
-        return len(spans), self._n_left(held)
+        copies = [copy for copy in self.cut_off() if wanted(copy.namespace, copy.root)]
+        return len(spans), self._n_left(held) + len(copies)
 
     def _take_out_all(
         self, wanted: Wanted, committer: Committer

@@ -178,6 +178,11 @@ class Reclaim:
         finally:
             self._busy.discard(mine)  # by one call of C: no lock that a signal could come at
 
+    def settled(self, count: Callable[[], Found]) -> Found:
+        """As `at_rest`, but waits for no erasing: that is in limbo until its space is free."""
+        with self._lock:
+            return count()
+
     def at_rest(self, look: Callable[[], Found]) -> Found:
         """What it finds while nothing is given back or taken over, and nothing is so by half."""
         late_s = monotonic() + WRITE_TIMEOUT_S
