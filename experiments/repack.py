@@ -59,14 +59,19 @@ TURN: Final = 25
 Pair = tuple[list[float], list[float]]
 _WAYS: Final = ("held", "during")
 N_PREFIXES: Final = {False: 8, True: 4}
+#: Requests on a prefix that are learnt from, and others that are timed: asked again and again.
+_LEARNT: Final = 24
+_TIMED: Final = 24
 
 
 def cells(options: Options) -> list[Cell]:
     seconds = 60 + 2.25 * N[options.quick] * 0.12
     # What was measured before turns behind a move counted so, before the pass's part under load
-    # stood apart, and before both ways had the same requests, is measured again.
+    # stood apart, before both ways had the same requests and before these came with the first token
+    # of the one before and were others than those that were learnt from, is measured again.
     params = {"part": "repack", "n": N[options.quick], "behind": "during", "pass": "apart",
-              "requests": "the same"}  # fmt: skip
+              "requests": "the same", "clock": "from the first token before",
+              "learnt": "from others"}  # fmt: skip
     verdict = Verdict(options)
     return [check_cell(verdict), Cell(params, partial(measure, options, verdict), seconds)]
 
@@ -83,7 +88,8 @@ def measure(options: Options, verdict: Verdict) -> list[Row]:
     load = Load(zipf=0.9, n_measured=3 * n, most_windows=0, seed=options.seed)
     asked = order_of(load, len(data.prefixes))
     # Choices are asked for again and again: a queue of as many as fit the time.
-    pool = sorted({(prefix, request % 12) for prefix, request in asked})
+    pool = [(prefix, request) for prefix in range(len(data.prefixes)) for request in range(_LEARNT)]
+    pool += sorted({(prefix, _timed(request)) for prefix, request in asked})
     choices = data.prepare(["plain"], [POLICY], pool, knobs)
     config = Config(
         window=WINDOW, dram_bytes=data.n_bytes * 16 // 130, probes=("heads3-v1",), durable=False,
@@ -98,6 +104,11 @@ def measure(options: Options, verdict: Verdict) -> list[Row]:
     return [{**said, "emulator_error": verdict.error}]
 
 
+def _timed(request: int) -> int:
+    """Its number among those on a prefix."""
+    return _LEARNT + request % _TIMED
+
+
 def _phases(
     server: Server, data: Data, store: PrefixStore, queue: Any, n: int, stretch: float
 ) -> Row:
@@ -107,13 +118,20 @@ def _phases(
 
     def one(asked: tuple[int, int], *, settled: bool = True) -> Served:
         prefix, request = asked
-        served = server.serve(Asking(prefix, data.prefixes[prefix].tokens, request % 12))
+        served = server.serve(Asking(prefix, data.prefixes[prefix].tokens, request))
         if settled:
             server.settle()
         return served
 
-    for asked in islice(queue, max(12, n // 8)):
-        one(asked)  # learning, and warm caches
+    def in_a_row(some: Sequence[tuple[int, int]]) -> list[float]:
+        """Each comes with the first token of the one before. Nothing is waited for between two:
+        that would keep them out of the way of what the repacker has under way."""
+        served = [one(asked, settled=False) for asked in some]
+        free = [served[0].began_s, *(s.began_s + s.ttft_s for s in served[:-1])]
+        return [s.began_s + s.ttft_s - begin for s, begin in zip(served, free, strict=True)]
+
+    for prefix, request in islice(queue, max(12, n // 8)):
+        one((prefix, request % _LEARNT))  # learning, and warm caches
     reports: list[Any] = []
     pairs: list[Pair] = []
     n_behind = n_moved = 0  # turns of requests behind a move, with the repacker held; moves
@@ -122,15 +140,13 @@ def _phases(
         thread = threading.Thread(target=lambda: reports.append(store.repack()), daemon=True)
         thread.start()
         while len(pairs) * TURN < n:
-            same = list(islice(queue, TURN))
+            same = [(prefix, _timed(request)) for prefix, request in islice(queue, TURN)]
             turns: dict[str, list[float]] = {}
             behind = False
             for way in _WAYS if len(pairs) % 2 else reversed(_WAYS):
                 running.set() if way == "during" else running.clear()
-                # Nothing is waited for between two: that would keep them out of the way of
-                # what the repacker has under way.
                 begin = time.perf_counter()
-                turns[way] = [one(asked, settled=False).ttft_s for asked in same]
+                turns[way] = in_a_row(same)
                 if way == "during":
                     running_s += time.perf_counter() - begin
                 else:  # behind a move a span is erased, and the next finds no cache of it
@@ -148,7 +164,8 @@ def _phases(
     times = {way: list(chain.from_iterable(pair[i] for pair in pairs))
              for i, way in enumerate(_WAYS)}  # fmt: skip
     _check_compared(times, reports)
-    served = [one(asked) for asked in islice(queue, max(25, n // 12))]
+    last = islice(queue, max(25, n // 12))
+    served = [one((prefix, _timed(request))) for prefix, request in last]
     times["after"] = [s.ttft_s for s in served]
     ttft_s = sum(times["after"])
     (report,) = reports

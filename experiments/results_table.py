@@ -215,7 +215,8 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
         "cell": "cell", "system": "system", "p50 ms": "p50_ms", "p90 ms": "p90_ms",
         "mean ms": "mean_ms", "I/O ms": "io_ms", "waits ms": "emulated_ms",
         "stated ms": "stated_ms", "SSD floor ms": "ssd_floor_ms", "MB moved": "mb",
-        "MB from SSD": "ssd_mb", "HBM": "hbm", "DRAM": "dram", "rows": "rows",
+        "MB from SSD": "ssd_mb", "and behind": "behind_mb", "HBM": "hbm", "DRAM": "dram",
+        "rows": "rows",
         "fell back": "fell_back",
     },
     "ttft_cuda": {

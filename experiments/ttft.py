@@ -17,7 +17,7 @@ import numpy as np
 from experiments.common import Row, Unable, console, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.catalogue import chosen
-from experiments.systems.paired import say, times, worst_of
+from experiments.systems.paired import say, times, worst_of, worst_without_one
 from experiments.systems.sizes import Verdict, arguments, checked, how, is_real, meta
 from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio
 
@@ -48,7 +48,7 @@ def cells(options: Options) -> list[Cell]:
     varied = {"in_a_row": VARIED["in_a_row"]} if few else VARIED
     n_of = {"in_a_row": N_IN_A_ROW[options.quick]}
     asked = _requests(options)
-    only: dict[str, Any] = {} if names is None else {"systems": ",".join(names)}
+    only: dict[str, Any] = {}
     if (prefixes := getattr(options.more, "prefixes", None)) is not None:
         if prefixes < 2:
             raise Unable(f"--prefixes: at least 2 are asked for in turn, got {prefixes}")
@@ -136,6 +136,8 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
         worst = [one for one in each if one is not None]
         if worst:  # no interval: that of the largest of several is not its own
             said[f"{name}_vs_best_of_three"] = max(worst).ratio
+            without = [worst_without_one(systems, of) for systems in cells_of.values()]
+            said[f"{name}_without_one_vs_best_of_three"] = max(one for one in without if one)
         highs = [one.high for one in worst if one.high is not None]
         if highs:  # a bar within an interval is not shown to be met
             said[f"{name}_high_vs_best_of_three"] = max(highs)

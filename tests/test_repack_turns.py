@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -33,6 +33,34 @@ def test_a_draw_without_a_turn_of_the_held_repacker_is_none() -> None:
     assert found == pytest.approx((1.0, 1.0, 1.0))
 
 
+def back_to_back(busy_s: float) -> Iterator[SimpleNamespace]:
+    """Requests of half a second, each begun when the one before has let go of the server."""
+    for n in itertools.count():
+        began_s = n * (0.5 + busy_s)
+        yield SimpleNamespace(ttft_s=0.5, map_s=0.05, map_cpu_s=0.01, began_s=began_s)
+
+
+def test_a_request_comes_with_the_first_token_of_the_one_before() -> None:
+    """Its clock began as the server was free, whatever that still did for the one before."""
+    done, served = threading.Event(), back_to_back(0.25)
+    report = SimpleNamespace(spans=(), moved=1, moved_bytes=1)
+    server = SimpleNamespace(serve=lambda _asking: next(served), settle=done.set)
+    data = SimpleNamespace(prefixes=[SimpleNamespace(tokens=())], n_bytes=1)
+    looks = itertools.count()
+
+    class Counters:
+        def __getitem__(self, name: str) -> int:
+            if next(looks) == 3:
+                over.set()
+            return 0
+
+    over = threading.Event()
+    store = SimpleNamespace(repack=lambda: over.wait(60) and report, counters=Counters())
+    row = repack._phases(server, data, store, itertools.repeat((0, 0)), 4 * repack.TURN, 1.0)
+    assert {row[f"p50_ms_{name}"] for name in ("held", "during")} == {750.0}
+    assert row["p50_ms_after"] == 500.0  # there it is waited for
+
+
 def test_both_ways_have_the_same_requests_and_take_turns_at_being_first() -> None:
     """Each way had requests of its own, and in the tail these decided more than the repacker."""
     asked: list[tuple[int, int]] = []
@@ -44,8 +72,9 @@ def test_both_ways_have_the_same_requests_and_take_turns_at_being_first() -> Non
         held.append(not gate.is_set())
         if len(asked) == 12 + 4 * repack.TURN:
             done.set()
-        return SimpleNamespace(ttft_s=0.5, map_s=0.05, map_cpu_s=0.01)
+        return next(served)
 
+    served = back_to_back(0.0)
     gate = threading.Event()
     server = SimpleNamespace(serve=serve, settle=lambda: None)
     data = SimpleNamespace(prefixes=[SimpleNamespace(tokens=())] * 99, n_bytes=1)
@@ -68,7 +97,7 @@ def test_both_ways_have_the_same_requests_and_take_turns_at_being_first() -> Non
 def test_a_turn_behind_a_move_is_the_repackers() -> None:
     """It counted as one without. And milliseconds were not "divided by the dilation", as said."""
     done, looks = threading.Event(), []
-    served = SimpleNamespace(ttft_s=0.5, map_s=0.05, map_cpu_s=0.01)
+    served = back_to_back(0.0)
 
     class Counters:
         def __getitem__(self, name: str) -> int:
@@ -83,7 +112,7 @@ def test_a_turn_behind_a_move_is_the_repackers() -> None:
         assert done.wait(60)
         return SimpleNamespace(spans=(), moved=1, moved_bytes=1)
 
-    server = SimpleNamespace(serve=lambda _asking: served, settle=lambda: None)
+    server = SimpleNamespace(serve=lambda _asking: next(served), settle=lambda: None)
     data = SimpleNamespace(prefixes=[SimpleNamespace(tokens=())], n_bytes=1)
     store = SimpleNamespace(repack=pass_of_the_repacker, counters=Counters())
     row = repack._phases(server, data, store, itertools.repeat((0, 0)), 2 * repack.TURN, 5.0)
@@ -118,8 +147,8 @@ def test_a_pass_with_nothing_to_tell_is_said_in_a_line(
             """It is not waited for."""
 
     monkeypatch.setattr(repack.threading, "Thread", Pass)
-    served = SimpleNamespace(ttft_s=0.5, map_s=0.05, map_cpu_s=0.01)
-    server = SimpleNamespace(serve=lambda _asking: served, settle=lambda: None)
+    served = back_to_back(0.0)
+    server = SimpleNamespace(serve=lambda _asking: next(served), settle=lambda: None)
     data = SimpleNamespace(prefixes=[SimpleNamespace(tokens=())], n_bytes=1)
     store = SimpleNamespace(repack=lambda: report, counters={"repacks/yes": 0})
     with pytest.raises(Unable, match=says):

@@ -237,10 +237,21 @@ def test_a_request_in_a_row_comes_with_the_first_token_of_the_one_before() -> No
     of those that read everything a row was one with pauses."""
     begun, bench = iter((0.0, 1.5, 3.0)), Mock(_disk_gb_s=5.0)
     bench.device.dilation = 1.0
-    server = Mock(serve=lambda _: Served(1.0, 0.5, 0.2, began_s=next(begun)))
+    server = Mock(serve=lambda _: Served(1.0, 0.5, 0.2, began_s=next(begun)), behind_bytes=5)
+    server.settle = Mock(side_effect=lambda: server.configure_mock(behind_bytes=35))
     found = Bench._serve(bench, server, [(0, 0)] * 3)
     assert [one.ttft_s for one in found] == [1.0, 1.5, 1.5]
+    assert [one.behind_bytes for one in found] == [10.0] * 3
     server.settle.assert_called_once_with()
+
+
+def test_what_is_read_for_the_caches_behind_requests_is_said(data: Data) -> None:
+    """It stood in no figure: what chooses rows, and caches whatever it used last, read more than
+    the system that reads everything, and was said to read half."""
+    systems = chosen(["as", "as_h2o_lru"])
+    with Bench(systems, data, Load(n_measured=8, n_warm=4, most_windows=1), 0.0) as bench:
+        behind = {name: summary(s)["behind_mb"] for name, s in bench.measure().items()}
+    assert behind["as"] == 0.0 < behind["as_h2o_lru"]
 
 
 def test_an_interval_of_requests_in_a_row_draws_rows_whole() -> None:

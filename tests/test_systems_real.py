@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_systems import KNOBS, TINY, assert_stored
 
-from experiments import ttft
+from experiments import ablation, ttft
 from experiments.common import Unable
 from experiments.harness import Disk, Options
 from experiments.systems.catalogue import System, systems
@@ -154,6 +154,15 @@ def test_fewer_requests_of_fewer_systems_can_be_asked_for(tmp_path: Path) -> Non
     fit = {cell.params.get("cell") for cell in more}
     assert {"base", "ratio 65"} <= fit and "shape opt-30b" not in fit
     assert "systems" not in ttft.cells(_options(tmp_path))[1].params
+
+
+def test_cells_of_another_clock_or_of_other_systems_are_not_taken_for_these(tmp_path: Path) -> None:
+    """`--resume` kept requests in a row of the clock before, and an ablation that lacked a system:
+    the paper's shares were then missing, without a word."""
+    (in_a_row,) = [c for c in ttft.cells(_options(tmp_path)) if c.params.get("in_a_row") == 8]
+    assert in_a_row.params["clock"] == "from the first token before"
+    for cell in ablation.cells(_options(tmp_path))[1:]:
+        assert cell.params["systems"] == ",".join(ablation.NAMES)
 
 
 def test_cells_of_two_cards_are_two_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

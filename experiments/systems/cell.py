@@ -247,13 +247,15 @@ class Bench:
         Each comes when the one before has its first token: what that still has to do before the
         server is free, such as copies out of an engine's memory, is waited for.
         """
+        before = server.behind_bytes
         served = [server.serve(self.asking(*asked)) for asked in some]
         came = [one.began_s + one.ttft_s for one in served]
         for first_token_s, after in zip(came, served[1:], strict=False):
             after.ttft_s += after.began_s - first_token_s
+        server.settle()
         for one in served:
             one.dilation, one.disk_gb_s = self.device.dilation or 1.0, self._disk_gb_s
-        server.settle()
+            one.behind_bytes = (server.behind_bytes - before) / len(served)
         return served
 
     def overlap(self, policy: Policy | None) -> float | None:
@@ -339,6 +341,7 @@ def summary(served: Sequence[Served], in_a_row: int = 1) -> Row:
         "ssd_floor_ms": float(np.mean([
             s.bytes_by_tier.get("ssd", 0) / s.disk_gb_s / s.dilation for s in served
         ])) / 1e6,
+        "behind_mb": float(np.mean([s.behind_bytes for s in served])) / 1e6,
         "ahead_mb": float(np.mean([s.ahead_bytes for s in served])) / 1e6,
         "ahead_used_mb": float(np.mean([s.ahead_used_bytes for s in served])) / 1e6,
         "fell_back": float(np.mean([s.fell_back for s in served])),

@@ -64,6 +64,7 @@ class Served:
     began_s: float = 0.0  # by the clock
     dilation: float = 1.0  # of emulated compute, when it was served
     disk_gb_s: float = PAPER_DISK_GB_S  # at the time
+    behind_bytes: float = 0.0  # read from the SSD once its first token was out, for the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,14 @@ class Server:
         if self.system.auto and self._rates is None:
             self._rates = Rates(by_last_use=self.system.eviction == "lru")
             self._rates.note_forward("recompute", n_tokens, self._device.forward_s(n_tokens))
+
+    @property
+    def behind_bytes(self) -> int:
+        """Read from the SSD behind requests so far, for the caches: chunks of which a request had
+        some rows only. What systems cache that read everything, they have in memory by then."""
+        if not isinstance(self.store, PrefixStore):
+            return 0
+        return self.store.counters["promotion_read_bytes/ssd"]
 
     def settle(self) -> None:
         """Return when what the request left to do in the background is done: each finds the

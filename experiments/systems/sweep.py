@@ -69,6 +69,10 @@ def cell(plan: Plan, label: str, n: int, **factors: Any) -> Cell:
     shape = SHAPES[factor["shape"]]
     if shape.n_kv_heads < shape.n_heads:  # before, those that share keys all looked at the same
         computed = {**computed, "heads": "apart"}
+    if factor["in_a_row"] > 1:  # before, from when the server was free
+        computed = {**computed, "clock": "from the first token before"}
+    if plan.names is not None:
+        computed = {**computed, "systems": ",".join(plan.names)}
     return Cell(
         {"part": "cell", "cell": label, "n": n, **factor, **computed},
         partial(_measure, plan, factor, n),
