@@ -23,7 +23,7 @@ from impress.errors import BadInput, Unsupported
 from impress.weights import (
     StoredTensor,
     add_tensor,
-    sampled,
+    chunks,
     stamp_of,
     stored_tensors,
     weight_files,
@@ -78,12 +78,12 @@ def namespace_of(
 ) -> bytes:
     """The 32-byte namespace of a Transformers model object, or of a directory with its files.
 
-    A directory (str or path) is read: config.json, the safetensors headers and samples of every
-    tensor (impress/weights.py); its dtype is the config's, float32 where that names none. A model
-    whose tensors, buffers and config still match the directory it was loaded from gets the
-    directory's namespace in the model's own dtype; any other (random weights, a fine-tune, an
-    adapter in memory, RoPE's angles rounded by `.to(dtype)`) gets a digest of samples of its
-    state_dict and of the buffers that its config would make otherwise. `cross_engine` leaves the
+    A directory (str or path) is read: config.json and every tensor (impress/weights.py); its dtype
+    is the config's, float32 where that names none. A model whose tensors, buffers and config still
+    match the directory it was loaded from gets the directory's namespace in the model's own dtype;
+    any other (random weights, a fine-tune, an adapter in memory, RoPE's angles rounded by
+    `.to(dtype)`) gets a digest of its state_dict and of the buffers that its config would make
+    otherwise. Every byte is looked at: some seconds, of a large model. `cross_engine` leaves the
     engine family out, for engines whose KV is close but not equal bit by bit. `engine` names a
     family other than Transformers, `dtype` what it computes a directory's model in where that is
     not what its config says.
@@ -184,10 +184,11 @@ def _config_dtype(config: Mapping[str, Any]) -> str:
 
 
 def _normalised(config: Mapping[str, Any], volatile: frozenset[str] = _VOLATILE) -> dict[str, Any]:
-    """Without volatile keys and nulls, at every depth; but a quantization's `dtype` is another."""
+    """Without volatile keys, at every depth; but a quantization's `dtype` is another. With nulls:
+    what is absent is a default, which may be another."""
     kept = {}
     for key, value in config.items():
-        if key in volatile or value is None:
+        if key in volatile:
             continue
         below = frozenset[str]() if key == "quantization_config" else volatile
         kept[str(key)] = _normalised(value, below) if isinstance(value, Mapping) else value
@@ -198,7 +199,7 @@ def _normalised(config: Mapping[str, Any], volatile: frozenset[str] = _VOLATILE)
 
 
 def _weights_of_state(model: Any, odd: Mapping[str, torch.Tensor]) -> bytes:
-    """The digest of samples of a state_dict and odd buffers, and of the adapters' settings."""
+    """The digest of a state_dict and odd buffers, and of the adapters' settings."""
     digest = hashlib.blake2b(digest_size=32, person=b"impress-mem-v1")
     for name, tensor in sorted({**_state(model), **odd}.items()):
         if tensor.device.type == "meta":
@@ -361,9 +362,13 @@ def _matches(tensor: torch.Tensor, stored: StoredTensor, model_dtype: torch.dtyp
     if stored.n_bytes != tensor.numel() * size:
         return False
     flat = tensor.detach().reshape(-1)
-    for first, end in sampled(stored.name, stored.n_bytes):
-        piece = torch.frombuffer(bytearray(stored.read(first, end)), dtype=stored_dtype)
-        if not _same_bits(flat[first // size : end // size], piece.to(tensor.dtype)):
+    for first, end in chunks(stored.n_bytes):
+        raw = stored.read(first, end)
+        if stored_dtype != tensor.dtype:
+            cast = torch.frombuffer(bytearray(raw), dtype=stored_dtype).to(tensor.dtype)
+            raw = cast.view(torch.uint8).numpy().tobytes()
+        piece = flat[first // size : end // size]
+        if raw != _bytes(piece, 0, piece.nbytes):
             return False
     return True
 

@@ -1,7 +1,8 @@
-"""What the weight files of a model directory hold: a digest of samples of every tensor.
+"""What the weight files of a model directory hold: a digest of every byte.
 
-The digest is kept in the user's cache directory until a file changes. Importing this module imports
-neither torch nor transformers.
+Once they were sampled: models that differed by an attention head shared a name, and answered from
+each other's rows. The digest is kept in the user's cache directory until a file changes. Importing
+this module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -17,22 +18,19 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import xxhash
+
 from impress.config import cache_dir
 from impress.errors import BadInput, ConfigError
 
 #: What reading a JSON file raises; the last where thousands of brackets are open.
 _UNREADABLE = (OSError, ValueError, RecursionError)
 
-SAMPLE_BYTES = 64 << 10
-_WHOLE_BYTES = 1 << 20  # a tensor of no more is read whole
-_PAGE_BYTES = 4 << 10
-_PAGE_STRIDE_BYTES = 1 << 20  # an attention head's rows of a large model
-_CHUNK_BYTES = 16 << 20  # read at once of a tensor that is read whole
-_STRIDE_BYTES = 16 << 20  # between samples of a file whose tensors cannot be told apart
+_SMALL_BYTES = 1 << 20  # of more a sum of its own is taken, which is ten times as fast
+_HEAD_BYTES = 64 << 10
+_CHUNK_BYTES = 4 << 20  # read at once: stays in a processor's cache
 _MAX_HEADER_BYTES = 100 << 20  # what the safetensors library accepts
-_RULES = 2  # of sampling; digests that were cached under others are made again
-# In the names of tables with a row for each token or position: one row may be all that differs.
-_TABLES = ("embed", "wte", "wpe")
+_RULES = 3  # of digests; those that were cached under others are made again
 
 #: Of each file: name, inode, size, mtime and ctime.
 Stamp = list[tuple[str, int, int, int, int]]
@@ -157,42 +155,45 @@ def stored_tensors(path: Path) -> Iterator[StoredTensor]:
         raise BadInput(f"namespace: {path} is no readable safetensors file: {err}") from None
 
 
-def sampled(name: str, n_bytes: int) -> Iterator[tuple[int, int]]:
-    """The byte ranges (first, end) that are looked at of a tensor's data in row-major order.
-
-    All of it, in chunks, where it is small or a table; else its head, a page in every MiB and its
-    tail.
-    """
-    if n_bytes <= _WHOLE_BYTES or any(part in name for part in _TABLES):
-        for first in range(0, n_bytes, _CHUNK_BYTES):
-            yield first, min(first + _CHUNK_BYTES, n_bytes)
-        return
-    yield 0, SAMPLE_BYTES
-    for first in range(_PAGE_STRIDE_BYTES, n_bytes - _PAGE_BYTES, _PAGE_STRIDE_BYTES):
-        yield first, first + _PAGE_BYTES
-    yield n_bytes - _PAGE_BYTES, n_bytes
+def chunks(n_bytes: int) -> Iterator[tuple[int, int]]:
+    """The byte ranges (first, end) in which a tensor's data in row-major order are read."""
+    for first in range(0, n_bytes, _CHUNK_BYTES):
+        yield first, min(first + _CHUNK_BYTES, n_bytes)
 
 
 def add_tensor(
     digest: hashlib.blake2b, name: str, dtype: str, shape: tuple[int, ...], n_bytes: int,
     read: Callable[[int, int], bytes],
 ) -> None:  # fmt: skip
-    """A tensor's title and what is sampled of its data, read(first, end), into a digest."""
-    ranges = list(sampled(name, n_bytes))
-    n_sampled = sum(end - first for first, end in ranges)
-    title = json.dumps([name, dtype, list(shape), n_sampled]).encode()
+    """A tensor's title and its data, read(first, end), into a digest."""
+    title = json.dumps([name, dtype, list(shape), n_bytes]).encode()
     digest.update(struct.pack("<Q", len(title)) + title)
-    for first, end in ranges:
-        digest.update(read(first, end))
+    _add_data(digest, n_bytes, read)
+
+
+def _add_data(digest: hashlib.blake2b, n_bytes: int, read: Callable[[int, int], bytes]) -> None:
+    if n_bytes <= _SMALL_BYTES:
+        digest.update(read(0, n_bytes) if n_bytes else b"")
+        return
+    data = xxhash.xxh3_128()
+    for first, end in chunks(n_bytes):
+        data.update(read(first, end))
+    digest.update(data.digest())
 
 
 def _add_file(digest: hashlib.blake2b, path: Path) -> None:
-    """Name, size, and samples at fixed distances and at the end, of a file of any format."""
+    """Name, size and data of a file of any format."""
     size = path.stat().st_size
     digest.update(json.dumps([path.name, size]).encode())
     with path.open("rb", buffering=0) as file:
-        for start in [*range(0, size, _STRIDE_BYTES), max(0, size - SAMPLE_BYTES)]:
-            digest.update(os.pread(file.fileno(), SAMPLE_BYTES, start))
+
+        def read(first: int, end: int) -> bytes:
+            return os.pread(file.fileno(), end - first, first)
+
+        if size > _HEAD_BYTES:
+            _add_data(digest, size, read)
+        else:  # twice, as of old: stores go by it
+            digest.update(read(0, size) * 2)
 
 
 # --- the cached digest ----------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def worst_without_one(systems: Mapping[str, Mapping[str, Any]], of: str) -> floa
         return None if found is None else found.ratio
     rows = [systems[name] for name in ("auto", *THREE)]
     ms = np.stack([each_ms(row) for row in rows]).reshape(len(rows), -1, rows[0].get("in_a_row", 1))
-    ratios = []
+    ratios: list[float] = []
     for left_out in range(ms.shape[1]):
         auto, *rivals = _OF[of](np.delete(ms, left_out, axis=1).reshape(len(rows), -1)).tolist()
         ratios.append(auto / min(rivals))

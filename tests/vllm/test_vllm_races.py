@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from impress.config import Config
 from impress.engines.vllm import hanging, saving, uses
 from impress.engines.vllm.blocks import BlockLayout, slots_of
 from impress.engines.vllm.connector import ImpressConnector
-from impress.engines.vllm.exact import ExactLoad
+from impress.engines.vllm.exact import ExactLoad, ExactSide
 from impress.engines.vllm.metrics import COUNTS
 from impress.engines.vllm.sparse import SparseRequest
 from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec, StepPlan
@@ -40,6 +40,7 @@ from impress.store import PrefixStore
 from impress.types import Geometry
 from impress.write.draft import Stored
 from impress.write.index import Index
+from impress.write.writer import Writer
 from tests.vllm.served import MIB, SMALL, Served, params, tokens, words
 from tests.vllm.test_vllm_blocks import _isas
 from tiers.segments import SegmentFiles
@@ -509,6 +510,66 @@ def test_an_abort_behind_a_step_of_which_vllm_did_not_hear_leaves_nothing_in_its
     assert served.used_blocks() == 0
 
 
+@pytest.mark.parametrize("where", ["before the plan", "in the plan"])
+@pytest.mark.parametrize("stored", [False, True], ids=["to be computed", "to be loaded"])
+def test_what_scheduling_that_was_cut_short_gave_out_is_in_nobodys_answer(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str,
+    stored: bool,
+) -> None:  # fmt: skip
+    """vLLM has a request's blocks in its own cache as it gives them, before they are filled. Where
+    Ctrl-C came then no step was missing, as far as anybody knew: whoever asked for that prompt
+    next was answered from another's rows, and these were stored under its name."""
+    before = _stored_before if stored else lambda serve, **given: serve(**given)
+    served = before(serve, max_num_batched_tokens=512)
+    engine, longer = served.llm.llm_engine, PROMPT[:256] + words(100, seed=5)
+    filling = words(300, seed=7)
+    served.ask([filling])  # blocks are not zeros, which are easily right
+    served.forget()
+    side = served.scheduler.connector.scheduler
+    engine.add_request("cut", {"prompt_token_ids": longer}, params(5))
+    with monkeypatch.context() as once:
+        cut = Mock(side_effect=KeyboardInterrupt)
+        name = "build_connector_meta" if where == "before the plan" else "plan"
+        at = (served.scheduler.connector, name) if name != "plan" else (side._unheard, "note")
+        once.setattr(*at, cut)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.abort_request(["cut"])
+    (again,) = served.ask([longer])
+    (once_more,) = served.ask([longer])
+    served.settle()
+    assert served.store.lookup(longer) <= (256 if stored else 0)
+    assert served.used_blocks() == 0
+    assert "nothing more is stored" in caplog.text
+    served.close()
+    fresh = serve()
+    (alone,) = fresh.ask([longer], salt="shares nothing")
+    assert [again.tokens, once_more.tokens] == [alone.tokens] * 2
+
+
+def test_a_reset_takes_no_stores_from_requests_that_ended(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request that a reset preempts, and that the next step has no room for, counted as short of
+    blocks: those of requests that had ended were given up, and nothing of them was stored."""
+    served = serve(max_num_batched_tokens=128)
+    engine = served.llm.llm_engine
+    with held_back(served, monkeypatch):
+        served.ask([PROMPT], 1)
+        for i in (1, 2):
+            prompt = {"prompt_token_ids": words(100, seed=20 + i)}
+            engine.add_request(f"{i}", prompt, params(50))
+            engine.step()
+        with suppress(RuntimeError):  # what had ended holds blocks yet
+            served.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.step()  # has room for one of the two
+        assert "vLLM is short of the blocks" not in caplog.text
+    while engine.has_unfinished_requests():
+        engine.step()
+    served.settle()
+    assert served.store.lookup(PROMPT) == 256
+
+
 def test_a_sparse_request_of_whose_step_vllm_did_not_hear_is_computed_densely(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -636,15 +697,15 @@ def test_a_store_that_cannot_be_given_up_does_not_end_the_thread_that_stores(
     """It ended, or, where it did not, the prompts that begin alike waited for one that was gone:
     nothing was stored any more, and no finished request gave its blocks back."""
     geometry, layout = Geometry(2, 2, 2, 32, "float32"), _Zeros()
-    close, left = saving.Writer.close, [1]
+    close, left = Writer.close, [1]
 
-    def fails_once(writer: saving.Writer, *, keep: bool = True) -> None:
+    def fails_once(writer: Writer, *, keep: bool = True) -> None:
         close(writer, keep=keep)
         if left and not keep:
             left.pop()
             raise MemoryError
 
-    monkeypatch.setattr(saving.Writer, "close", fails_once)
+    monkeypatch.setattr(Writer, "close", fails_once)
     monkeypatch.setattr(saving, "_FLUSH_S", 30)
     prompt = Prompt(np.arange(128, dtype=np.int32), {}, "")
     with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
@@ -840,6 +901,70 @@ def test_behind_space_that_is_never_made_nobody_waits(
             go.set()
         assert saver._thread.ended(60)
         assert [store.lookup(prompt.tokens) for prompt in prompts[1:4]] == [0, 0, 0]
+
+
+def test_what_comes_while_the_disk_hangs_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it was stored, and all of it was kept: gigabytes in an hour."""
+    go, real = threading.Event(), SegmentFiles.make
+
+    def stuck(*args: Any, **named: Any) -> Any:
+        assert go.wait(120)
+        return real(*args, **named)
+
+    with PrefixStore.open(
+        tmp_path / "s", Geometry(2, 2, 2, 32, "float32"), b"x" * 32, Config(**SMALL), "rw"
+    ) as store:
+        layout: Any = _Zeros()
+        saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
+        monkeypatch.setattr(SegmentFiles, "make", stuck)
+        monkeypatch.setattr(hanging, "KEEPS_S", 0.2)
+
+        def comes_and_ends(i: int) -> None:
+            prompt = Prompt(np.arange(9999 * i, 9999 * i + 64, dtype=np.int32), {}, "")
+            saver.offer(SaveSpec(f"{i}", f"{i}#0", prompt, 64, [1, 2]))
+            saver.end(f"{i}")
+
+        try:
+            comes_and_ends(0)
+            while saver.busy("0"):
+                saver.pause(0.05)
+            for i in range(1, 1000):
+                comes_and_ends(i)
+            assert len(saver._lives) == 1 and saver.n_skipped == 1000
+        finally:
+            go.set()
+        saver.close()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_loads_behind_one_whose_end_was_cut_off_are_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """They were on no list by then: their rows could not be evicted until their time limit."""
+    geometry, rows = Geometry(2, 2, 2, 32, "float32"), [torch.ones(2, 128, 32)] * 2
+    closes, close = iter(range(9)), Session.close
+
+    def interrupted(session: Session) -> None:
+        if next(closes) == cut:
+            raise KeyboardInterrupt
+        close(session)
+
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
+        side = ExactSide(store, 64)
+        for i in range(3):
+            prompt = Prompt(np.arange(1000 * i, 1000 * i + 128, dtype=np.int32), {}, "")
+            assert store.store(prompt.tokens, rows, rows).wait(60)
+            side.start(LoadSpec(f"{i}", f"{i}#0", prompt, 0, 128, [2 * i, 2 * i + 1]))
+        side.begin()
+        monkeypatch.setattr(Session, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            for load in side.end():
+                load.close()
+        for load in side.end():
+            load.close()
+        assert store.stats()["leases"] == 0
 
 
 def test_a_request_with_the_id_of_one_that_ended_is_stored_under_its_own_name(

@@ -26,7 +26,11 @@ def _side(*, mixes_adapters: bool = False) -> SchedulerSide:
     served: Any = SimpleNamespace(block_size=128, lora="", mixes_adapters=mixes_adapters)
     events = Events(enabled=False, block_size=128)
     side = SchedulerSide(Settings.of({"store": "unused"}), served, view, events)
-    side.kv_cache_manager = SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 3],))
+    pool = SimpleNamespace(num_gpu_blocks=9, get_num_free_blocks=lambda: 0)
+    side.kv_cache_manager = SimpleNamespace(
+        get_block_ids=lambda request_id: ([1, 2, 3],), evict_blocks=lambda blocks: None,
+        block_pool=pool,
+    )  # fmt: skip
     return side
 
 
@@ -91,7 +95,6 @@ def test_blocks_of_a_prompt_that_was_lost_as_it_was_handed_over_are_held_to_its_
     assert side.matched(request, 0) == 256
     side._tracked["r"].n_stored = 0  # what it was told of is stored no more
     assert _step(side, request, 256).saves
-    side.kv_cache_manager.evict_blocks = lambda blocks: None
     side.hear(StepReport(), [1])
     assert (request.num_computed_tokens, side._tracked["r"].n_saved) == (0, 0)
     assert side.finish(request, [1, 2, 3])[0]

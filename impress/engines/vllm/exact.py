@@ -10,6 +10,7 @@ each has been written. All first layers come before any second one, as the step 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -44,8 +45,8 @@ class ExactLoad:
         if self.end > spec.first:
             # What vLLM has itself is not read; of a window that begins before `first`, all is.
             begin = spec.first // store.window * store.window
-            self._slots = slots_of(spec.block_ids, block_size, spec.first, self.end)
             try:
+                self._slots = slots_of(spec.block_ids, block_size, spec.first, self.end)
                 # In any order: the kernel lays each row into its slot.
                 self._session = self._lease.session(first=begin, in_order=False)
                 geometry = store.geometry
@@ -151,7 +152,8 @@ class ExactSide:
         for load in self._loads:
             load.read_ahead(layer)
 
-    def end(self) -> list[ExactLoad]:
-        """The step's loads, over. None is left."""
-        loads, self._loads = self._loads, []
-        return loads
+    def end(self) -> Iterator[ExactLoad]:
+        """The step's loads, over. Each is to be closed; where that is cut off, it is here yet."""
+        while self._loads:
+            yield self._loads[0]
+            del self._loads[0]

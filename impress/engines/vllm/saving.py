@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import re
 import threading
 import time
 from collections import deque
@@ -23,13 +22,14 @@ import torch
 
 from impress.engines.vllm.blocks import Layout
 from impress.engines.vllm.hanging import Disk
+from impress.engines.vllm.life import Life
 from impress.engines.vllm.step import SaveSpec
 from impress.engines.vllm.strided import PIECE_BYTES
 from impress.engines.vllm.uses import Uses
 from impress.errors import ImpressError, StoreFailed
 from impress.store import PrefixStore
 from impress.write.draft import Stored
-from impress.write.writer import NO_SLOT, Writer
+from impress.write.writer import NO_SLOT
 from tiers.errors import MediumError
 from tiers.threads import Worker
 
@@ -40,29 +40,12 @@ MOST_WAITING = 256
 #: Of one put, for write buffers; then the store is refused, and what follows is skipped until a
 #: write ends: each would wait as long, with its blocks held.
 _BUFFER_WAIT_S = 5.0
-#: For an earlier store of the same beginning to be READY, its request's next chunk to come, or all
-#: of its chunks; then what they share is written twice.
+#: For an earlier store of the same beginning to be READY, or for its request's next chunk or all of
+#: them to come; then what they share is written twice.
 _EARLIER_WAIT_S = 10.0
 _FLUSH_S = 120.0
 #: Rows copied at once, and no more of one layer's than take PIECE_BYTES.
 _MOST_ROWS = 2048
-
-
-class _Life:
-    """The stores of one request between its start, or preemption, and its end."""
-
-    def __init__(self, request_id: str, root: bytes) -> None:
-        self.request_id = request_id
-        self.whole = re.sub(r"^\d+_", "", request_id)  # its answers come as 0_ID, 1_ID, …
-        self.root = root  # what its prompt begins with
-        self.writer: Writer | None = None
-        self.n_asked = 0  # tokens of the prompt last begun
-        self.n_wanted = 0  # those of them that are admitted: the writer's prompt
-        self.n_put = 0
-        self.n_waiting = 0  # specs
-        self.waits_since = 0.0  # one of them at least
-        self.dropped = False  # its blocks are another's
-        self.ended = False  # nothing more will be offered
 
 
 class Saver:
@@ -78,7 +61,7 @@ class Saver:
         self._layouts = layouts
         self._block_size = layouts[0].block_size
         self._specs: deque[SaveSpec] = deque()
-        self._lives: dict[str, _Life] = {}
+        self._lives: dict[str, Life] = {}
         self._writing: dict[bytes, str] = {}  # root -> key of the life that stores it
         self._pending: list[tuple[str, bytes, Stored]] = []  # handed to the committer
         self._disk = Disk(store)
@@ -104,12 +87,14 @@ class Saver:
         with self._lock:
             life = self._lives.get(spec.key)
             if life is None:
-                life = self._lives[spec.key] = _Life(spec.request_id, self._root(spec))
+                life = self._lives[spec.key] = Life(spec.request_id, self._root(spec))
             if self._hangs():
                 self._skip(life)
             elif len(self._specs) >= MOST_WAITING:
                 self._skip(life)
                 self._tell(f"{MOST_WAITING} parts of prompts wait already", "skipped")
+            if life.dropped:  # it waits for no turn
+                return
             if not life.n_waiting:
                 life.waits_since = time.monotonic()
             life.n_waiting += 1
@@ -117,18 +102,17 @@ class Saver:
             self._changed.notify_all()
 
     def _hangs(self) -> bool:
-        """Whether the thread is in a call of the store that does not end: then all that waits is
-        skipped, since vLLM needs its blocks, none of which is being looked at. With the lock held.
-        """
+        """Whether the thread is in a call of the store that does not end. All that waits is skipped
+        then: vLLM needs its blocks, and none is being looked at. With the lock held."""
         if not self._disk.keeps():
             return False
         for life in self._lives.values():
-            if life.n_waiting and not life.dropped:
+            if life.waits:
                 self._skip(life)
         self._tell("the disk hangs as space is made on it", "skipped")
         return True
 
-    def _skip(self, life: _Life) -> None:
+    def _skip(self, life: Life) -> None:
         """Nothing of it is read any more; with the lock held."""
         self.n_skipped += not life.dropped
         life.dropped = True
@@ -157,7 +141,7 @@ class Saver:
             return
         with self._reading, self._lock:
             for life in [self._lives[key] for key in keys if key in self._lives]:
-                if life.n_waiting and not life.dropped:
+                if life.waits:
                     self._skip(life)
                     self._tell("vLLM is short of the blocks that it lies in", "skipped")
             self._changed.notify_all()
@@ -166,23 +150,23 @@ class Saver:
         """Whether something of a request still waits to be read from its blocks."""
         with self._lock:
             self._hangs()
-            return any(
-                life.request_id == request_id and life.n_waiting and not life.dropped
-                for life in self._lives.values()
-            )
+            lives = self._lives.values()
+            return any(life.waits for life in lives if life.request_id == request_id)
 
     def reads(self) -> bool:
         """Whether any block is being read, or still to be."""
         with self._lock:
             self._hangs()
-            waits = any(life.n_waiting and not life.dropped for life in self._lives.values())
-            return waits or self._reading.locked()
+            return self._reading.locked() or any(life.waits for life in self._lives.values())
 
     def end(self, request_id: str) -> None:
         """Nothing more will come of a request: what is half stored is given up."""
         with self._lock:
-            for life in self._lives.values():
+            for key, life in list(self._lives.items()):
                 life.ended = life.ended or life.request_id == request_id
+                over = life.ended and life.dropped and not life.n_waiting
+                if over and life.writer is None:  # a thread that hangs sweeps none of them
+                    del self._lives[key]
             self._changed.notify_all()
 
     def ready(self) -> list[tuple[str, int, int]]:
@@ -322,7 +306,7 @@ class Saver:
         n_rows = min(_MOST_ROWS, PIECE_BYTES // row_bytes)
         return min(wanted, (begin // unit + max(1, n_rows // unit)) * unit)
 
-    def _begin(self, life: _Life, spec: SaveSpec) -> bool:
+    def _begin(self, life: Life, spec: SaveSpec) -> bool:
         """Open a writer for what is admitted of a spec's prompt; False: nothing of it is."""
         life.n_asked = len(spec.prompt.tokens)
         life.n_wanted = self._uses.admitted(life.whole, spec.prompt, self._under_way)
@@ -350,7 +334,7 @@ class Saver:
         with self._lock:
             return {life.whole for life in self._lives.values()}
 
-    def _put(self, life: _Life, spec: SaveSpec, begin: int, end: int) -> bool:
+    def _put(self, life: Life, spec: SaveSpec, begin: int, end: int) -> bool:
         """Rows begin..end-1 in every layer; False when its blocks are no longer its own."""
         assert life.writer is not None
         # From a block's first row on; rows that are stored are passed over.
@@ -366,7 +350,7 @@ class Saver:
         return True
 
     def _read(
-        self, life: _Life, layer: int, block_ids: list[int]
+        self, life: Life, layer: int, block_ids: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Copies of a layer's rows of these blocks; None when they are no longer its own."""
         with self._reading:
@@ -374,7 +358,7 @@ class Saver:
                 return None
             return self._layouts[layer].read(self._caches[layer], block_ids)
 
-    def _finish(self, life: _Life) -> None:
+    def _finish(self, life: Life) -> None:
         assert life.writer is not None
         writer, life.writer = life.writer, None
         with self._disk.asked():
@@ -383,7 +367,7 @@ class Saver:
             self._pending.append((life.request_id, life.root, writer.stored))
         self._free(life)
 
-    def _give_up(self, life: _Life) -> None:
+    def _give_up(self, life: Life) -> None:
         writer, life.writer = life.writer, None
         try:
             if writer is not None:
@@ -391,7 +375,7 @@ class Saver:
         finally:
             self._free(life)
 
-    def _free(self, life: _Life) -> None:
+    def _free(self, life: Life) -> None:
         owner = self._writing.get(life.root)
         if owner is not None and self._lives.get(owner, life) is life:
             del self._writing[life.root]

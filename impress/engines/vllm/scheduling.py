@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from impress.engines.vllm.events import Events
@@ -60,6 +60,7 @@ class SchedulerSide:
         self._n_plans = 0
         self._heard = 0  # number of the last plan of which a report came back
         self._unheard = Unheard(served.block_size)
+        self._given: dict[str, tuple[int, list[int]]] = {}  # since a plan: its number, blocks
         self.kv_cache_manager: Any = None
 
     # ---- a request comes -------------------------------------------------------------------
@@ -141,6 +142,8 @@ class SchedulerSide:
     def allocated(self, request: Any, n_external: int) -> None:
         """vLLM has blocks for a request, and takes n_external tokens of the hit."""
         tracked = self._tracked[request.request_id]
+        (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
+        self._given[tracked.key] = self._n_plans, list(blocks)
         if n_external:
             tracked.to_load = (tracked.hit[0], tracked.hit[0] + n_external)
         if tracked.private:
@@ -150,6 +153,7 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> StepPlan:
         """The worker's part in the step that vLLM has just scheduled."""
+        self._note_cut(output.num_scheduled_tokens)
         self._n_plans += 1
         plan = StepPlan(
             n_tokens=output.total_num_scheduled_tokens, number=self._n_plans, heard=self._heard
@@ -158,8 +162,7 @@ class SchedulerSide:
         for tracked in self._tracked.values():
             if tracked.request.num_preemptions != tracked.n_preempted:
                 self._preempted(tracked, plan)
-                # Not where a reset did it: nobody is admitted in a step that is short of blocks.
-                short = short or tracked.request.request_id not in output.num_scheduled_tokens
+                short = short or self._lacks_blocks(tracked.request)  # else a reset did it
         if short:  # those of requests that have ended go first
             plan.given_up += self._held.values()
         for request_id, n_new in output.num_scheduled_tokens.items():
@@ -184,7 +187,26 @@ class SchedulerSide:
             self._events.check(self._view.lookup)
         plan.dropped += self._dropped
         self._late, self._ended, self._dropped, self._gone = [], [], [], []
+        self._given = {}  # at last: what cuts this short leaves them
         return plan
+
+    def _note_cut(self, scheduled: Mapping[str, int]) -> None:
+        """Where vLLM's scheduling was cut short, or a plan was, behind the blocks it gave: they are
+        in vLLM's own cache by then, and nothing was computed or loaded into them.
+
+        It does not schedule these requests again: they have to be aborted.
+        """
+        now = {self._tracked[request_id].key for request_id in scheduled}
+        given = self._given.items()
+        cut = [ids for key, (number, ids) in given if key not in now or number != self._n_plans]
+        if cut:
+            self._n_plans += 1  # for the worker, which is to call no later step whole
+            self._unheard.expect(set().union(*cut))
+
+    def _lacks_blocks(self, request: Any) -> bool:
+        """Whether vLLM has fewer than a request takes."""
+        wanted: int = -(-request.num_tokens // self._block_size)
+        return wanted > int(self.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def _preempted(self, tracked: Tracked, plan: StepPlan) -> None:
         """Its blocks are another's already. It begins again, maybe in this very step."""
@@ -252,6 +274,11 @@ class SchedulerSide:
             return False, None
         self._ended.append(request.request_id)
         self._gone.append(block_ids)
+        # What scheduling that was cut short was to compute or load stands in vLLM's cache already.
+        filled = request.num_computed_tokens
+        if tracked.to_load[1]:
+            filled = min(filled, tracked.to_load[0])
+        self.kv_cache_manager.evict_blocks(set(block_ids[filled // self._block_size :]))
         said = {"impress": tracked.said} if tracked.said else None
         if request.num_preemptions != tracked.n_preempted:
             self._dropped.append(tracked.key)  # it holds no blocks any more

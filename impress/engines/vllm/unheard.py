@@ -18,6 +18,10 @@ class Unheard:
         self._block_size = block_size
         self._blocks: set[int] = set()  # loaded by the last plan, or held since one not heard of
 
+    def expect(self, blocks: set[int]) -> None:
+        """These were to be filled, and the plan that was to say so did not come about."""
+        self._blocks |= blocks
+
     def note(self, plan: StepPlan, requests: Iterable[Any], manager: Any) -> list[str]:
         """Of a plan with its loads: it tells as not filled what earlier loads were to fill, where
         nobody heard that they did, and a request builds on it. The ids of these requests.
@@ -26,7 +30,7 @@ class Unheard:
         """
         size = self._block_size
         fills = {block for spec in plan.loads for block in spec.block_ids[spec.first // size :]}
-        if not self._blocks or plan.heard == plan.number - 1:
+        if plan.heard == plan.number - 1:
             self._blocks = fills
             return []
         # What was computed on those blocks, too, whoever has them by now: nobody else is to.

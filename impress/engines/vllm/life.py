@@ -1,0 +1,29 @@
+"""What the saver knows of one request."""
+
+from __future__ import annotations
+
+import re
+
+from impress.write.writer import Writer
+
+
+class Life:
+    """The stores of one request between its start, or preemption, and its end."""
+
+    def __init__(self, request_id: str, root: bytes) -> None:
+        self.request_id = request_id
+        self.whole = re.sub(r"^\d+_", "", request_id)  # its answers come as 0_ID, 1_ID, …
+        self.root = root  # what its prompt begins with
+        self.writer: Writer | None = None
+        self.n_asked = 0  # tokens of the prompt last begun
+        self.n_wanted = 0  # those of them that are admitted: the writer's prompt
+        self.n_put = 0
+        self.n_waiting = 0  # specs
+        self.waits_since = 0.0  # one of them at least
+        self.dropped = False  # its blocks are another's
+        self.ended = False  # nothing more will be offered
+
+    @property
+    def waits(self) -> bool:
+        """Whether its blocks are still to be looked at."""
+        return self.n_waiting > 0 and not self.dropped
