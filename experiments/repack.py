@@ -109,27 +109,32 @@ def _timed(request: int) -> int:
     return _LEARNT + request % _TIMED
 
 
+def _one(server: Server, data: Data, asked: tuple[int, int]) -> Served:
+    """A request, and what goes on behind it."""
+    served = server.serve(Asking(asked[0], data.prefixes[asked[0]].tokens, asked[1]))
+    server.settle()
+    return served
+
+
+def _in_a_row(server: Server, data: Data, some: Sequence[tuple[int, int]]) -> list[float]:
+    """Seconds of requests of which each comes with the first token of the one before.
+
+    Nothing is waited for between two: that would keep them out of the way of what the repacker has
+    under way.
+    """
+    asked = [Asking(prefix, data.prefixes[prefix].tokens, request) for prefix, request in some]
+    served = [server.serve(one) for one in asked]
+    free = [served[0].began_s, *(s.began_s + s.ttft_s for s in served[:-1])]
+    return [s.began_s + s.ttft_s - begin for s, begin in zip(served, free, strict=True)]
+
+
 def _phases(
     server: Server, data: Data, store: PrefixStore, queue: Any, n: int, stretch: float
 ) -> Row:
     """Requests before, by turns beside, and after a pass of the repacker: milliseconds as on the
     paper's disk (divided by the dilation). A turn behind a move counts as beside it. Those after
     are not to be set against the others: there what goes on behind a request is waited for."""
-
-    def one(asked: tuple[int, int], *, settled: bool = True) -> Served:
-        prefix, request = asked
-        served = server.serve(Asking(prefix, data.prefixes[prefix].tokens, request))
-        if settled:
-            server.settle()
-        return served
-
-    def in_a_row(some: Sequence[tuple[int, int]]) -> list[float]:
-        """Each comes with the first token of the one before. Nothing is waited for between two:
-        that would keep them out of the way of what the repacker has under way."""
-        served = [one(asked, settled=False) for asked in some]
-        free = [served[0].began_s, *(s.began_s + s.ttft_s for s in served[:-1])]
-        return [s.began_s + s.ttft_s - begin for s, begin in zip(served, free, strict=True)]
-
+    one, in_a_row = partial(_one, server, data), partial(_in_a_row, server, data)
     for prefix, request in islice(queue, max(12, n // 8)):
         one((prefix, request % _LEARNT))  # learning, and warm caches
     reports: list[Any] = []
