@@ -556,13 +556,14 @@ def test_a_reset_takes_no_stores_from_requests_that_ended(
     engine = served.llm.llm_engine
     with held_back(served, monkeypatch):
         served.ask([PROMPT], 1)
-        for i in (1, 2):
-            prompt = {"prompt_token_ids": words(100, seed=20 + i)}
+        for i in range(4):
+            prompt = {"prompt_token_ids": words(200, seed=20 + i)}
             engine.add_request(f"{i}", prompt, params(50))
+        for _ in range(12):  # all are at their answers
             engine.step()
         with suppress(RuntimeError):  # what had ended holds blocks yet
             served.scheduler.reset_prefix_cache(reset_running_requests=True)
-        engine.step()  # has room for one of the two
+        engine.step()  # has no room for all of them
         assert "vLLM is short of the blocks" not in caplog.text
     while engine.has_unfinished_requests():
         engine.step()
