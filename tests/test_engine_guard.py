@@ -667,6 +667,31 @@ def test_a_restart_keeps_the_ledger_and_a_damaged_one_begins_again(tmp_path):
         assert ask(engine)[1].guard.startswith("earning: 0 of")
 
 
+def test_an_identifier_that_was_edited_earns_its_own_trust(tmp_path):
+    """What it was before had earned the trust, and it was served from its first hit on."""
+    model = model_of("llama")
+
+    @dataclass(frozen=True)
+    class Mine:
+        name: str = "mine"
+        needs_suffix_lse: bool = False
+        probe: str | None = None
+
+    def all_but_one(policy, asked):
+        return Selection(np.arange(asked.n_tokens - 1), 0.05, 0.05, False, "given")
+
+    def one(policy, asked):
+        return Selection(np.arange(1), 0.05, 0.05, False, "given")
+
+    modes = []
+    for identifier in (all_but_one, all_but_one, one):
+        select.register(Mine, identifier)
+        start = filled if not modes else guarded
+        with start(model, tmp_path, Mine(), guard_shadows=2) as engine:
+            modes += [ask(engine)[1].mode for _ in range(3)]
+    assert modes == ["exact"] * 2 + ["sparse"] * 4 + ["exact"] * 3
+
+
 def test_metrics_and_explain_show_the_ledger(tmp_path, capsys):
     import urllib.request
 

@@ -29,6 +29,7 @@ from impress.config import Config
 from impress.errors import FormatError, StoreFailed
 from impress.quality.guard import STATES, Decision, Ledger, Rerun, Weighed
 from impress.quality.names import name_of
+from impress.selection.identify import RULES
 
 log = logging.getLogger("impress")
 
@@ -63,7 +64,8 @@ class Ledgers:
     def open(self, namespace: bytes, policy: Any, config: Config) -> bytes:
         """The key of a policy's ledger in a namespace, which is there from now on."""
         name = name_of(policy)
-        key = namespace + hashlib.blake2b(name.encode(), digest_size=8).digest()
+        salt = RULES.to_bytes(16, "little")  # in the key alone: the name is shown
+        key = namespace + hashlib.blake2b(name.encode(), digest_size=8, salt=salt).digest()
         name = name.encode()[:_MOST_NAME].decode(errors="ignore")  # shown; the key is of all of it
         target, n_wanted = target_of(policy, config), config.guard_shadows
         with self._lock:

@@ -1,30 +1,48 @@
-"""What a policy is known by: its class and all of its settings, the same in every process.
+"""What a policy is known by: its class, all of its settings, and what it does where that is not
+impress's own; the same in every process.
 
 Trust that was earned under a name is spent under it (ledgers.py), so whatever a policy chooses by
-has to be in it.
+has to be in it. What impress's own do is counted by hand (identify.RULES). What code calls in turn
+is not seen.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from functools import partial
-from types import CodeType, FunctionType, MethodType
+from functools import partial, partialmethod
+from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
 from typing import Any, Final
 
 import numpy as np
 import xxhash
 
 from impress import policy as built_in
+from impress.errors import ImpressError
+from impress.selection import probes
+from impress.selection.identify import OWN, select
 
 #: What Python itself keeps in a class.
 _PYTHONS: Final = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
 _PLAIN_REPR: Final[Any] = object.__repr__  # says where an object lies
+_PLACE: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+#: Packages of which a class's methods are not told: they are of a version, or counted by RULES.
+_NOT_THEIRS: Final = {"impress", *sys.stdlib_module_names}
+_SLOTS: Final = (GetSetDescriptorType, MemberDescriptorType)
+#: Where torch.compile's wrapper, which holds much of the process, has the function itself.
+_COMPILED: Final = "_torchdynamo_orig_callable"
 
 
 def name_of(policy: Any) -> str:
-    """A policy with its settings, the same in every process."""
+    """A policy with its settings and its code, the same in every process."""
+    said, does = _settings(policy), "\n".join(_does(policy))
+    return f"{said} code {xxhash.xxh3_128_hexdigest(does.encode())}" if does else said
+
+
+def _settings(policy: Any) -> str:
     kind = type(policy)
     params = vars(kind).get("__dataclass_params__")
     try:
@@ -39,7 +57,61 @@ def name_of(policy: Any) -> str:
         shared = (f" {name}={_told(value)}" for name, value in _of_class(kind))
         return f"{kind.__module__}.{said}{''.join(shared)}"
     except RecursionError:  # it leads back to itself
-        return repr(policy)
+        return _repr(policy)
+
+
+def _does(policy: Any) -> list[str]:
+    """What a policy chooses by that is not impress's own: its methods, identifier and codec."""
+    kind, probe = type(policy), getattr(policy, "probe", None)
+    found, identifier = _methods(kind), select.dispatch(kind)
+    if identifier is not OWN.get(kind, OWN[object]):
+        of = [own.__qualname__ for own, each in OWN.items() if each is identifier]
+        found += [f"as {of[0]}"] if of else _whole(identifier)
+    if probe is not None and probe not in probes.OWN:
+        with suppress(ImpressError):  # it is not known, and nothing is chosen by it
+            found += _whole(probes.codec_of(probe))
+    return found
+
+
+def _whole(value: Any) -> list[str]:
+    """A callable, or an object: what it keeps, what its class shares among all, and does."""
+    value = getattr(value, _COMPILED, value)
+    if isinstance(value, MethodType):
+        return [_as_far_as(value.__func__), *_whole(value.__self__)]
+    is_class = isinstance(value, type)
+    kind = value if is_class else type(value)
+    inner = _whole(value.func) if isinstance(value, partial) else []
+    own = [] if is_class else _state_of(value)
+    return [*inner, _as_far_as(value), *_lines([*own, *_of_class(kind)]), *_methods(kind)]
+
+
+def _methods(kind: type) -> list[str]:
+    """What a class and its bases do, of those that are neither Python's nor impress's."""
+    found = []
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] in _NOT_THEIRS:
+            continue
+        does = [
+            (f"{base.__qualname__}.{name}", value)
+            for name, value in sorted(vars(base).items())
+            if (callable(value) or hasattr(type(value), "__get__"))
+            and not isinstance(value, _SLOTS)
+        ]
+        found += _lines(does)
+    return found
+
+
+def _lines(named: list[tuple[str, Any]]) -> list[str]:
+    return [f"{name}={_as_far_as(value)}" for name, value in named]
+
+
+def _as_far_as(value: Any) -> str:
+    """As `_told`; where that leads back to itself, the code alone."""
+    try:
+        return _told(value)
+    except RecursionError:
+        is_function = isinstance(value, FunctionType)
+        return _code(value, given=False) if is_function else type(value).__qualname__
 
 
 def _of_class(kind: type) -> list[tuple[str, Any]]:
@@ -66,16 +138,21 @@ def _told(value: Any) -> str:
     """A setting's repr, but in full: that of an array or a tensor leaves out rows and digits, that
     of a module what it has learnt."""
     if isinstance(value, FunctionType):
+        value = getattr(value, _COMPILED, value)
         return f"{value.__module__}.{value.__qualname__} {_code(value)}"
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, MethodType):
         return f"{_told(value.__func__)} of {_told(value.__self__)}"
-    if isinstance(value, partial):
+    if isinstance(value, staticmethod | classmethod):
+        return f"{type(value).__name__} {_told(value.__func__)}"
+    if isinstance(value, property):
+        return f"property {_told([value.fget, value.fset, value.fdel])}"
+    if isinstance(value, partial | partialmethod):
         return f"partial({_told(value.func)}, {_told(value.args)}, {_told(value.keywords)})"
     if _has_learnt(value):
         plain = type(value).__repr__ is _PLAIN_REPR
-        said = type(value).__qualname__ if plain else repr(value)
+        said = type(value).__qualname__ if plain else _repr(value)
         with suppress(Exception):  # on a device that is gone, say
             return f"{said} {_learnt(value.state_dict())}"
         return said
@@ -86,22 +163,45 @@ def _told(value: Any) -> str:
             return f"{type(value).__name__}({value.dtype}, {tuple(value.shape)}, {digest})"
     if isinstance(value, set | frozenset):  # in an order that is the same in every process
         return f"{type(value).__qualname__}({', '.join(sorted(map(_told, value)))})"
-    return _in_full(value) if _is_told_by_parts(value) else repr(value)
+    return _in_full(value) if _is_told_by_parts(value) else _repr(value)
 
 
-def _code(function: FunctionType) -> str:
+def _repr(value: Any) -> str:
+    """Without where it lies, which is another place in every process."""
+    return _PLACE.sub("", repr(value))
+
+
+def _code(function: FunctionType, *, given: bool = True) -> str:
     """A digest of what a function does, and of what it was given to do it with."""
-    parts, todo = list[str](), [function.__code__]
-    for code in todo:  # it grows
-        parts.append(f"{code.co_code.hex()} {code.co_names}")
-        todo += [const for const in code.co_consts if isinstance(const, CodeType)]
-        parts += [_told(const) for const in code.co_consts if not isinstance(const, CodeType)]
-    cells = []
+    parts, functions = list[str](), [function]
+    for one in functions:  # it grows: by those that it was given, of which one may be itself
+        parts += _steps(one.__code__)
+        for held in _held(one) if given else ():
+            if isinstance(held, FunctionType):
+                functions += [] if held in functions else [held]
+                parts.append(f"{held.__module__}.{held.__qualname__} {functions.index(held)}")
+            else:
+                parts.append(_told(held))
+    return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+
+
+def _steps(code: CodeType) -> list[str]:
+    """What code does, that of functions made in it included."""
+    parts, todo = list[str](), [code]
+    for each in todo:  # it grows
+        parts.append(f"{each.co_code.hex()} {each.co_names}")
+        todo += [const for const in each.co_consts if isinstance(const, CodeType)]
+        parts += [_told(const) for const in each.co_consts if not isinstance(const, CodeType)]
+    return parts
+
+
+def _held(function: FunctionType) -> list[Any]:
+    """What a function was given: defaults, and what it found around it."""
+    held: list[Any] = [function.__defaults__, function.__kwdefaults__]
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # it is empty yet
-            cells.append(cell.cell_contents)
-    given = _told([function.__defaults__, function.__kwdefaults__, cells])
-    return xxhash.xxh3_128_hexdigest("\n".join([*parts, given]).encode())
+            held.append(cell.cell_contents)
+    return held
 
 
 def _learnt(state: Mapping[str, Any]) -> str:
@@ -145,7 +245,8 @@ def _is_array(value: Any) -> bool:
 
 def _is_own(value: Any) -> bool:
     """Whether its repr is not all of it, or not the same in every process."""
-    kinds = (set, frozenset, FunctionType, MethodType, partial, type)
+    kinds = (set, frozenset, FunctionType, MethodType, partial, partialmethod, staticmethod,
+             classmethod, property, type)  # fmt: skip
     return _is_array(value) or isinstance(value, kinds) or _has_learnt(value)
 
 

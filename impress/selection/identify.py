@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import singledispatch
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from impress.errors import BadInput, ImpressError
 from impress.policy import (
@@ -46,6 +46,10 @@ from impress.types import Geometry
 
 if TYPE_CHECKING:
     import torch
+
+#: Rules of identifiers: raised by hand when impress's own, its codecs or the arithmetic under them
+#: come to choose other rows for the same settings. Trust is then earned anew.
+RULES: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +214,10 @@ def _(policy: Contiguous, asked: Asked) -> Selection:
     _check_unit(policy, asked.window)
     columns = _all_columns(asked, policy.name).mean(axis=0)
     return unit_choice(columns.reshape(-1, policy.unit).sum(axis=1), asked.n_tokens, policy.keep)
+
+
+#: Identifiers of impress's own, by class of policy: before anybody registers others.
+OWN: Final = dict(select.registry)
 
 
 def check_fits(policy: Any, geometry: Geometry, window: int) -> None:

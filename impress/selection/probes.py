@@ -201,6 +201,9 @@ _CODECS: Final[dict[str, ProbeCodec]] = {
     )
 }
 
+#: Codecs of impress's own, by name: before anybody registers others.
+OWN: Final = frozenset(_CODECS)
+
 
 def codec_of(name: str) -> ProbeCodec:
     """The codec of a stored name. Raises ImpressError on one this version does not know."""
