@@ -42,7 +42,7 @@ from impress.policy import AllHeads, Exact, Quality, StaticH2O
 from impress.quality import guard
 from impress.quality.guard import Weighed
 from impress.quality.names import name_of
-from impress.read.shadow import SHADOW_ROWS
+from impress.read.shadow import SHADOW_ROWS, RerunSession
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
 from impress.selection.scores import suffix_lse_of, true_missing_mass
@@ -424,22 +424,52 @@ def test_a_model_that_changed_since_its_answer_is_not_compared_with_it(
         assert ledger["worst_kl"] == 0
 
 
-def test_what_is_run_again_makes_way_for_a_request(tmp_path, monkeypatch):
+#: When an audit of three layers asks whether a request has come: at its first turn, before it reads
+#: each, at its second turn, before it computes each.
+ASKS = range(1, 9)
+AT_THE_SECOND_LAYER = ASKS[6]
+
+
+@pytest.mark.parametrize("when", ASKS)
+def test_what_is_run_again_makes_way_for_a_request(tmp_path, monkeypatch, when):
     monkeypatch.setattr(guard, "RERUN_EVERY", 1)
     with filled(model_of("llama"), tmp_path, Liar(), guard_shadows=1) as engine:
         ask(engine)
-        seen = []
+        seen, ended, end_reads = [], [], hf_audit.end_reads
 
         def come(self):
             seen.append(1)
-            if len(seen) == 3:  # at the model's second layer
+            if len(seen) == when:
                 raise Interrupted
 
         monkeypatch.setattr(Turn, "check", come)
+        monkeypatch.setattr(hf_audit, "end_reads", lambda *of: (ended.append(1), end_reads(*of)))
         assert ask(engine)[1].mode == "sparse"
         ledger = ledger_of(engine)
-        assert (ledger["shadows"], ledger["reruns"], len(seen)) == (2, 0, 3)
+        assert (ledger["shadows"], ledger["reruns"], len(seen)) == (2, 0, when)
+        assert len(ended) == (when > 1)  # before its first turn it reads nothing
         assert engine.store.buffers.used_bytes == 0 and engine.store.stats()["leases"] == 0
+
+
+def test_a_request_does_not_wait_for_what_is_read_to_be_run_again(tmp_path, monkeypatch):
+    """An audit held the model's turn while its rows came behind everybody's: a request, of nothing
+    stored even, waited for up to read_timeout_s a layer."""
+    monkeypatch.setattr(guard, "RERUN_EVERY", 1)
+    model, retrieve, answered = model_of("llama"), RerunSession.retrieve, []
+    with filled(model, tmp_path, Liar(), guard_shadows=1) as engine:
+        ask(engine)
+        with ThreadPoolExecutor(1) as threads:
+
+            def slowly(session, layer, *given):
+                one = threads.submit(engine.generate, prompts(10, seed=9), max_new_tokens=1)
+                answered.append(one.result(60))
+                return retrieve(session, layer, *given)
+
+            monkeypatch.setattr(RerunSession, "retrieve", slowly)
+            engine.generate(request_ids(20), max_new_tokens=2)
+            assert engine.last_request.mode == "sparse"
+            engine.flush()
+        assert len(answered) == 3 and ledger_of(engine)["reruns"] == 1
 
 
 def test_an_audit_never_begins_beside_a_request():
@@ -536,7 +566,7 @@ def test_an_audit_makes_way_for_another_engine_on_its_model(tmp_path, monkeypatc
 
         def come(turn):
             seen.append(1)
-            if len(seen) == 3:  # at the model's second layer
+            if len(seen) == AT_THE_SECOND_LAYER:
                 asked.append(threads.submit(other.generate, ids, max_new_tokens=4))
                 while not turn.n_wanted and not asked[0].done():
                     pass
@@ -544,7 +574,7 @@ def test_an_audit_makes_way_for_another_engine_on_its_model(tmp_path, monkeypatc
 
         monkeypatch.setattr(Turn, "check", come)
         assert ask(engine)[1].mode == "sparse"
-        assert (ledger_of(engine)["reruns"], len(seen)) == (0, 3)
+        assert (ledger_of(engine)["reruns"], len(seen)) == (0, AT_THE_SECOND_LAYER)
         found = asked[0].result(60)
     assert torch.equal(found, model.generate(ids, max_new_tokens=4))
 

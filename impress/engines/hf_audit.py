@@ -5,6 +5,7 @@ generate() ── offer ──> | watch | watch | ──> thread: each layer's m
 
 One thread, which makes way: it waits a little for a request under way before each layer, and a
 forward of its own ends at the next layer once a request has come, to whichever engine on its model.
+Whole rows for it are read before, outside of the model's turn, as they come behind all others.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -277,16 +278,21 @@ class Auditor:
         if watch.raw is None or watch.raw.first is None:  # nothing was heard of its answer
             return
         try:
-            with self._turn.audit():
-                self._same()
-                again = rerun(self._model, self._store, watch, self._check)
-                self._same()
+            again = rerun(self._model, self._store, watch, self._alone, self._check)
         except (Interrupted, PrefixLost, StoreMismatch, Unsupported):
             return
         except Exception:  # the shadow itself has been noted
             log.exception("guard: a request could not be run again")
             return
         self._store.ledgers.note_rerun(watch.ledger, again)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The model's turn, and the model that answered. Raises Interrupted, StoreMismatch."""
+        with self._turn.audit():
+            self._same()
+            yield
+            self._same()
 
     def _pause(self) -> None:
         if self._is_ending:
@@ -324,30 +330,41 @@ def weigh(watch: Watch, n_layers: int, pause: Callable[[], None]) -> Weighed | N
 
 
 @torch.no_grad()
-def rerun(model: Any, store: PrefixStore, watch: Watch, check: Callable[[], None]) -> Rerun:
+def rerun(
+    model: Any, store: PrefixStore, watch: Watch, alone: Callable[[], AbstractContextManager[None]],
+    check: Callable[[], None],
+) -> Rerun:  # fmt: skip
     """A sparse request's answer beside what the model says to it over every row of the prefix.
 
     One forward over the tokens that were generated, up to MOST_COMPARED: a flip is one where the
-    likeliest token is another. `check` is called at each layer and may raise. Raises PrefixLost.
+    likeliest token is another. `alone`: the model's turn. `check` is called before each layer, when
+    it is read and when it is computed, and may raise. Raises PrefixLost, and what those do.
     """
     raw, sequences = watch.raw, watch.sequences
     assert raw is not None and raw.first is not None and sequences is not None
     n = min(len(raw.tops), sequences.shape[1] - watch.n_prompt)
-    ids = sequences[:, : watch.n_prompt + n - 1].to(model.device)  # prompts may be on the host
+    n_tokens = watch.n_prompt + n - 1
+    with alone():  # a request has switched its attention; and beside one nothing is read
+        contiguous = model.config._attn_implementation == "eager"
     prefix = StoredPrefix([watch.lease])
-    contiguous = model.config._attn_implementation == "eager"
     cache = RowsCache(
-        store.geometry, 1, ids.shape[1], store.buffers, n_prefix=prefix.n_tokens,
+        store.geometry, 1, n_tokens, store.buffers, n_prefix=prefix.n_tokens,
         contiguous=contiguous, on_host=model.device.type == "cpu",
     )  # fmt: skip
     try:
         prefix.open(Exact(), RerunSession)
-        cache.load(_MakingWay(prefix, check))
-        made = model(
-            ids[:, prefix.n_tokens :], attention_mask=torch.ones_like(ids), past_key_values=cache,
-            logits_to_keep=n,
-        )  # fmt: skip
-        logits = made.logits[0]
+        cache.load(prefix)
+        for layer, rows in enumerate(cache.layers):
+            check()
+            prefix.wait(layer)
+            rows.wait = check  # its rows are there: all that its turn waits for is the model
+        with alone():
+            ids = sequences[:, :n_tokens].to(model.device)  # prompts may be on the host
+            made = model(
+                ids[:, prefix.n_tokens :], attention_mask=torch.ones_like(ids),
+                past_key_values=cache, logits_to_keep=n,
+            )  # fmt: skip
+            logits = made.logits[0]
     finally:
         end_reads(prefix, cache)
         cache.release()
@@ -355,22 +372,6 @@ def rerun(model: Any, store: PrefixStore, watch: Watch, check: Callable[[], None
     kl = float((exact.exp() * (exact - sparse)).nansum())
     flips = sum(a != b for a, b in zip(logits.argmax(-1).tolist(), raw.tops[:n], strict=True))
     return Rerun(max(kl, 0.0), flips, n)
-
-
-class _MakingWay:
-    """A prefix on its way into a cache, given up between two layers when `check` raises."""
-
-    def __init__(self, prefix: StoredPrefix, check: Callable[[], None]) -> None:
-        self._prefix = prefix
-        self._check = check
-        self.is_untouched = prefix.is_untouched
-
-    def start(self, outs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> None:
-        self._prefix.start(outs)
-
-    def wait(self, layer: int) -> None:
-        self._check()
-        self._prefix.wait(layer)
 
 
 class Shared:
