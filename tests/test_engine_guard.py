@@ -356,6 +356,19 @@ def test_what_is_run_again_is_no_use_of_the_prefix(tmp_path, monkeypatch):
     assert after == before
 
 
+def test_what_is_run_again_gives_its_rows_back_within_its_turn(tmp_path, monkeypatch):
+    """Else the next request finds them on the device beside its own."""
+    monkeypatch.setattr(guard, "RERUN_EVERY", 1)
+    with filled(model_of("llama"), tmp_path, Liar(), guard_shadows=1) as engine:
+        ask(engine)
+        held = []  # at the start and the end of each turn
+        monkeypatch.setattr(
+            engine._auditor, "_same", lambda: held.append(engine.store.buffers.used_bytes > 0)
+        )
+        assert ask(engine)[1].mode == "sparse"
+        assert ledger_of(engine)["reruns"] == 1 and held == [False, False, True, False]
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_models_answers_are_run_again_too(tmp_path, monkeypatch, caplog):
     """torch.compile's wrapper hands generate on, so a hook of its own heard nothing: each rerun was

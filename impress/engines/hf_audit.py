@@ -344,30 +344,29 @@ def rerun(
     assert raw is not None and raw.first is not None and sequences is not None
     n = min(len(raw.tops), sequences.shape[1] - watch.n_prompt)
     n_tokens = watch.n_prompt + n - 1
-    with alone():  # a request has switched its attention; and beside one nothing is read
+    with alone():  # beside a request its attention is another, and nothing is read
         contiguous = model.config._attn_implementation == "eager"
     prefix = StoredPrefix([watch.lease])
     cache = RowsCache(
         store.geometry, 1, n_tokens, store.buffers, n_prefix=prefix.n_tokens,
         contiguous=contiguous, on_host=model.device.type == "cpu",
     )  # fmt: skip
-    try:
+    with ExitStack() as undo:
+        undo.callback(cache.release)
+        undo.callback(end_reads, prefix, cache)
         prefix.open(Exact(), RerunSession)
         cache.load(prefix)
         for layer, rows in enumerate(cache.layers):
             check()
             prefix.wait(layer)
             rows.wait = check  # its rows are there: all that its turn waits for is the model
-        with alone():
+        with alone(), undo.pop_all():  # the next request finds the device's memory free
             ids = sequences[:, :n_tokens].to(model.device)  # prompts may be on the host
             made = model(
                 ids[:, prefix.n_tokens :], attention_mask=torch.ones_like(ids),
                 past_key_values=cache, logits_to_keep=n,
             )  # fmt: skip
             logits = made.logits[0]
-    finally:
-        end_reads(prefix, cache)
-        cache.release()
     exact, sparse = (row.double().log_softmax(-1) for row in (logits[0], raw.first))
     kl = float((exact.exp() * (exact - sparse)).nansum())
     flips = sum(a != b for a, b in zip(logits.argmax(-1).tolist(), raw.tops[:n], strict=True))
