@@ -40,6 +40,7 @@ from impress.stats import _guards
 from impress.write import directory, env
 from impress.write.draft import Draft
 from tiers import files
+from tiers.engines import ENGINES, why_not
 from tiers.iopool import Lane
 from tiers.slots import BufferPool
 from tiers.ssd import SsdTier
@@ -673,6 +674,47 @@ def test_a_process_without_files_or_permission_misses_and_loses_nothing(
     assert_serves(store, tokens, 128)
     store.flush()
     store.check()
+
+
+def read_only(n_bytes: int) -> mmap.mmap:
+    """Memory that nobody may write to, as a file's that is mapped to be read."""
+    return mmap.mmap(-1, n_bytes, prot=mmap.PROT_READ)
+
+
+def pages_gone(n_bytes: int) -> mmap.mmap:
+    """Shared memory that was cut short behind its back: to touch it is a fault."""
+    fd = os.memfd_create("gone")
+    os.ftruncate(fd, n_bytes)
+    area = mmap.mmap(fd, n_bytes)
+    os.ftruncate(fd, 0)
+    os.close(fd)
+    return area
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+@pytest.mark.parametrize("memory", [read_only, pages_gone])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_memory_that_takes_no_rows_is_not_blamed_on_the_disk(
+    open_store: Open,
+    geometry: impress.Geometry,
+    engine: str,
+    memory: Callable[[int], mmap.mmap],
+) -> None:
+    """The kernel's "Bad address" counted as an error of the disk: the healthy span was dropped for
+    good, with all that hangs from it."""
+    if why_not(engine):
+        pytest.skip(f"{engine}: {why_not(engine)}")
+    store, tokens = open_store(geometry, dram_bytes=0, io_engine=engine), prompt(256)
+    put_prompt(store, tokens).wait(60)
+    n_bytes = 256 * geometry.k_row_bytes
+    outs = [torch.frombuffer(memory(n_bytes), dtype=torch.float32) for _ in "kv"]
+    k, v = (out.view(256, 2, 128).transpose(0, 1) for out in outs)
+    with store.lease(tokens) as lease, lease.session() as session:
+        with pytest.raises(impress.PrefixLost, match="Bad address") as lost:
+            session.retrieve(0, None, out=(k, v))
+        assert lost.value.reason == "shortage"
+    assert store.stats()["quarantined_spans"] == 0
+    assert_serves(store, tokens, 256)
 
 
 def test_a_table_that_cannot_be_read_for_want_of_memory_is_a_miss(

@@ -39,7 +39,8 @@ class ReadFailed(MediumError):
 def read_failed(path: Path, err: OSError) -> ReadFailed:
     """What a read failed with. The process may lack what the medium has nothing to do with."""
     reason = "io"
-    if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+    # The last: of memory to read into that cannot be written, or whose pages are gone.
+    if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFAULT):
         reason = "shortage"
     elif err.errno in (errno.EACCES, errno.EPERM):
         reason = "permission"
