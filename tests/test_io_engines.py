@@ -31,6 +31,7 @@ from tiers.queues import (
 )
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
+from tiers.uring import UringQueue
 
 
 class EngineContract(SsdContract):
@@ -195,6 +196,45 @@ def test_a_queue_without_memory_for_what_has_ended_does_not_wait_for_it_again(
     thread.join(60)
     assert failed and not thread.is_alive()
     assert completed(queue, [runs[:5]], SegmentFile(fd, path)) == [True] * 5
+    os.close(fd)
+    queue.close()
+
+
+@pytest.mark.skipif(bool(why_not("io_uring")), reason=f"io_uring: {why_not('io_uring')}")
+@pytest.mark.parametrize("n_taken", [0, 3])
+def test_what_a_ring_was_not_sent_for_want_of_memory_does_not_go_with_the_next_batch(
+    n_taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed in the ring, and the next batch's first requests went in its place: the I/O thread
+    waited for its last ones for ever. What was sent is waited for."""
+    data, out, there = noise(64 * PAGE), aligned(64 * PAGE), list[list[bool]]()
+    path = tmp_path / "file"
+    path.write_bytes(data.tobytes())
+    queue, fd = new_queue("io_uring"), os.open(path, os.O_RDONLY)
+    runs = [Run(0, i * PAGE, [out[i * PAGE : (i + 1) * PAGE]], PAGE, []) for i in range(64)]
+    enter, taken = UringQueue._enter, list[int]()
+
+    def no_memory(ring: UringQueue, n_submit: int, n_wait: int) -> int:
+        if not n_submit:
+            return enter(ring, n_submit, n_wait)
+        if sum(taken) == n_taken:
+            raise MemoryError
+        taken.append(enter(ring, n_taken, 0))
+        return taken[-1]
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(UringQueue, "_enter", no_memory)
+        completed(queue, [runs[:10]], SegmentFile(fd, path))
+    assert taken == [n_taken] * bool(n_taken) and not queue._under_way
+    assert np.array_equal(out[: n_taken * PAGE], data[: n_taken * PAGE])
+
+    def read() -> None:
+        there.append(completed(queue, [runs[:40], runs[40:]], SegmentFile(fd, path)))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert there == [[True] * 64] and np.array_equal(out, data)
     os.close(fd)
     queue.close()
 

@@ -65,6 +65,7 @@ class UringQueue(KernelQueue):
             sq_map, cq_map = self._mmap(_SQ_RING, sq_bytes), self._mmap(_CQ_RING, cq_bytes)
         # struct io_uring_sqe: opcode, fd | offset | iovecs | their number | index | – | – | –
         self._requests = np.frombuffer(self._mmap(_SQES, 64 * n_sq), dtype=np.int64).reshape(-1, 8)
+        self._sq_front = np.frombuffer(sq_map, np.uint32, 1, sq["front"])
         self._sq_tail = np.frombuffer(sq_map, np.uint32, 1, sq["tail"])
         self._sq_array = np.frombuffer(sq_map, np.uint32, n_sq, sq["array"])
         self._sq_mask = n_sq - 1
@@ -85,11 +86,13 @@ class UringQueue(KernelQueue):
         ]
 
     def _submit(self, n: int) -> int:
-        """All n, or as many as the kernel takes; the rest is taken back."""
-        tail = int(self._sq_tail[0])
-        places = (tail + np.arange(n)) & self._sq_mask
+        """All n, or as many as the kernel takes."""
+        # From where the kernel has read to, not behind our tail: what it did not take of an earlier
+        # batch must not go with this one. (To take that back there may have been no memory.)
+        front = int(self._sq_front[0])
+        places = (front + np.arange(n)) & self._sq_mask
         self._sq_array[places] = np.arange(n, dtype=np.uint32)
-        self._sq_tail[0] = (tail + n) & 0xFFFFFFFF
+        self._sq_tail[0] = (front + n) & 0xFFFFFFFF
         sent = 0
         while sent < n:
             try:
@@ -100,10 +103,8 @@ class UringQueue(KernelQueue):
                 break
             if not more:
                 break
-            sent += more
             self._under_way += more
-        # What it did not take must not go with the next batch.
-        self._sq_tail[0] = (tail + sent) & 0xFFFFFFFF
+            sent += more
         return sent
 
     def _wait(self, least: int, most: int) -> list[tuple[int, int]]:
