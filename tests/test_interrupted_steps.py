@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pytest
 from conftest import MIB, assert_serves, prompt, put_prompt
+from test_ranges import PAGE as DEVICE_PAGE
+from test_ranges import Played
 from test_repack import look
 
 import impress
@@ -41,9 +43,12 @@ from impress.usage.history import History, Note
 from impress.usage.remembered import Remembered
 from impress.write.home import Home
 from impress.write.reclaim import Reclaim
+from tiers import ranges_cuda
 from tiers.base import PAGE, Extent, Slot
 from tiers.errors import ReadFailed
 from tiers.iopool import IoPool, Lane
+from tiers.ranges import Range
+from tiers.ranges_cuda import CudaRanges
 from tiers.ssd import SsdTier
 from tiers.ticket import Ticket, until
 
@@ -54,6 +59,8 @@ TOKENS = prompt(256)
 
 #: Whose loops are gone round.
 OURS = tuple(str(Path(package.__file__ or "").parent) for package in (impress, tiers))
+#: Where none comes: here, and in a driver that is played, which is C.
+NONE = (__file__, Played.cuInit.__code__.co_filename)
 
 
 @cache
@@ -82,7 +89,7 @@ class Interrupted:
         return self.came and kind is KeyboardInterrupt
 
     def _step(self, frame: FrameType, event: str, _of: Any) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename != __file__:
+        if event in ("call", "c_return") and frame.f_code.co_filename not in NONE:
             if self._left <= 0 and self._in_del(frame):
                 return  # nor this: it would be lost, too
             self._left -= 1
@@ -833,5 +840,47 @@ def test_an_interrupted_change_of_a_node_is_accounted_for(how: str) -> None:
         tree.check()
         views.check(tree.view(node) for node in tree.nodes().tolist())
         assert {*views, *views.retired} == {1, 2}
+
+    at_each_step(make, act, check)
+
+
+@pytest.mark.parametrize("most_kept", [8, 2])
+@pytest.mark.parametrize("how", ["made", "mapped again", "taken away", "given back"])
+def test_a_page_of_a_device_is_held_once_wherever_ctrl_c_comes(
+    how: str, most_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was being made, moved or released was in no list any more: its memory was lost until
+    the process ended."""
+    monkeypatch.setattr(ranges_cuda, "MOST_KEPT", most_kept * DEVICE_PAGE)
+    size = 4 * DEVICE_PAGE
+
+    def make() -> tuple[CudaRanges, Range]:
+        ranges = CudaRanges(0, None, Played(n_pages=5))
+        at = ranges.reserve(2 * size)
+        if how != "made":
+            ranges.back(at, 0, size)
+        if how in ("mapped again", "given back"):
+            ranges.unback(at, 0, size)
+        return ranges, at
+
+    def act(state: tuple[CudaRanges, Range]) -> None:
+        ranges, at = state
+        if how == "taken away":
+            ranges.unback(at, 0, size)
+        elif how == "given back":
+            ranges.trim(DEVICE_PAGE)
+        else:
+            ranges.back(at, 0, size)
+
+    def check(state: tuple[CudaRanges, Range]) -> None:
+        (ranges, at), driver = state, state[0]._driver
+        assert sorted([*ranges._state[at.address].pages.values(), *ranges._kept]) == sorted(
+            driver.alive
+        )
+        ranges.back(at, 0, size)
+        assert len(driver.usable) == 4
+        ranges.unback(at, 0, size)
+        ranges.trim(0)
+        assert not driver.alive and not driver.mapped
 
     at_each_step(make, act, check)

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import filterfalse, tee
+from operator import itemgetter
 from typing import Any, Final
 
 from tiers.errors import MediumError
@@ -69,12 +72,15 @@ class CudaRanges:
         return Range(address, n_bytes, memory)
 
     def back(self, at: Range, off: int, n_bytes: int) -> None:
-        backed, end = self._state[at.address], off + n_bytes
+        backed = self._state[at.address]
         with self._entered():
             try:
-                for here in range(off, end, self.page_bytes):
-                    if here not in backed.pages:  # else it is there since Ctrl-C cut one off
-                        backed.map(here, self._page())
+                self.unback(at, off, n_bytes)  # what Ctrl-C left there, mapped or not
+                for here in range(off, off + n_bytes, self.page_bytes):
+                    if not self._kept:
+                        self._make()
+                    _move(self._kept, -1, partial(backed.pages.__setitem__, here))
+                    backed.map(here)
                 allowed = self._driver.cuMemSetAccess(at.address + off, n_bytes, [self._access], 1)
                 _call(allowed, "cuMemSetAccess")
             except BaseException:
@@ -89,13 +95,10 @@ class CudaRanges:
         backed = self._state[at.address]
         with self._entered():
             for here in range(off, off + n_bytes, self.page_bytes):
-                if here not in backed.pages:
-                    continue
-                handle = backed.unmap(here)
-                if self.kept_bytes < MOST_KEPT:
-                    self._kept.append(handle)
-                else:
-                    self._driver.cuMemRelease(handle)
+                if here in backed.pages:
+                    backed.unmap(here)
+                    _move(backed.pages, here, self._kept.append)
+            self.trim(MOST_KEPT)
 
     @property
     def kept_bytes(self) -> int:
@@ -105,13 +108,14 @@ class CudaRanges:
         if self.kept_bytes > n_bytes:
             with self._entered():
                 while self.kept_bytes > n_bytes:
-                    self._driver.cuMemRelease(self._kept.pop())
+                    _move(self._kept, -1, self._driver.cuMemRelease)
 
-    def _page(self) -> Any:
-        """A page of memory: one that was kept, else a new one. Raises MediumError."""
-        if self._kept:
-            return self._kept.pop()
-        return _call(self._driver.cuMemCreate(self.page_bytes, self._prop, 0), "cuMemCreate")
+    def _make(self) -> None:
+        """A new page, among those kept. Raises MediumError."""
+        # From the driver into the list by C code alone, as in `_move`; then the answer is read.
+        answers, same = tee(map(self._driver.cuMemCreate, [self.page_bytes], [self._prop], [0]))
+        self._kept.extend(map(itemgetter(1), filterfalse(itemgetter(0), same)))
+        _call(next(answers), "cuMemCreate")
 
     def _entered(self) -> AbstractContextManager[None]:
         return _in_context(self._driver, self._context)
@@ -139,32 +143,38 @@ class _Backed:
     page_bytes: int
     pages: dict[int, Any] = field(default_factory=dict)
 
-    def map(self, off: int, handle: Any) -> None:
-        self.pages[off] = handle  # first: Ctrl-C comes as the call returns, and it is mapped then
-        done = self.driver.cuMemMap(self.address + off, self.page_bytes, 0, handle, 0)
-        if int(done[0]):
-            del self.pages[off]
-            self.driver.cuMemRelease(handle)
-            _call(done, "cuMemMap")
+    def map(self, off: int) -> None:
+        """The page that is noted there. (First: Ctrl-C comes as the call returns, when it is.)"""
+        where = self.address + off, self.page_bytes
+        _call(self.driver.cuMemMap(*where, 0, self.pages[off], 0), "cuMemMap")
 
-    def unmap(self, off: int) -> Any:
+    def unmap(self, off: int) -> None:
         done = self.driver.cuMemUnmap(self.address + off, self.page_bytes)
         if int(done[0]) != _NOT_MAPPED:  # else a map, or an unmap, was cut off here
             _call(done, "cuMemUnmap")
-        return self.pages.pop(off)
 
     def end(self) -> None:
         """Nobody holds the range: everything goes."""
         for off in list(self.pages):
-            self.driver.cuMemRelease(self.unmap(off))
+            self.unmap(off)
+            _move(self.pages, off, self.driver.cuMemRelease)
         self.driver.cuMemAddressFree(self.address, self.n_bytes)
 
 
 def _release(driver: Any, device: Any, context: Any, pages: list[Any]) -> None:
     with _in_context(driver, context):
         while pages:
-            driver.cuMemRelease(pages.pop())
+            _move(pages, -1, driver.cuMemRelease)
     driver.cuDevicePrimaryCtxRelease(device)
+
+
+def _move(pages: Any, at: int, to: Callable[[Any], object]) -> None:
+    """Take a page out of these and hand it on, all by C code: Ctrl-C comes before that or behind.
+
+    Else it would be in neither of two places, and lost, or in both: mapped twice, or released
+    while it is still listed, when its handle may already be another's.
+    """
+    next(map(to, map(pages.pop, (at,))))
 
 
 @contextmanager
