@@ -257,7 +257,7 @@ _COUNTERS = (
     ("impress_hit_tokens", "tokens found by leases", "hit_tokens", ""),
     ("impress_lost", "reads that were lost", "lost", "reason"),
     ("impress_read_bytes", "bytes given to requests", "read_bytes", "tier"),
-    ("impress_shared_bytes", "bytes taken from reads under way for others", "shared_bytes", ""),
+    ("impress_shared_bytes", "of ssd's, out of reads under way for others", "shared_bytes", ""),
     ("impress_expired_leases", "leases taken back, never released", "expired_leases", ""),
     ("impress_ahead_bytes", "bytes read ahead on a guess", "ahead_bytes", ""),
     ("impress_ahead_used_bytes", "of these, bytes that were wanted", "ahead_used_bytes", ""),

@@ -16,6 +16,7 @@ from conftest import assert_serves, kv_of, prompt, put_prompt, wait_for_promotio
 
 import impress
 import impress.read.reading
+from impress.engines.hf_request import totals
 from impress.policy import Exact, Policy, Recency
 from impress.read.flights import Flight, take
 from tiers.base import Read, sums_of
@@ -207,6 +208,25 @@ def test_what_is_on_its_way_is_read_once(
         assert gate.n_bytes == whole
         assert store.stats()["shared_bytes"] == 2 * whole
     assert_nothing_is_left(store)
+
+
+def test_bytes_out_of_anothers_read_are_told_apart_from_those_read(
+    open_store: Open, small: impress.Geometry
+) -> None:
+    """They counted as read from the SSD in every report: three times what was read of it."""
+    store, whole = filled(open_store, small), 256 * small.token_bytes
+    with cold_sessions(store, prompt(256), 3) as sessions:
+        gate = Gate(store)
+        for session in sessions:
+            session.prefetch()
+        gate.opened.set()
+        for session in sessions:
+            assert_right(session, prompt(256), small)
+        reports = [session.report() for session in sessions]
+    assert [report.bytes_by_tier for report in reports] == [{"ssd": whole}] * 3
+    assert [report.shared_bytes for report in reports] == [0, whole, whole]
+    said = totals(reports, small)
+    assert said["bytes_by_tier"]["ssd"] - said["shared_bytes"] == gate.n_bytes == whole
 
 
 @pytest.mark.parametrize("importance", [False, True])

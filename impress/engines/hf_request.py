@@ -38,6 +38,7 @@ class Request:
     fallback_share: float = 0.0  # layers whose identifier did not decide ÷ layers
     bytes_share: float = 0.0  # chosen rows and what they were chosen by ÷ exact's bytes
     transferred_share: float = 0.0  # bytes that moved, amplification included ÷ exact's bytes
+    shared_bytes: int = 0  # of the SSD's: out of reads under way for others, not read again
     ahead_bytes: int = 0  # of those that moved: read on a guess, before they were asked for
     estimated_missing_mass: float = 0.0  # of the worst layer; nan where a layer has no estimate
     missing_mass_worst_head: float = 0.0  # of the worst head of any layer; nan likewise
@@ -63,6 +64,7 @@ def totals(reports: Sequence[AccessReport], geometry: Geometry) -> dict[str, Any
         "fallback_share": sum(line.get("fell_back", False) for line in lines) / n_layers,
         "bytes_share": wanted / (n_layers * exact_bytes),
         "transferred_share": moved / (n_layers * exact_bytes),
+        "shared_bytes": sum(report.shared_bytes for report in reports),
         "ahead_bytes": sum(line.get("ahead_bytes", 0) for line in lines),
         "estimated_missing_mass": _largest(lines, "estimated_missing_mass"),
         "missing_mass_worst_head": _largest(lines, "missing_mass_worst_head"),

@@ -85,6 +85,7 @@ class Load:
         self.is_over = False
         self.flight: Flight | None = None  # others may copy what it brings
         self._followed: Flight | None = None  # whose bytes it copies
+        self.shared: list[int] = []  # bytes it got so, a task each; no read of its own
         self._direct: Direct | Whole | None = None  # what comes from memory
         self.tickets: dict[str, Ticket] = {}  # by medium
         note(self)
@@ -187,12 +188,10 @@ class Load:
             for part, reads in by_part
             for some in slices(reads, size)
         ]
-        if self._followed is not None:
-            self._queue("ssd", tasks, self._followed.ended)
-            return
-        self._queue("ssd", tasks)
+        followed = self._followed
+        self._queue("ssd", tasks, None if followed is None else followed.ended)
         alone = self._lane is not Lane.DEMAND or self._ahead is not None  # not for others
-        if self._key is not None and not alone:
+        if self._key is not None and followed is None and not alone:
             self.flight = Flight(self._dests, self.tickets["ssd"])
             self.reading.flights.begin(self._key, self.flight)
 
@@ -223,8 +222,7 @@ class Load:
             if self._followed is None:
                 self.reading.ssd.read(reads, put)
             else:
-                n_bytes = take(self.reading.ssd, reads, self._dests, self._followed, put)
-                self.reading.counters.add("shared_bytes", n_bytes)
+                self.shared.append(take(self.reading.ssd, reads, self._dests, self._followed, put))
         except MediumError as err:
             if not err.harmless:
                 self._bad_span["ssd"] = span
@@ -276,6 +274,7 @@ class Load:
         if self._lane is not Lane.DEMAND:
             return
         self.reading.counters.add("ahead_used_bytes", self.ahead_used_bytes)
+        self.reading.counters.add("shared_bytes", sum(self.shared))
         self.reading.counters.load_ms((self._ready_s() - self.started_s) * 1e3)
         for tier, n in self.bytes_by_tier.items():
             self.reading.counters.add(f"read_bytes/{tier}", n)

@@ -35,6 +35,7 @@ from impress.engines.vllm.tracked import Tracked
 from impress.engines.vllm.working import WorkerSide
 from impress.errors import StoreFailed
 from impress.policy import Exact, Recency
+from impress.read.access import AccessReport
 from impress.read.session import Session
 from impress.store import PrefixStore
 from impress.types import Geometry
@@ -1104,6 +1105,24 @@ def test_what_is_not_stored_is_counted_and_each_reason_said_once(
     assert {"refused", "skipped"} <= COUNTS.keys()
     said = [r.getMessage() for r in caplog.records if "is not stored" in r.getMessage()]
     assert len(said) == 2 and "daily write budget" in said[0] and "0 parts of prompts" in said[1]
+
+
+def test_bytes_out_of_anothers_read_are_counted_apart(tmp_path: Path) -> None:
+    """A server's bytes "read from the SSD" were many times what it read where requests came at
+    once."""
+    layout: Any = _Zeros()
+    caches = {name: torch.empty(0) for name in ("one", "two")}
+    report = AccessReport("exact", 128, {"ssd": 256}, {"ssd": 4096}, 1024, 0.0)
+    with PrefixStore.open(
+        tmp_path / "s", Geometry(2, 2, 2, 32, "float32"), b"x" * 32, Config(**SMALL), "rw"
+    ) as store:
+        worker = WorkerSide(store, caches, [layout] * 2, None, store_new=False)
+        prompt = Prompt(np.arange(128, dtype=np.int32), {}, "")
+        worker._served(LoadSpec("a", "a#0", prompt, 0, 128, [1] * 4), report, "exact")
+        counts = worker.take_counts()
+        worker.close()
+    assert (counts["read_bytes_ssd"], counts["shared_bytes"]) == (4096, 1024)
+    assert counts.keys() <= COUNTS.keys()
 
 
 def test_what_a_plan_has_stored_of_a_request_whose_blocks_it_wants_is_given_up(

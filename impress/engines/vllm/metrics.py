@@ -21,9 +21,13 @@ COUNTS = {
     "stored": "stores that became READY, with something new",
     "skipped": "requests, or chunks of them, that were given up: too many waited, or it failed",
     "refused": "stores that the store refused, or that failed",
-    **{f"read_bytes_{tier}": f"bytes read from {name}" for tier, name in _TIERS.items()},
     **{
-        f"read_rows_{tier}": f"rows (a token in a layer) read from {name}"
+        f"read_bytes_{tier}": f"bytes given to requests from {name}"
+        for tier, name in _TIERS.items()
+    },
+    "shared_bytes": "of read_bytes_ssd: out of reads under way for others, not read again",
+    **{
+        f"read_rows_{tier}": f"rows (a token in a layer) given to requests from {name}"
         for tier, name in _TIERS.items()
     },
     "fallback_layers": "layers of sparse requests whose identifier did not decide",

@@ -177,6 +177,7 @@ class WorkerSide:
         self.counts[f"requests_{mode}"] += 1
         for tier, n in report.bytes_by_tier.items():
             self.counts[f"read_bytes_{tier}"] += n
+        self.counts["shared_bytes"] += report.shared_bytes
         for tier, n in report.rows_by_tier.items():
             self.counts[f"read_rows_{tier}"] += n
         sums = totals([report], self.store.geometry)
