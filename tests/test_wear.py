@@ -747,6 +747,32 @@ def test_a_clock_that_was_behind_for_a_while_gives_no_second_day(limit: int | No
     assert left is not None and left <= 1000 / 10 + 2
 
 
+@pytest.mark.parametrize("limit", [1000, None])
+def test_a_clock_that_was_far_ahead_for_a_while_does_not_stop_the_days_writes(
+    limit: int | None,
+) -> None:
+    """Its time was saved, and nothing was credited between processes until the clock got there: a
+    writer that lives shortly was refused for years."""
+    now = [4000 * DAY_S]
+    ahead = WriteBudget(1000, lambda: now[0])
+    assert ahead.allow(1000)
+    saved = ahead.dump()
+    now[0] = 100 * DAY_S
+    back = WriteBudget(limit, lambda: now[0], saved)
+    saved = back.dump()
+    assert WriteBudget(1000, lambda: now[0], saved).left_bytes == 0  # what is spent stays
+    for left in (250, 500):
+        now[0] += DAY_S / 4
+        each = WriteBudget(1000, lambda: now[0], saved)
+        assert each.left_bytes == left
+        saved = each.dump()
+    now[0] += DAY_S
+    assert WriteBudget(1000, lambda: now[0], saved).left_bytes == 1000
+    for damaged in (float("nan"), float("inf")):
+        raw = struct.pack("<ddd", 1000, 4000 * DAY_S, damaged)
+        assert WriteBudget(1000, lambda: now[0], raw).left_bytes == 1000
+
+
 def test_what_a_killed_process_wrote_counts_in_the_days_writes(
     open_store: Open, geometry: impress.Geometry, clock: list[float]
 ) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Final
 
 DAY_S: Final = 86_400.0
-_SPENT: Final = struct.Struct("<dd")  # bytes spent, seconds of the wall
+_SPENT: Final = struct.Struct("<dd")  # bytes spent, the latest time there was: seconds of the wall
+_FAR: Final = struct.Struct("<ddd")  # and the time it was, where the latest is far ahead of it
 #: Of a day's writes, what a crash may forget: this, or a 64th of them.
 UNSAVED_BYTES: Final = 256 << 20
 
@@ -96,11 +97,12 @@ class WriteBudget:
         self._lock = threading.Lock()  # of what is spent where there is no limit
         self._unsaved = 0  # allowed since the last dump
         self._most_unsaved = min((daily_bytes or 0) / 64, UNSAVED_BYTES)
-        known = _spent(saved)
-        self._spent, self._at_s = known or (0.0, clock())
-        # Of a clock that is behind no earlier time is saved: set right, it would have a day gone by
-        # that never was. What fills while this runs is in what is spent.
-        self._newest_s = -math.inf if known is None else known[1]
+        now_s = clock()
+        self._spent, self._newest_s, at_s = _spent(saved) or (0.0, now_s, now_s)
+        # Up to the latest time nothing fills between processes: of a clock that was behind and is
+        # set right, a day would have gone by that never was. Far from it that one may have been
+        # wrong, and time goes by this clock. What fills while this runs is in what is spent.
+        self._at_s = min(now_s, at_s if self._is_far(now_s) else self._newest_s)
         self._bucket = None
         if daily_bytes is not None:
             self._bucket = Bucket(daily_bytes / DAY_S, daily_bytes, clock)
@@ -143,7 +145,13 @@ class WriteBudget:
             spent, at_s = self._spent, self._at_s
             if self._bucket is not None:
                 _, spent, at_s = self._bucket.state()
+            if self._is_far(at_s):
+                return _FAR.pack(spent, self._newest_s, at_s)
             return _SPENT.pack(spent, max(at_s, self._newest_s))
+
+    def _is_far(self, now_s: float) -> bool:
+        """Whether the latest time is so far ahead that nothing may wait for it."""
+        return self._newest_s > now_s + DAY_S
 
     def _count(self, n_bytes: int) -> None:
         """Without a limit, so without a rate to fill at: what was spent fades over a day.
@@ -157,9 +165,10 @@ class WriteBudget:
             self._spent, self._at_s = max(0.0, left + n_bytes), now_s
 
 
-def _spent(saved: bytes) -> tuple[float, float] | None:
-    """What `dump` packed; None: that is not it."""
-    if len(saved) != _SPENT.size:
+def _spent(saved: bytes) -> tuple[float, float, float] | None:
+    """(bytes, the latest time, the time it was) as `dump` packed them; None: that is not it."""
+    if len(saved) not in (_SPENT.size, _FAR.size):
         return None
-    spent, at_s = _SPENT.unpack(saved)
-    return (spent, at_s) if math.isfinite(spent) and math.isfinite(at_s) and spent >= 0 else None
+    spent, newest_s, *own = struct.unpack(f"<{len(saved) // 8}d", saved)
+    found = (spent, newest_s, *own, newest_s)[:3]
+    return found if all(map(math.isfinite, found)) and spent >= 0 else None
