@@ -191,6 +191,24 @@ def make_full(path: Path, n_bytes: int, more: int = 0) -> None:
         os.close(fd)
 
 
+def open_or_make(path: Path) -> int:
+    """A descriptor of a file, made for its owner alone if need be. Raises OSError, also where it is
+    a link: what is written there is meant for no other file."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as err:
+        if err.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(errno.ELOOP, said_of_link(path)) from None
+        raise
+
+
+def said_of_link(path: Path) -> str:
+    """What is wrong with one in the place of a file of a store's. Pure."""
+    return (
+        f"{path.name} is a symbolic link, which is not followed: put the file itself in its place"
+    )
+
+
 def lock_file(path: Path) -> Locked | None:
     """Create a file if need be and lock it for this process alone; None at once: another has it.
 
@@ -198,7 +216,7 @@ def lock_file(path: Path) -> Locked | None:
     lock. Give the descriptor to `unlock_file`. Raises OSError.
     """
     while True:
-        fd = Locked(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        fd = Locked(open_or_make(path))
         fd.file = _file_of(fd)
         _locked[fd] = fd
         try:

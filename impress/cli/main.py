@@ -18,7 +18,7 @@ from impress.cli.demo import demo
 from impress.cli.doctor import doctor
 from impress.cli.explain import explain
 from impress.cli.inspect import inspect
-from impress.cli.options import fail, one_line
+from impress.cli.options import by_owner, fail, one_line
 from impress.cli.purge import purge
 from impress.cli.rebuild import rebuild
 from impress.cli.repack import repack
@@ -74,8 +74,10 @@ _COMMANDS = (
     repack,
     vllm_config,
 )
+_WITHOUT_A_STORE = (demo, vllm_config)  # the demo makes its own, the other opens none
 for command in _COMMANDS:
-    app.command(command.__name__.replace("_", "-"), no_args_is_help=False)(one_line(command))
+    owned = command if command in _WITHOUT_A_STORE else by_owner(command)
+    app.command(command.__name__.replace("_", "-"), no_args_is_help=False)(one_line(owned))
 
 
 def run() -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
 
+from impress.cli.owner import become_owner, whose
 from impress.config import MOST_BYTES, default_store_dir
 from impress.errors import BadInput
 from impress.policy import Exact, Paper, Policy, Quality
@@ -146,11 +147,26 @@ def one_line(command: Callable[P, None]) -> Callable[P, None]:
             _leave(2)
         except Exception as error:
             line = line_of(error)
+            if line is None and whose() and isinstance(error, ImportError):
+                line = str(error)
             if line is None:  # a bug: its traceback is what a report needs
                 raise
-            fail(line)
+            fail(line + whose())
 
     return guarded
+
+
+def by_owner(command: Callable[P, None]) -> Callable[P, None]:
+    """The command, as root in the name of the store's owner: all that it reads and writes."""
+
+    @wraps(command)
+    def owned(*args: P.args, **kwargs: P.kwargs) -> None:
+        given: Any = kwargs["store"]
+        kwargs["store"] = where = store_dir(given)  # whose home is that of ~ is asked before
+        become_owner(where)
+        command(*args, **kwargs)
+
+    return owned
 
 
 def _check_texts(options: Mapping[str, object]) -> None:

@@ -21,7 +21,15 @@ import lmdb
 
 from impress.errors import FORKED, FormatError, ImpressError, StoreFailed
 from impress.write.directory import GONE, OLD
-from tiers.files import give_blocks, give_to_owner, keep_in_place, make_folder, sync_path
+from tiers.files import (
+    give_blocks,
+    give_to_owner,
+    keep_in_place,
+    make_folder,
+    open_or_make,
+    said_of_link,
+    sync_path,
+)
 
 #: Address space, not disk: the file grows as it fills. Fixed, because growing a map under a live
 #: reader is not refused by LMDB and corrupts it.
@@ -102,7 +110,10 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
         if shared is not None and shared.pid != os.getpid():  # LMDB forbids to use it here
             raise StoreFailed(f"index: {folder}: {FORKED}")
         if shared is None:
-            writable = create or os.access(folder / "data.mdb", os.W_OK)
+            data = folder / "data.mdb"
+            if data.is_symlink():
+                raise StoreFailed(f"index: {folder}: {said_of_link(data)}")
+            writable = create or os.access(data, os.W_OK)
             if writable:
                 writable = _make_table(folder / "lock.mdb", needed=create)
             else:
@@ -139,7 +150,7 @@ def _make_table(path: Path, *, needed: bool) -> bool:
     False, unless it is `needed`: nobody writes there, as the file system went read-only by itself.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_or_make(path)
     except OSError as err:
         if needed or err.errno != errno.EROFS:
             raise
