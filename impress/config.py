@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from impress.errors import ConfigError
+from impress.errors import BadInput, ConfigError, ImpressError
 from impress.types import LONGEST_S, WINDOWS
 
 MIB = 1 << 20
@@ -139,7 +139,7 @@ class Config(BaseModel):
         if not isinstance(path, str | os.PathLike):
             raise ConfigError(f"config: want a file, str or os.PathLike, got {type(path).__name__}")
         try:
-            values = tomllib.loads(Path(path).read_text())
+            values = tomllib.loads(expanded(path, "config:", ConfigError).read_text())
         except OSError as err:
             raise ConfigError(f"config: cannot read {path}: {err.strerror}") from None
         except RecursionError:
@@ -164,8 +164,10 @@ def tenant_secret(config: Config) -> bytes:
     """The bytes of `tenant_secret_file`; none without one. Raises ConfigError."""
     if config.tenant_secret_file is None:
         return b""
-    path = Path(config.tenant_secret_file)
     try:
+        path = expanded(config.tenant_secret_file, "config: tenant_secret_file:", ConfigError)
+        if not config.tenant_secret_file:
+            raise ConfigError("config: tenant_secret_file: it is empty: name a file")
         if path.is_dir():
             raise ConfigError(f"config: tenant_secret_file: {path} is a directory; name a file")
         if path.stat().st_mode & 0o077:
@@ -181,6 +183,18 @@ def tenant_secret(config: Config) -> bytes:
             "(head -c 32 /dev/urandom)"
         )
     return secret
+
+
+def expanded(path: str | os.PathLike[str], what: str, error: type[ImpressError] = BadInput) -> Path:
+    """As a shell does it with ~, which stays as it is in --store=~/x, an environment file, a string
+    of Python's: a folder of that name would be another than the one meant. Raises `error` where no
+    such home is known."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise error(
+            f"{what} {path}: no such home directory is known; write the path in full"
+        ) from None
 
 
 def default_store_dir() -> Path:

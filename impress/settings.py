@@ -19,6 +19,8 @@ def check_types(path: Any, geometry: Any, namespace: Any, config: Any) -> None:
     """Raises BadInput where `PrefixStore.open` was given something else than it takes."""
     if not isinstance(path, str | os.PathLike):
         raise BadInput(f"path: want a directory, str or os.PathLike, got {type(path).__name__}")
+    if not str(path):  # not where one happens to be
+        raise BadInput("path: it is empty: name a directory")
     if "\0" in str(path):
         raise BadInput(f"path: no directory has a NUL in its name, got {path!r}")
     if not isinstance(geometry, Geometry):

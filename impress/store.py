@@ -16,7 +16,7 @@ from typing import Any
 
 from impress.blockhash import as_tokens, chain, labels_of, namespace_digest, root_key
 from impress.cache.copies import Copies
-from impress.config import Config, tenant_secret
+from impress.config import Config, expanded, tenant_secret
 from impress.errors import FORKED, BadInput, ImpressError, StoreFailed
 from impress.read.parts import miss, sources_of
 from impress.read.placement import Placed, placed
@@ -96,7 +96,7 @@ class PrefixStore:
         if mode not in ("rw", "r"):
             raise BadInput(f'open: mode must be "rw" or "r", got {mode!r}')
         check_types(path, geometry, namespace, config)
-        config, where = config or Config(), Path(path)
+        config, where = config or Config(), expanded(path, "path")
         try:
             check_settings(config, geometry)  # before anything is made of an empty directory
             identity = matching_identity(where, geometry, config.window, create=mode == "rw")

@@ -66,6 +66,7 @@ def test_tokens_that_are_none(
         ({"geometry": {"n_layers": 2}}, r"geometry: want impress.Geometry, got dict"),
         ({"path": 3}, r"path: want a directory.*got int"),
         ({"path": b"store"}, r"path: want a directory.*got bytes"),
+        ({"path": ""}, r"path: it is empty: name a directory"),
         ({"namespace": 3}, r"namespace: want a non-empty str or bytes"),
         ({"namespace": ""}, r"namespace: want a non-empty str or bytes"),
     ],
@@ -73,11 +74,33 @@ def test_tokens_that_are_none(
 def test_arguments_of_another_type_are_one_line(
     tmp_path: Path, geometry: impress.Geometry, changed: dict[str, Any], said: str
 ) -> None:
-    """Each was the AttributeError or TypeError of whatever looked at it first."""
+    """Each was the AttributeError or TypeError of whatever looked at it first; a path of nothing
+    was the current directory."""
     given = {"path": tmp_path / "s", "geometry": geometry, "namespace": "t", **changed}
     with pytest.raises(impress.BadInput, match=f"^{said}$"):
         impress.PrefixStore.open(**given)
     assert not (tmp_path / "s").exists()
+
+
+def test_a_tilde_in_a_path_is_the_home_directory(
+    tmp_path: Path, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a folder of that name, beside the store that commands and vLLM's settings meant."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "secret").write_bytes(b"s" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    (tmp_path / "impress.toml").write_text('io_threads = 3\ntenant_secret_file = "~/secret"\n')
+    config = impress.Config.load("~/impress.toml")
+    with impress.PrefixStore.open("~/store", geometry, "t", config) as store:
+        assert store.path == tmp_path / "store" and not Path("~").exists()
+    assert tenant_secret(config) == b"s" * 32
+    lost = "~no-such-user/x"
+    secret = impress.Config(tenant_secret_file=lost)
+    said = f"{lost}: no such home directory is known; write the path in full"
+    refused(f"^path {said}", impress.PrefixStore.open, lost, geometry, "t")
+    refused(f"^config: {said}", impress.Config.load, lost)
+    refused(f"^config: tenant_secret_file: {said}", tenant_secret, secret)
 
 
 def refused(said: str, call: Callable[..., object], *args: Any, **named: Any) -> None:
@@ -414,9 +437,9 @@ def test_more_bytes_than_a_process_has_addresses_for_are_refused(tmp_path: Path,
 
 
 def test_a_path_that_no_system_takes_is_one_line() -> None:
-    config = impress.Config(tenant_secret_file="a\0b")
-    with pytest.raises(impress.ConfigError, match=r"tenant_secret_file: .*embedded null"):
-        tenant_secret(config)
+    for given, said in (("a\0b", ".*embedded null"), ("", "it is empty: name a file")):
+        with pytest.raises(impress.ConfigError, match=f"tenant_secret_file: {said}"):
+            tenant_secret(impress.Config(tenant_secret_file=given))
 
 
 def test_an_error_is_one_line_whatever_a_name_has_in_it(tmp_path: Path) -> None:

@@ -460,6 +460,17 @@ def test_no_store_is_one_line_and_2(tmp_path, command):
     assert_refused(run(command, "--store", tmp_path / "file"), "not a directory")
 
 
+@pytest.mark.parametrize(
+    "args",
+    ["demo --dir", "demo --json", "repack --json", "purge --tenant-secret-file",
+     "inspect --prefix", "explain --prefix", "explain --model"],
+)  # fmt: skip
+def test_an_option_of_a_path_is_not_of_nothing(args):
+    """It was the directory one is in: demo filled it, and --json named "."."""
+    option, kind = args.split()[1], "directory" if args.endswith(("dir", "model")) else "file"
+    assert_refused(run(*args.split(), ""), f"'{option}': it is empty: name a {kind}; see impress")
+
+
 def test_a_tilde_that_no_shell_has_expanded_is_the_home_directory(path):
     """As in what vllm-config prints, so that both speak of one store."""
     env = {**os.environ, "HOME": str(path.parent)}

@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from impress.cli.options import check_json, expanded
+from impress.cli.options import a_file, check_json, directory
+from impress.config import expanded
 
 
 def demo(
     folder: Annotated[
         Path,
         typer.Option(
-            "--dir", metavar="DIR", readable=False, help="Where the demo puts what it makes."
+            "--dir", metavar="DIR", parser=directory, help="Where the demo puts what it makes."
         ),
     ] = Path("demo-out"),
     quick: Annotated[
@@ -25,7 +26,7 @@ def demo(
         typer.Option(
             "--json",
             metavar="FILE",
-            readable=False,
+            parser=a_file,
             help="Write figures, rows and conditions to FILE; - prints them, and the story goes "
             "to stderr.",
         ),

@@ -15,7 +15,9 @@ from impress.cli.options import (
     MissingMass,
     PolicyAsked,
     Store,
+    a_file,
     check_json,
+    directory,
     policy_of,
     store_dir,
     write_json,
@@ -33,7 +35,7 @@ def explain(
     prefix: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", readable=False,
+            metavar="FILE", parser=a_file,
             help="The prompt: token ids as a JSON list, integers apart by white space or a .npy "
             "array; with --model any other file is text (UTF-8).",
         ),
@@ -49,7 +51,7 @@ def explain(
     model: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", readable=False,
+            metavar="DIR", parser=directory,
             help="A local Transformers model with its tokenizer: whose namespace is looked at, as "
             "the Transformers engine has it in the store's dtype, without tenant or tenant secret.",
         ),
@@ -61,7 +63,7 @@ def explain(
     json_file: Annotated[
         Path | None,
         typer.Option(
-            "--json", metavar="FILE", readable=False,
+            "--json", metavar="FILE", parser=a_file,
             help="Write all of it to FILE as one JSON object; - prints it instead of tables.",
         ),
     ] = None,

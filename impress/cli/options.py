@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec
 import typer
 
 from impress.cli.owner import become_owner, whose
-from impress.config import MOST_BYTES, default_store_dir
+from impress.config import MOST_BYTES, default_store_dir, expanded
 from impress.errors import BadInput
 from impress.policy import Exact, Paper, Policy, Quality
 from impress.report import write_text
@@ -24,10 +24,17 @@ from impress.terminal import line_of
 P = ParamSpec("P")
 
 
-def _directory(given: str) -> Path:
+def directory(given: str) -> Path:
     """Not of nothing: a variable that is not set would be the directory one is in."""
     if not given:
         raise typer.BadParameter("it is empty: name a directory")
+    return Path(given)
+
+
+def a_file(given: str) -> Path:
+    """The same of a file."""
+    if not given:
+        raise typer.BadParameter("it is empty: name a file")
     return Path(given)
 
 
@@ -36,7 +43,7 @@ Store = Annotated[
     typer.Option(
         "--store",
         metavar="DIR",
-        parser=_directory,
+        parser=directory,
         help="The store's directory.",
         show_default="$IMPRESS_STORE, else impress/store in the user's cache directory",
     ),
@@ -90,22 +97,8 @@ def policy_of(name: str, keep: float | None, mass: float | None) -> Policy:
 
 
 def store_dir(given: Path | None) -> Path:
-    """The store that is meant. Raises BadInput, ConfigError where that cannot be told.
-
-    A shell leaves the ~ of --store=~/x and of an environment file as it is: a folder of that name
-    would be another store than the one meant.
-    """
+    """The store that is meant. Raises BadInput, ConfigError where that cannot be told."""
     return expanded(given if given is not None else default_store_dir(), "--store")
-
-
-def expanded(where: Path, option: str) -> Path:
-    """As a shell does it. Raises BadInput where that cannot be told."""
-    try:
-        return where.expanduser()
-    except RuntimeError:
-        raise BadInput(
-            f"{option} {where}: no such home directory is known; write the path in full"
-        ) from None
 
 
 def fail(line: str) -> NoReturn:

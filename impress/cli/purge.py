@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from impress.blockhash import namespace_digest, root_key
-from impress.cli.options import Json, Store, print_json, store_dir
+from impress.cli.options import Json, Store, a_file, print_json, store_dir
 from impress.cli.survey import called
 from impress.config import Config, tenant_secret
 from impress.errors import BadInput, StoreFailed
@@ -41,7 +41,7 @@ def purge(
     ] = None,
     tenant_secret_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", readable=False, help="The secret its keys were made with."),
+        typer.Option(metavar="FILE", parser=a_file, help="The secret its keys were made with."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from impress.cli.options import Store, check_json, complain, store_dir, write_json
+from impress.cli.options import Store, a_file, check_json, complain, store_dir, write_json
 from impress.config import MIB, Config
 from impress.errors import ImpressError, StoreLocked
 from impress.repacking.report import NO_MEMORY, UNREADABLE, RepackReport, SpanReport
@@ -28,7 +28,7 @@ def repack(
     json_file: Annotated[
         Path | None,
         typer.Option(
-            "--json", metavar="FILE", readable=False,
+            "--json", metavar="FILE", parser=a_file,
             help="Write the report to FILE too; - prints it instead of the table.",
         ),
     ] = None,

@@ -18,6 +18,8 @@ from impress.cli.options import (
     MissingMass,
     PolicyName,
     Store,
+    a_file,
+    directory,
     policy_of,
     print_json,
     store_dir,
@@ -33,13 +35,13 @@ def run(
     model: Annotated[
         Path,
         typer.Option(
-            metavar="DIR", readable=False, help="A local Transformers model with its tokenizer."
+            metavar="DIR", parser=directory, help="A local Transformers model with its tokenizer."
         ),
     ],
     prefix: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", readable=False, help="The long text the question is about (UTF-8)."
+            metavar="FILE", parser=a_file, help="The long text the question is about (UTF-8)."
         ),
     ],
     query: Annotated[str, typer.Option(metavar="TEXT", help="What comes after the text.")],
