@@ -1315,6 +1315,31 @@ def test_tokens_that_are_no_prompt_are_bad_input(tmp_path, ids, named):
         engine.generate(ids, max_new_tokens=2)
 
 
+@pytest.mark.parametrize(
+    ("mode", "policy"), [("exact", impress.Exact()), ("sparse", impress.Paper())]
+)
+def test_what_outgrows_learned_positions_is_one_line(tmp_path, mode, policy):
+    """It was torch's bare IndexError, with a hit as without. Stock Transformers gives what comes
+    before, and RoPE has no last position."""
+    model, ids = tiny("opt", max_position_embeddings=200), prompts(201)
+    with attach(model, tmp_path, policy=policy) as engine:
+        for _ in range(2):
+            for n_tokens, n_new in ((200, 1), (197, 4)):
+                out = engine.generate(ids[:, :n_tokens], max_new_tokens=n_new)
+                assert out.shape[1] == 201
+            for n_tokens, said in ((201, "^201 tokens are more than"), (197, "^the answer goes")):
+                with pytest.raises(BadInput, match=f"{said} .*the model's 200 positions: pass"):
+                    engine.generate(ids[:, :n_tokens], max_new_tokens=5)
+            engine.flush()
+        assert (engine.last_request.mode, engine.last_request.hit_tokens) == (mode, 192)
+        assert engine.store.stats()["leases"] == engine.store.buffers.used_bytes == 0
+        ends = int(out[0, 198])
+        ended = engine.generate(ids[:, :197], max_new_tokens=9, **ending(ids[:, :197], ends))
+        assert ended.shape[1] <= 199
+    with attach(tiny(max_position_embeddings=200), tmp_path / "rope") as engine:
+        assert engine.generate(ids, max_new_tokens=5).shape[1] == 206
+
+
 def test_the_prompt_goes_by_either_of_its_names(tmp_path):
     """Transformers' own name for it is `inputs`: that was a TypeError for want of input_ids."""
     model, ids = tiny(), prompts(10)

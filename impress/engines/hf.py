@@ -35,6 +35,7 @@ from impress.engines.choice import Choice
 from impress.engines.hf_audit import Auditor, Shared, Watch, turn_of, watch_of
 from impress.engines.hf_cache import RowsCache, rent
 from impress.engines.hf_chosen import ChosenCache, attending, check_choosing, check_policy, chooses
+from impress.engines.hf_lengths import within_positions
 from impress.engines.hf_mode import EXACT, Modes
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_models import geometry_of as geometry_of  # README names it here
@@ -359,15 +360,12 @@ class Engine:
         options = dict(prompt.options)
         processors = [first, *(options.pop("logits_processor", None) or [])]
         criteria = [*(options.pop("stopping_criteria", None) or []), first.given]
-        return self.model.generate(
-            prompt.input_ids,
-            attention_mask=torch.ones_like(prompt.input_ids),
-            past_key_values=cache,
-            logits_processor=LogitsProcessorList(processors),
-            stopping_criteria=StoppingCriteriaList(criteria),
-            streamer=once,
-            **options,
-        )
+        with within_positions(self.model.config, cache):
+            return self.model.generate(
+                prompt.input_ids, attention_mask=torch.ones_like(prompt.input_ids),
+                past_key_values=cache, logits_processor=LogitsProcessorList(processors),
+                stopping_criteria=StoppingCriteriaList(criteria), streamer=once, **options,
+            )  # fmt: skip
 
     def _store(
         self, prompt: Prompt, sequences: torch.Tensor, cache: RowsCache | None, hit: int,

@@ -17,6 +17,7 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationConfig, MaxLengthCriteria
 
+from impress.engines.hf_lengths import check_lengths
 from impress.engines.hf_modules import (
     INT8_ADVICE,
     check_adapters,
@@ -209,7 +210,7 @@ def check_request(
         kwargs["cache_implementation"] = None  # generate() wants none beside a cache
     n_tokens = int(ids.shape[1])
     n_new = _n_new(model, n_tokens, max_new_tokens, kwargs)
-    _check_window(model.config, n_tokens + n_new)
+    check_lengths(model.config, n_tokens, n_new)
     return Prompt(
         input_ids=ids,
         rows=tuple(np.ascontiguousarray(row) for row in tokens),
@@ -379,16 +380,3 @@ def _whole(asked: Any, name: str) -> int | None:
         return None if asked is None else operator.index(asked)
     except TypeError:
         raise BadInput(f"{name} must be a whole number, got {asked!r}") from None
-
-
-def _check_window(config: Any, n_tokens: int) -> None:
-    """Refuses a sliding window that would hide the start of the prompt from its end."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    slides = window is not None if kinds is None else "sliding_attention" in kinds
-    if config.model_type == "mistral":  # its mask goes by the window alone, whatever its layers say
-        slides = True
-    if slides and window is not None and n_tokens > window:
-        raise Unsupported(
-            f"sliding window of {window} tokens is shorter than prompt and new tokens ({n_tokens})"
-        )
