@@ -119,7 +119,8 @@ class Config(BaseModel):
             first = err.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
             got = _shown(first["input"])
-            raise ConfigError(f"config: {key}: {first['msg']}, got {got}") from None
+            said = "want a list of names" if first["type"] == "tuple_type" else first["msg"]
+            raise ConfigError(f"config: {key}: {said}, got {got}") from None
         if self.window not in WINDOWS:
             got = _shown(self.window)
             raise ConfigError(f"config: window must be 16, 32, 64, 128 or 256, got {got}")

@@ -398,6 +398,7 @@ def test_unknown_and_wrong_settings_name_the_nearest_known(tmp_path: Path) -> No
         ({"lease_timeout_s": float("nan")}, "lease_timeout_s"),
         ({"repack_every_s": 1e12}, "repack_every_s"),
         ({"follow_every_s": float("inf")}, "follow_every_s"),
+        ({"probes": "int4-v1"}, "probes: want a list of names, got 'int4-v1'"),
         ({"guard_shadows": 1 << 32}, "guard_shadows: .* less than or equal to 1000000"),
     ):
         with pytest.raises(impress.ConfigError, match=said) as refused:

@@ -1480,9 +1480,26 @@ def test_the_models_own_max_new_tokens_goes_before_a_calls_max_length(tmp_path):
             assert torch.equal(engine.generate(prompts(60), max_length=length), want)
 
 
-def test_a_policy_that_is_not_exact_is_refused_by_name(tmp_path):
-    with pytest.raises(Unsupported, match="str"):
-        attach(tiny(), tmp_path, policy="sparse")
+@pytest.mark.parametrize(
+    ("policy", "got"),
+    [
+        ("quality", "str"),
+        (impress.Quality, "the class Quality"),
+        (impress.Config(), "Config: pass it as config="),
+    ],
+)
+def test_what_is_no_policy_is_told_what_one_is(tmp_path, policy, got):
+    """It read "policy str is not supported by this engine", of a class "policy type is not"."""
+    model, said = tiny(), re.escape(f"policy: want a policy such as impress.Quality(), got {got}")
+    with pytest.raises(BadInput, match=f"^{said}$"):
+        hf.attach(model, tmp_path, policy)
+    with attach(model, tmp_path) as engine, pytest.raises(BadInput, match=f"^{said}$"):
+        engine.generate(prompts(10), policy=policy)
+
+
+def test_a_policy_that_nothing_serves_is_refused_by_name(tmp_path):
+    with pytest.raises(Unsupported, match="policy SimpleNamespace is not supported"):
+        attach(tiny(), tmp_path, policy=SimpleNamespace(name="mine", probe=None))
 
 
 def test_training_mode_autocast_and_other_attention_are_refused(tmp_path):

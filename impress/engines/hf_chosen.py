@@ -22,12 +22,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from impress.config import Config
 from impress.engines import hf_models
 from impress.engines.buffers import Rental
 from impress.engines.hf_cache import RequestCache, RowsLayer, untraced
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_observed import ATTENTION_NAME as OBSERVED_NAME
-from impress.errors import ImpressError, Unsupported
+from impress.errors import BadInput, ImpressError, Unsupported
 from impress.policy import Exact, KeepAll, Policy, SnapWindow, StaticH2O
 from impress.selection.identify import check_fits, select
 from impress.selection.probes import codec_of
@@ -72,9 +73,13 @@ def check_policy(policy: Any, geometry: Geometry, window: int) -> None:
     """Raises, in one line, for a policy this engine cannot serve on such rows.
 
     Unsupported where nothing says what it means, ImpressError on a probe codec that is not known,
-    BadInput where it can never be kept to on them (check_fits).
+    BadInput where it is none, or can never be kept to on them (check_fits).
     """
     kind = type(policy)
+    if isinstance(policy, type) or not hasattr(policy, "probe"):
+        got = f"the class {policy.__name__}" if isinstance(policy, type) else kind.__name__
+        meant = ": pass it as config=" if isinstance(policy, Config) else ""
+        raise BadInput(f"policy: want a policy such as impress.Quality(), got {got}{meant}")
     if not isinstance(policy, Exact | KeepAll) and (kind is object or kind not in select.registry):
         raise Unsupported(f"policy {kind.__name__} is not supported by this engine")
     if policy.probe is not None:
