@@ -90,6 +90,14 @@ def test_a_damaged_index_is_not_shown_as_an_empty_store(tmp_path):
     assert "passed over 1 damaged index value" in run("inspect", "--store", path).stdout
 
 
+def test_the_index_that_is_damaged_is_named_once(path):
+    """Its path stood twice in the line: LMDB says it too."""
+    index = path / "shards/main/index"
+    (index / "data.mdb").write_bytes(b"no index" * 4096)
+    done = run("repack", "--store", path, "--dry-run")
+    assert done.stderr.startswith(f"impress: index: {index}: MDB_INVALID: "), done
+
+
 def test_nothing_is_purged_where_a_shard_cannot_be_read(half_lost):
     """The shards before it were purged, and what was said of it was the index alone."""
     done = run("purge", "--store", half_lost, "--namespace", "a test")

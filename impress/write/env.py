@@ -292,18 +292,23 @@ def error_of(folder: Path, err: Exception, *, counted: bool = True) -> ImpressEr
                 "it may not be written here, so a writer knows nothing of this reader: mount it "
             )
             again += "writable and try again"
-        return FormatError(f"index: {folder}: {err}; {again}")
+        return FormatError(f"index: {_said(folder, err)}; {again}")
     return _failed(folder, err)
 
 
 def _failed(folder: Path, err: Exception) -> StoreFailed:
-    """With the folder once: LMDB says it of an index that it cannot open."""
-    said = (err.strerror if isinstance(err, OSError) else None) or str(err)
+    said = _said(folder, err)
     if isinstance(err, lmdb.MemoryError):
         said += f"; it maps {MAP_BYTES >> 30} GiB of addresses: raise `ulimit -v`"
     if isinstance(err, lmdb.PanicError):  # behind a write of its first pages that failed
         said += "; LMDB writes no more in this process: close the store, and open it again"
-    return StoreFailed(f"index: {folder}: {said.removeprefix(f'{folder}: ')}")
+    return StoreFailed(f"index: {said}")
+
+
+def _said(folder: Path, err: Exception) -> str:
+    """With the folder once: LMDB says it of an index that it cannot open. Pure."""
+    said = (err.strerror if isinstance(err, OSError) else None) or str(err)
+    return f"{folder}: {said.removeprefix(f'{folder}: ')}"
 
 
 def check_whole(env: Any, folder: Path) -> None:
