@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from typing import Final
 
@@ -15,6 +16,9 @@ from rich.tree import Tree
 from impress.errors import ImpressError
 from tiers.errors import MediumError
 from tiers.threads import MORE_THREADS, no_more_threads
+
+if os.environ.get("COLUMNS") == "0":  # not known: rich, of a help text too, would print nothing
+    del os.environ["COLUMNS"]
 
 
 class _Out(Console):

@@ -57,6 +57,13 @@ def test_help_names_every_command_and_the_exit_status():
     assert ended([sys.executable, "-m", "impress", "--version"]).stdout == run("--version").stdout
 
 
+@pytest.mark.parametrize("args", [["--help"], ["inspect", "--help"]])
+def test_a_terminal_of_no_columns_gets_the_help(args):
+    """COLUMNS=0 stands for an unknown width: nothing was printed, with status 0."""
+    done = run(*args, env={**os.environ, "COLUMNS": "0"})
+    assert done.returncode == 0 and "Usage: impress" in done.stdout
+
+
 @pytest.mark.parametrize("command", ["demo", "run", "inspect", "explain", "verify"])
 def test_help_of_a_command_has_examples_and_its_exit_status(command):
     done = run(command, "--help")
@@ -501,6 +508,9 @@ def test_the_default_store_comes_from_the_environment(path, tmp_path):
         (["inspect", "--metrics", "x"], "--metrics"),
         (["bogus"], "No such command 'bogus'; see impress --help"),
         (["run"], "Missing option '--model'; see impress run --help"),
+        (["inspect", "--store"], "'--store' requires an argument; see impress inspect --help"),
+        (["vllm-config", "--policy"], "requires an argument; see impress vllm-config --help"),
+        (["--store"], "No such option: --store; see impress --help"),
         (["verify", "extra"], "extra"),
     ],
 )

@@ -138,9 +138,15 @@ def _stopped_as_by_ctrl_c() -> Iterator[None]:
 
 def _said(wrong: Any) -> str:
     """What was wrong with the arguments, and where the right ones stand."""
-    path = wrong.ctx.command_path if wrong.ctx is not None else "impress"
+    path = wrong.ctx.command_path if wrong.ctx is not None else f"impress{_called()}"
     said = wrong.format_message().rstrip(".")
     return f"{said}{' See' if said.endswith('?') else '; see'} {path} --help"
+
+
+def _called() -> str:
+    """The command, for a complaint that does not say whose option it is of."""
+    names = {command.__name__.replace("_", "-") for command in _COMMANDS}
+    return next((f" {word}" for word in sys.argv[1:2] if word in names), "")
 
 
 if __name__ == "__main__":
