@@ -57,6 +57,14 @@ def test_help_names_every_command_and_the_exit_status():
     assert ended([sys.executable, "-m", "impress", "--version"]).stdout == run("--version").stdout
 
 
+@pytest.mark.parametrize("command", ["rebuild", "repack"])
+def test_help_says_what_a_dry_run_needs(command):
+    """It said "change nothing", and wanted the right to write, and wrote into lock and index."""
+    told = " ".join(run(command, "--help").stdout.replace("│", " ").split())
+    told = told.rpartition("--dry-run ")[2].partition(" --json")[0]
+    assert "stay" in told and "as for writing: the right to write is needed" in told
+
+
 @pytest.mark.parametrize("args", [["--help"], ["inspect", "--help"]])
 def test_a_terminal_of_no_columns_gets_the_help(args):
     """COLUMNS=0 stands for an unknown width: nothing was printed, with status 0."""

@@ -18,7 +18,12 @@ from impress.upkeep.scan import Rebuilt
 def rebuild(
     store: Store = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be found, change nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Say what would be found; index and segments stay. Shards are locked as for "
+            "writing: the right to write is needed, and lock files change.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:

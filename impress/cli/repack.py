@@ -23,7 +23,13 @@ from tiers.files import segment_paths, size_of
 def repack(
     store: Store = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would move and what it would save.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Say what would move and what it would save; what is stored stays. Shards are "
+            "opened as for writing: the right to write is needed, lock and index files change, and "
+            "what a crash cut off is finished.",
+        ),
     ] = False,
     json_file: Annotated[
         Path | None,
