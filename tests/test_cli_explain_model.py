@@ -328,6 +328,18 @@ def test_a_tokenizer_whose_download_was_cut_off_is_refused(here, tmp_path):
         told(here, model=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer.json", ""), ("tokenizer.json", "{}"), ("tokenizer_config.json", "{")],
+)
+def test_a_tokenizers_file_that_is_damaged_is_named(here, tmp_path, name, text):
+    """It read "Expecting value: line 1 column 1", or 'added_tokens', of no file."""
+    saved_model(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(BadInput, match=rf"its tokenizer does not load; .* \({name}: "):
+        told(here, model=tmp_path)
+
+
 @pytest.mark.parametrize("query", [[], ["--query", "w1"]], ids=["no query", "query"])
 @pytest.mark.parametrize(
     ("wrong", "said"),

@@ -5,6 +5,7 @@ Imports torch and Transformers only when called.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,7 +53,24 @@ def load_tokenizer(model_dir: Path) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with loading(model_dir, "tokenizer does"):
-        return AutoTokenizer.from_pretrained(str(model_dir), **_HERE)
+        try:
+            return AutoTokenizer.from_pretrained(str(model_dir), **_HERE)
+        except Exception as error:
+            if not (name := _broken(model_dir, error)):
+                raise
+            raise RuntimeError(f"{name}: {error}") from None
+
+
+def _broken(model_dir: Path, error: Exception) -> str:
+    """The file of a tokenizer that is no JSON, or not what it should be; "" where it is another."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        try:
+            json.loads((model_dir / name).read_bytes())
+        except OSError:
+            continue
+        except ValueError:
+            return name
+    return "tokenizer.json" if type(error) in (KeyError, Exception) else ""  # the latter: Rust's
 
 
 @contextmanager
