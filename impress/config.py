@@ -207,7 +207,9 @@ def default_store_dir() -> Path:
 def cache_dir() -> Path:
     """Where things that can be made again are kept for this user. Raises ConfigError: nowhere."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "impress"
+        named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        # A relative one is ignored, as its specification has it.
+        return (named if named.is_absolute() else Path.home() / ".cache") / "impress"
     except RuntimeError:  # a container's user, say, without HOME and unknown to the system
         raise ConfigError(
             "this user has no home directory: name the store by --store or IMPRESS_STORE, or set "

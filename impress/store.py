@@ -301,7 +301,8 @@ class PrefixStore:
 
         Waits for it. Raises ImpressError where this process has not opened it for writing.
         """
-        if self._repacker is None or self._closed or os.getpid() != self._pid:
+        self._usable("repack")
+        if self._repacker is None:
             raise ImpressError("repack: wants a store that this process has open for writing")
         return self._repacker.run(dry_run=dry_run, max_bytes=max_bytes)
 
@@ -370,8 +371,7 @@ class PrefixStore:
         return self._usable("saved_ledgers").saved_ledgers()
 
     def check(self) -> None:
-        """Assert every invariant of tree, spans, caches and space, while nothing is being stored
-        or evicted (after `flush`, no writer open)."""
+        """Assert every invariant of tree, spans, caches, space: after `flush`, no writer open."""
         home = self._usable("check", closed=True)
         self._copies.check()
         self._tables.check()

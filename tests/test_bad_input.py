@@ -25,7 +25,7 @@ from conftest import (
 )
 
 import impress
-from impress.config import tenant_secret
+from impress.config import cache_dir, tenant_secret
 from impress.policy import AllHeads, Pages, Paper, Policy, Quality
 from impress.types import a_time
 
@@ -101,6 +101,16 @@ def test_a_tilde_in_a_path_is_the_home_directory(
     refused(f"^path {said}", impress.PrefixStore.open, lost, geometry, "t")
     refused(f"^config: {said}", impress.Config.load, lost)
     refused(f"^config: tenant_secret_file: {said}", tenant_secret, secret)
+
+
+@pytest.mark.parametrize(("named", "where"), [("", "h/.cache"), ("rel", "h/.cache"), ("/c", "/c")])
+def test_a_cache_directory_that_is_no_whole_path_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, named: str, where: str
+) -> None:
+    """A relative one was another store, and another cache of digests, in each directory."""
+    monkeypatch.setenv("HOME", "h")
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    assert cache_dir() == Path(where) / "impress"
 
 
 def refused(said: str, call: Callable[..., object], *args: Any, **named: Any) -> None:
@@ -189,7 +199,8 @@ def test_a_closed_store_says_so(open_store: Open, geometry: impress.Geometry) ->
     store = open_store(geometry)
     assert put_prompt(store, prompt(128)).wait(60)
     store.close()
-    for call in (store.names, store.saved_ledgers, store.placement, store.follow, store.purge):
+    calls = (store.names, store.saved_ledgers, store.placement, store.follow, store.purge)
+    for call in (*calls, store.repack):
         refused("the store is closed$", call)
 
 

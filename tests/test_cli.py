@@ -217,12 +217,15 @@ def test_inspect_says_whose_leases_it_shows_of_a_span_in_parts(path):
 
 def test_inspect_says_how_much_of_a_prompt_is_stored_from_any_kind_of_file(path, tmp_path):
     tokens = FORK[:200] + [7] * 50
-    files = [tmp_path / name for name in ("ids.json", "ids.txt", "ids.npy")]
+    names = ("ids.json", "ids.txt", "ids.npy", "marked.json")
+    files = [*(tmp_path / name for name in names), Path("-")]
     files[0].write_text(json.dumps(tokens))
     files[1].write_text("\n".join(map(str, tokens)))
     np.save(files[2], np.array(tokens, dtype=np.int64))
+    files[3].write_text(json.dumps(tokens), encoding="utf-8-sig")  # as some editors save it
     for file in files:
-        _, found = run_json("inspect", "--store", path, "--prefix", file)
+        args = ("inspect", "--store", path, "--prefix", file, "--json")
+        found = json.loads(run(*args, input=json.dumps(tokens)).stdout)
         (stored,) = found["prefix"]["stored"]
         assert (found["prefix"]["tokens"], stored["tokens"]) == (250, 192)
         assert [(s["span"], s["n_windows"]) for s in stored["spans"]] == [(1, 2), (2, 1)]
@@ -493,6 +496,14 @@ def test_a_tilde_that_no_shell_has_expanded_is_the_home_directory(path):
     assert run("verify", f"--store={told}", env=env).returncode == 0
     assert run("verify", env={**env, "IMPRESS_STORE": told}).returncode == 0
     assert_refused(run("verify", "--store=~no-such-user/s"), "~no-such-user/s", "in full")
+
+
+@pytest.mark.parametrize("command", [("doctor", "--no-measure"), ("vllm-config",)], ids=str)
+def test_a_directory_that_was_deleted_under_a_command_is_said(tmp_path, command):
+    """It read "No such file or directory", of no name."""
+    deleted = ["bash", "-c", 'mkdir gone; cd gone; rmdir ../gone; exec "$@"', "", str(SCRIPT)]
+    done = ended([*deleted, *command, "--store", "s"], cwd=tmp_path)
+    assert_refused(done, "s: the directory this runs in was deleted; go to another")
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

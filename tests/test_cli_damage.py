@@ -167,7 +167,15 @@ def test_a_prompt_in_a_running_store_is_said_to_be_as_last_saved(path, tmp_path)
 
 @pytest.mark.parametrize(
     ("text", "is_text"),
-    [('[{"word": "no"}]', True), ("[]", True), ("[true]", True), ("[1, 2]", False), ("1 2", False)],
+    [
+        ('[{"word": "no"}]', True),
+        ("[]", True),
+        ("[true]", True),
+        ("[1, 2]", False),
+        ("1 2", False),
+        ("\ufeff[1, 2]", False),
+        ("\ufeffa", True),
+    ],
 )
 def test_beside_a_model_json_is_token_ids_where_all_are_integers(tmp_path, text, is_text):
     """A document of JSON records that `run` had stored: "want integers, got object"."""

@@ -68,6 +68,7 @@ def test_a_shard_that_repack_leaves_alone_is_in_its_report_and_status(path: Path
         done = run(*args)
         assert done.returncode == 1 and json.loads(done.stdout)["busy_shards"] == ["main"]
         assert f"process {os.getpid()}: stop that process" in done.stderr
+        assert done.stderr.startswith("impress: ")  # as of purge and rebuild
     done = run(*args)
     assert done.returncode == 0 and json.loads(done.stdout)["busy_shards"] == []
 

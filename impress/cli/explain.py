@@ -16,6 +16,7 @@ from impress.cli.options import (
     PolicyAsked,
     Store,
     a_file,
+    a_prompt,
     check_json,
     directory,
     policy_of,
@@ -35,9 +36,9 @@ def explain(
     prefix: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", parser=a_file,
+            metavar="FILE", parser=a_prompt,
             help="The prompt: token ids as a JSON list, integers apart by white space or a .npy "
-            "array; with --model any other file is text (UTF-8).",
+            "array; with --model any other file is text (UTF-8); - is stdin.",
         ),
     ],
     query: Annotated[
@@ -175,7 +176,8 @@ def _prompt(file: Path) -> str | Tokens:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise BadInput(f"--prefix {file}: not UTF-8 text") from None
-    return tokens_in(text, file) if _is_ids(text) else text  # a pipe is read once
+    ids = text.removeprefix("\ufeff")  # which some editors put before what they save
+    return tokens_in(ids, file) if _is_ids(ids) else text  # a pipe is read once
 
 
 def _is_ids(text: str) -> bool:

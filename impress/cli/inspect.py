@@ -13,7 +13,7 @@ from rich.tree import Tree
 
 from impress.cli.explained import say_damaged, say_unread
 from impress.cli.live import live_counters
-from impress.cli.options import Json, Store, a_file, print_json, store_dir
+from impress.cli.options import Json, Store, a_prompt, print_json, store_dir
 from impress.cli.survey import (
     open_for_reading,
     read_token_file,
@@ -36,9 +36,9 @@ def inspect(
         Path | None,
         typer.Option(
             metavar="FILE",
-            parser=a_file,
+            parser=a_prompt,
             help="How much of this prompt is stored, and in which spans. FILE holds token ids: "
-            "a JSON list, integers apart by white space, or a .npy array.",
+            "a JSON list, integers apart by white space, or a .npy array; - is stdin.",
         ),
     ] = None,
     metrics: Annotated[

@@ -38,6 +38,22 @@ def a_file(given: str) -> Path:
     return Path(given)
 
 
+def a_prompt(given: str) -> Path:
+    """A file to read; - is stdin."""
+    return Path("/dev/stdin") if given == "-" else a_file(given)
+
+
+def absolute(where: Path) -> Path:
+    """For whoever works elsewhere. Raises BadInput where that cannot be told: the system names no
+    file then."""
+    try:
+        return where.absolute()
+    except FileNotFoundError:
+        raise BadInput(
+            f"{where}: the directory this runs in was deleted; go to another, or name it in full"
+        ) from None
+
+
 Store = Annotated[
     Path | None,
     typer.Option(
@@ -194,7 +210,7 @@ def check_json(file: Path | None) -> None:
     if file.is_dir():
         raise BadInput(f"--json {file}: a directory; name a file, or - for stdout")
     dangles = file.is_symlink() and not file.exists()
-    folder = (file.resolve() if dangles else file.absolute()).parent
+    folder = (file.resolve() if dangles else absolute(file)).parent
     if not folder.is_dir():
         raise BadInput(f"--json {file}: no such folder")
     into = file.exists() and (file.is_symlink() or not file.is_file())

@@ -96,7 +96,7 @@ def _all_repacked(
                 report.spans += _repacked(where, shard, identity, dry_run).spans
         except StoreLocked as taken:
             busy.append(shard.name)
-            complain(str(taken))
+            complain(f"impress: {taken}")
         except (ImpressError, MediumError, OSError) as error:  # the others are done all the same
             failed.append(shard.name)
             complain(f"impress: {line_of(error)} (shard {shard.name})")

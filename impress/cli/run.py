@@ -18,7 +18,7 @@ from impress.cli.options import (
     MissingMass,
     PolicyName,
     Store,
-    a_file,
+    a_prompt,
     directory,
     policy_of,
     print_json,
@@ -41,7 +41,9 @@ def run(
     prefix: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", parser=a_file, help="The long text the question is about (UTF-8)."
+            metavar="FILE",
+            parser=a_prompt,
+            help="The long text the question is about (UTF-8); - is stdin.",
         ),
     ],
     query: Annotated[str, typer.Option(metavar="TEXT", help="What comes after the text.")],

@@ -217,7 +217,7 @@ def stored_prefixes(store: PrefixStore, tokens: Tokens) -> list[dict[str, Any]]:
 def read_token_file(path: Path) -> Tokens:
     """Token ids from a file: a JSON list, integers apart by white space, or .npy."""
     try:
-        found = _array(path) if path.suffix == ".npy" else path.read_text()
+        found = _array(path) if path.suffix == ".npy" else path.read_text(encoding="utf-8-sig")
     except ValueError as err:
         raise BadInput(f"{path}: not token ids: {err}") from None
     return tokens_in(found, path)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from impress.cli.options import DiskGib, Store, store_dir
+from impress.cli.options import DiskGib, Store, absolute, store_dir
 from impress.config import MIB, MOST_BYTES
 from impress.engines.vllm import CONNECTOR, CONNECTOR_MODULE
 from impress.errors import BadInput
@@ -49,7 +49,7 @@ def vllm_config(
     --no-async-scheduling --kv-transfer-config "$(impress vllm-config --store DIR)"
     (docs/VLLM.md, "On CUDA": not yet run)
     """
-    where = store_dir(store).absolute()  # the server may run in another directory
+    where = absolute(store_dir(store))  # the server may run in another directory
     typer.echo(json.dumps(_config(str(where), policy, floor, dram_mib, disk_gib)))
 
 
