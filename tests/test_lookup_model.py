@@ -1,12 +1,16 @@
-"""Training of the lookup model: who goes on from what stands in --work."""
+"""The lookup model's commands: who goes on from what stands in --work, and what is refused."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from experiments.lookup_model import evaluate
 from experiments.lookup_model.train import Run, arguments, main
+from impress.demo import lookup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,3 +38,50 @@ def test_a_state_of_another_run_is_refused(
     assert not out.exists()
     assert main([*given, "agreeing"]) == 0
     assert "resumed at" in capsys.readouterr().out and out.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["nope"], "nope: no config.json there: name a checkpoint's folder"),
+        (["agreeing", "--lengths", "512", "99999"], "--lengths 99999: want 64 to 2298 for this"),
+        (["agreeing", "--lengths", "2299"], "--lengths 2299: want 64 to 2298 for this"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that is not there was asked for on the network, and each was a traceback."""
+    monkeypatch.chdir(Path(lookup.__file__).parent)
+    assert evaluate.main(args) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {says}") and err.count("\n") == 1
+
+
+def test_questions_have_room_behind_the_longest_document(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(lookup.__file__).parent)
+    assert evaluate.main(["agreeing", "--lengths", "2298", "--docs", "1", "--questions", "1"]) == 0
+    assert capsys.readouterr().out.count("own") == 3
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was a traceback."""
+    assert main(["agreeing", "--work", "/proc/nope"]) == 2
+    err = capsys.readouterr().err
+    assert "/proc/nope" in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [evaluate.main, main])
+def test_help_tells_the_command_and_every_option(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said evaluate.py, which is no command here, and nothing of most options."""
+    with pytest.raises(SystemExit):
+        command(["--help"])
+    usage, options = capsys.readouterr().out.split("options:")
+    name = command.__module__.rpartition(".")[2]
+    assert usage.startswith(f"usage: python -m experiments.lookup_model.{name} ")
+    for option in re.split(r"\n  (?=--)", options)[1:]:
+        assert re.search(r"\s\s\w", option), option

@@ -12,14 +12,31 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from impress.demo.lookup.tasks import TASKS, Document, Question, document, questions
+from experiments.common import Unable
+from impress.demo.lookup.tasks import (
+    MIN_TOKENS,
+    SPLITS,
+    TASKS,
+    Document,
+    Question,
+    document,
+    questions,
+)
+from impress.errors import BadInput
+
+#: Tokens of the longest question, which comes behind a document.
+_QUESTION: Final = 6
 
 
 @dataclass(frozen=True)
@@ -118,10 +135,15 @@ def on_fact(doc: Document, q: Question, mass: Tensor) -> Tensor:
     return mass[:, :, at - 3 : at + 1].sum(-1) / mass.sum(-1)
 
 
-def show_attention(folder: str, n_tokens: int, n_docs: int) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+def loaded(folder: Path, **options: Any) -> PreTrainedModel:
+    """From its files alone."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, **options
     ).eval()
+
+
+def show_attention(folder: Path, n_tokens: int, n_docs: int) -> None:
+    model = loaded(folder, attn_implementation="eager")
     for task in TASKS:
         held, jaccard, fact = [], [], []
         for index in range(n_docs):
@@ -142,19 +164,38 @@ def _row(values: list[Tensor]) -> str:
     return " ".join(f"{v:.3f}" for v in torch.stack(values).mean(0).tolist())
 
 
-def main() -> None:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m experiments.lookup_model.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint")
-    parser.add_argument("--split", default="test")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048])
-    parser.add_argument("--docs", type=int, default=25)
-    parser.add_argument("--questions", type=int, default=20)
-    parser.add_argument("--attention", action="store_true")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.float32).eval()
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="DIR", help="a lookup model's folder")
+    add("--split", choices=(*SPLITS,), default="test", help="whose documents (default test)")
+    add(
+        "--lengths", type=int, nargs="+", metavar="N", default=[512, 1024, 2048],
+        help="tokens of a document (default 512 1024 2048)",
+    )  # fmt: skip
+    add("--docs", type=int, metavar="N", default=25, help="documents of each length (default 25)")
+    add(
+        "--questions", type=int, metavar="N", default=20,
+        help="most of each task about a document (default 20)",
+    )  # fmt: skip
+    add("--attention", action="store_true", help="say how its attention looks, too")
+    return parser.parse_args(argv)
+
+
+def _run(args: argparse.Namespace) -> None:
+    """Raises Unable, BadInput, OSError."""
+    if not (args.checkpoint / "config.json").is_file():
+        raise Unable(f"{args.checkpoint}: no config.json there: name a checkpoint's folder")
+    config = AutoConfig.from_pretrained(args.checkpoint, local_files_only=True)
+    most = config.max_position_embeddings - _QUESTION
+    for n_tokens in args.lengths:
+        if not MIN_TOKENS <= n_tokens <= most:
+            raise Unable(f"--lengths {n_tokens}: want {MIN_TOKENS} to {most} for this checkpoint")
+    model = loaded(args.checkpoint)
     for n_tokens in args.lengths:
         cells = evaluate(model, args.split, n_tokens, args.docs, args.questions)
         for (task, where), cell in sorted(cells.items()):
@@ -164,5 +205,17 @@ def main() -> None:
             show_attention(args.checkpoint, n_tokens, 8)
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0, or 2 where it could not run."""
+    args = _arguments(argv)
+    torch.set_num_threads(1)
+    try:
+        _run(args)
+    except (Unable, BadInput, OSError) as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -267,40 +267,48 @@ class Run:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m experiments.lookup_model.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("variant", choices=("agreeing", "specialised", "grouped"))
-    parser.add_argument("--work", required=True, help="folder of the resumable state")
-    parser.add_argument("--out", help="write the checkpoint here when done")
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--position-lr", type=float, default=0.0)
-    parser.add_argument("--tokens-per-step", type=int, default=3000)
-    parser.add_argument("--hint-weight", type=float, default=0.3)
-    parser.add_argument("--hint-until", type=float, default=0.6)
-    parser.add_argument("--entropy-weight", type=float, default=0.01)
-    parser.add_argument("--aux-weight", type=float, default=0.3)
-    parser.add_argument("--diffuse-bar", type=float, default=0.75)
+    add = parser.add_argument
+    add("variant", choices=("agreeing", "specialised", "grouped"), help="which checkpoint is made")
+    add("--work", required=True, metavar="DIR", help="folder of the resumable state")
+    add("--out", metavar="DIR", help="write the checkpoint here when done")
+    for name, default, what in (
+        ("steps", 1200, "of the whole run"),
+        ("layers", 4, "of the model"),
+        ("seed", 0, "of what is drawn"),
+        ("lr", 0.02, "learning rate of the layers' matrices"),
+        ("position-lr", 0.0, "learning rate of the table of positions"),
+        ("tokens-per-step", 3000, "of a batch, about"),
+        ("hint-weight", 0.3, "of the hint in the loss"),
+        ("hint-until", 0.6, "accuracy of both lookup tasks at which the hint ends"),
+        ("entropy-weight", 0.01, "of the attention's entropy in the loss, behind the hint"),
+        ("aux-weight", 0.3, "of naming the two words before, in the loss of the first stages"),
+        ("diffuse-bar", 0.75, "accuracy of the diffuse task at which a stage may end"),
+    ):
+        said = f"{what} (default {default})"
+        add(f"--{name}", type=type(default), metavar="N", default=default, help=said)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and export to --out. The exit status: 0, or 2 where the state is another run's."""
+    """Train, and export to --out. The exit status: 0, or 2 where the state is another run's, or a
+    folder cannot be written."""
     args = arguments(argv)
     torch.set_num_threads(1)
-    run = Run(args)
     try:
+        run = Run(args)
         run.resume()
-    except Unable as err:
+        run.train()
+        if args.out:
+            from experiments.lookup_model.export import export
+
+            export(run.model, Path(args.out))
+    except (Unable, OSError) as err:
         print(f"error: {err}", file=sys.stderr)
         return 2
-    run.train()
-    if args.out:
-        from experiments.lookup_model.export import export
-
-        export(run.model, Path(args.out))
     return 0
 
 
