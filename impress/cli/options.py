@@ -172,7 +172,7 @@ def by_owner(command: Callable[P, None]) -> Callable[P, None]:
     def owned(*args: P.args, **kwargs: P.kwargs) -> None:
         given: Any = kwargs["store"]
         kwargs["store"] = where = store_dir(given)  # whose home is that of ~ is asked before
-        become_owner(where)
+        become_owner(absolute(where))
         command(*args, **kwargs)
 
     return owned

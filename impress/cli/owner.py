@@ -24,8 +24,8 @@ _name = ""
 
 
 def become_owner(store: Path) -> None:
-    """For good, and with no more rights than he has. Nothing where this is not root, or the store
-    is root's.
+    """For good, and with no more rights than he has. Nothing where this is not root, or the store,
+    an absolute path, is root's.
 
     Raises StoreFailed where the system does not let it.
     """
@@ -64,8 +64,7 @@ def whose() -> str:
 def _owner_of(store: Path) -> int:
     """Who has the folder, or the nearest one above it where it is not there yet; where root has it
     and others write there, who has made the store in it. 0: all is root's."""
-    where = store.absolute()
-    for folder in (where, *where.parents):
+    for folder in (store, *store.parents):
         try:
             uid = folder.stat().st_uid
             break
@@ -73,9 +72,9 @@ def _owner_of(store: Path) -> int:
             continue
     else:
         return 0
-    if uid or folder != where:
+    if uid or folder != store:
         return uid
-    return max(_uid_of(where / name) for name in ("shards", IDENTITY))
+    return max(_uid_of(store / name) for name in ("shards", IDENTITY))
 
 
 def _uid_of(path: Path) -> int:
