@@ -44,7 +44,8 @@ def run(
     estimate: Callable[[bool], str], **meta: Any,
 ) -> int:  # fmt: skip
     """Parse arguments, run in a temporary directory, write the report. The exit status."""
-    parser = argparse.ArgumentParser(description=about)
+    command = f"python -m experiments.{Path(sys.argv[0]).stem}"  # as -m has it
+    parser = argparse.ArgumentParser(prog=command, description=about)
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run, roughly")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument(

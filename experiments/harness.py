@@ -13,12 +13,13 @@ import argparse
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from rich.progress import (
     BarColumn,
@@ -41,6 +42,8 @@ _DISK_BYTES = {False: 1 << 30, True: 256 << 20}
 #: And how often: the median is taken. One run behind the deletion of much else once had a third of
 #: the rate, and everything emulated went by it.
 _DISK_READS = 5
+#: Of those that --cells knows, that are listed.
+_MOST_WORDS: Final = 30
 #: Where fio's rate of a disk and its rounds' are more times apart, a cell hangs on which is taken.
 _ONE_RATE = 1.15
 
@@ -171,11 +174,12 @@ def _parser(experiment: Experiment) -> argparse.ArgumentParser:
         help="put data in a new directory here (default: the current one)",
     )  # fmt: skip
     add("--seed", type=int, default=1, metavar="N", help="of what is drawn (default 1)")
-    add(
-        "--disk-gb-s", type=float, metavar="X",
-        help="sequential read rate of the disk under --dir, GB/s (default: fio measures it "
-        "where it matters)",
-    )  # fmt: skip
+    parser.set_defaults(disk_gb_s=None)
+    if experiment.uses_disk:
+        add(
+            "--disk-gb-s", type=float, metavar="X",
+            help="sequential read rate of the disk under --dir, GB/s (default: fio measures it)",
+        )  # fmt: skip
     experiment.arguments(parser)
     return parser
 
@@ -270,13 +274,34 @@ def _chosen(cells: Sequence[Cell], words: Sequence[str] | None) -> list[Cell]:
     values = [cell.words() for cell in cells]
     for word in words:
         if not any(word in said for said in values):
-            known = list(dict.fromkeys(value for said in values for value in said))
-            raise Unable(f"--cells {word}: no cell has that; there are: {', '.join(known)}")
+            raise Unable(f"--cells {word}: no cell has that; there are: {_telling(values)}")
     return [
         cell
         for cell, said in zip(cells, values, strict=True)
         if cell.again or not set(words).isdisjoint(said)
     ]
+
+
+def _telling(values: Sequence[Sequence[str]]) -> str:
+    """Words that tell cells apart, then numbers that do, runs of them in short. Pure."""
+    n_with = Counter(word for said in values for word in dict.fromkeys(said))
+    some = [word for word in n_with if n_with[word] < len(values)] or [*n_with]
+    numbers = {int(word) for word in n_with if word.isdecimal() and str(int(word)) == word}
+    found = dict.fromkeys(_run_of(word, numbers) for word in sorted(some, key=str.isdecimal))
+    more = len(found) - _MOST_WORDS
+    return ", ".join([*found][:_MOST_WORDS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _run_of(word: str, numbers: set[int]) -> str:
+    """What it is listed as: "0 to 9" where it is of three numbers in a row, or more. Pure."""
+    if not word.isdecimal() or int(word) not in numbers:
+        return word
+    first = last = int(word)
+    while first - 1 in numbers:
+        first -= 1
+    while last + 1 in numbers:
+        last += 1
+    return word if last - first < 2 else f"{first} to {last}"
 
 
 def _measure(

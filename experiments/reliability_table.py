@@ -6,8 +6,9 @@ A report gets there with `--json docs/results/reliability/NAME.json`; a table st
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -54,9 +55,17 @@ def fill(page: Path, folder: Path) -> None:
     results_table.fill(page, folder, _made)
 
 
-if __name__ == "__main__":
-    if sys.argv[1:]:
-        sys.exit("usage: python -m experiments.reliability_table")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fill the page. Takes no options."""
+    argparse.ArgumentParser(
+        prog="python -m experiments.reliability_table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args(argv)
     docs = Path(__file__).resolve().parent.parent / "docs"
     fill(docs / "RELIABILITY.md", docs / "results" / "reliability")
-    sys.exit(0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

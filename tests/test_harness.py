@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from experiments import bench_control, fio, reliability_table, results_table, zero_hit
 from experiments import figures as plotting
-from experiments import fio, results_table, zero_hit
 from experiments.cells import SKIPPED, state_file
 from experiments.common import Row, Unable
-from experiments.harness import Cell, Experiment, Figures, Options, main
+from experiments.harness import Cell, Experiment, Figures, Options, _chosen, main
 from experiments.systems.data import Data
 from experiments.systems.generate import Knobs
 from experiments.systems.shapes import SHAPES
@@ -56,7 +57,7 @@ class Doubling:
 
     def run(self, folder: Path, *args: str, uses_disk: bool = False) -> int:
         made = Experiment("doubling", "Doubles.", self._cells, self._figures, {"line": self._draw},
-                          uses_disk=uses_disk)  # fmt: skip
+                          uses_disk=uses_disk or "--disk-gb-s" in args)  # fmt: skip
         return main(made, ["--dir", str(folder), *args])
 
 
@@ -242,7 +243,7 @@ def test_a_rate_that_was_given_is_part_of_a_cell(tmp_path: Path, report: Path) -
     for rate, measured in (("1.5", [1]), ("1.5", []), ("2", [1])):
         again = Doubling([1])
         given = ["--json", str(report), "--resume", "--disk-gb-s", rate]
-        assert again.run(tmp_path, *given, uses_disk=True) == 0
+        assert again.run(tmp_path, *given) == 0
         assert again.measured == measured
 
 
@@ -265,6 +266,30 @@ def test_a_cell_that_is_not_there_is_named(
 ) -> None:
     assert Doubling([1, 2]).run(tmp_path, "--cells", "1", "7") == 2
     assert "--cells 7: no cell has that; there are: 1, 2" in capsys.readouterr().err
+
+
+def test_the_cells_there_are_fit_on_a_line() -> None:
+    """All of 900 words, those of every cell too, stood behind a mistyped one."""
+    params = [
+        {"model": model, "seed": 7, "item": item, "rows": 4 * item + 1000, "digest": "007"}
+        for model in ("b", "a") for item in range(300)
+    ]  # fmt: skip
+    with pytest.raises(Unable) as told:
+        _chosen([Cell(one, list) for one in params], ["x"])
+    said = str(told.value).partition("there are: ")[2]
+    assert said.startswith("b, a, 0 to 299, 1000, 1004, ") and said.endswith(", 1104 and 273 more")
+    with pytest.raises(Unable, match=r"there are: 7, 007$"):
+        _chosen([Cell({"seed": 7, "digest": "007"}, list)], ["x"])
+
+
+@pytest.mark.parametrize("uses_disk", [False, True])
+def test_a_rate_is_asked_for_where_it_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], uses_disk: bool
+) -> None:
+    """Experiments that go by no disk's rate took it, and said nothing."""
+    with pytest.raises(SystemExit):
+        Doubling([1]).run(tmp_path, "--help", uses_disk=uses_disk)
+    assert ("--disk-gb-s" in capsys.readouterr().out) == uses_disk
 
 
 def test_a_refused_command_leaves_what_was_measured(tmp_path: Path, report: Path) -> None:
@@ -518,13 +543,29 @@ def test_what_was_not_hit_or_not_stored_is_no_row_of_zero_hit(refused: str, hit:
 
 
 @pytest.mark.parametrize("word", ["--help", "--no-such"])
-def test_results_table_fills_no_page_when_asked_for_something_else(
-    monkeypatch: pytest.MonkeyPatch, word: str
-) -> None:
-    """`--help` rewrote the pages and said nothing, as any misspelt option did."""
+@pytest.mark.parametrize(
+    ("tables", "n_pages"), [(results_table, len(results_table.PAGES)), (reliability_table, 1)]
+)
+def test_tables_fill_no_page_when_asked_for_something_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str,
+    tables: ModuleType, n_pages: int,
+) -> None:  # fmt: skip
+    """`--help` rewrote the pages and said nothing, as any misspelt option did; later that of one
+    was a bare line, and a failure."""
     filled: list[Path] = []
-    monkeypatch.setattr(results_table, "fill", lambda page, _folder: filled.append(page))
+    monkeypatch.setattr(tables, "fill", lambda page, _folder: filled.append(page))
+    with pytest.raises(SystemExit) as ended:
+        tables.main([word])
+    assert not filled and ended.value.code == (0 if word == "--help" else 2)
+    assert f"usage: python -m {tables.__name__}" in "".join(capsys.readouterr())
+    assert tables.main([]) == 0 and len(filled) == n_pages
+
+
+def test_an_experiments_help_says_how_it_is_called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said `usage: bench_control.py`, which is no command here."""
+    monkeypatch.setattr(sys, "argv", [bench_control.__file__, "--help"])
     with pytest.raises(SystemExit):
-        results_table.main([word])
-    assert not filled
-    assert results_table.main([]) == 0 and len(filled) == len(results_table.PAGES)
+        bench_control.main()
+    assert capsys.readouterr().out.startswith("usage: python -m experiments.bench_control [")
