@@ -4,9 +4,10 @@
     python -m experiments.all --resume           the full sizes; goes on where a run stopped
 
 Reports and plots go to docs/results, over those that are there, and the tables of docs/RESULTS.md
-and docs/LINEAGE.md are filled from them; only `trace` is left out where its report is of a file and
-no --trace names one. Each that hangs on the disk's rate measures it, unless --disk-gb-s gives one,
-which then stands for the whole run. One that fails is named at the end, and the rest goes on.
+and docs/LINEAGE.md are filled from them; with --out DIR they go there, and no table is filled. Only
+`trace` is left out where its report is of a file and no --trace names one. Each that hangs on the
+disk's rate measures it, unless --disk-gb-s gives one, which then stands for the whole run. One that
+fails is named at the end, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -61,8 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--resume", action="store_true", help="keep the cells measured before")
-    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", default=NAMES)
-    parser.add_argument("--out", type=Path, metavar="DIR", default=_ROOT / "docs" / "results")
+    parser.add_argument(
+        "--only", nargs="+", choices=NAMES, metavar="NAME", default=NAMES,
+        help=f"these: {', '.join(NAMES)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", default=_ROOT / "docs" / "results",
+        help="reports and plots go here; it is made where its parent is there (default: "
+        "docs/results, from which alone the tables are filled)",
+    )  # fmt: skip
     parser.add_argument("--dir", type=Path, metavar="DIR", default=Path(), help="where data goes")
     parser.add_argument("--disk-gb-s", type=float, metavar="X", help="default: it is measured")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="for trace; default: made up")
@@ -73,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise Unable(f"--dir {args.dir}: no such directory")
         if args.trace is not None and not args.trace.is_file():
             raise Unable(f"--trace {args.trace}: no such file")
-        args.out.mkdir(parents=True, exist_ok=True)
+        if not args.out.absolute().parent.is_dir():
+            raise Unable(f"--out {args.out}: no such directory to make it in")
+        args.out.mkdir(exist_ok=True)
         names = [*args.only]
         if "trace" in names and args.trace is None and _of_a_file(args.out / "trace.json"):
             names.remove("trace")

@@ -356,6 +356,29 @@ def test_a_path_that_cannot_be_is_one_line(
         assert "trace.json" in line and said in line
 
 
+def test_a_folder_for_reports_is_made_where_its_parent_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of a path with a slip in it was made, and hours of reports went there."""
+    for out, made in ((tmp_path / "no" / "out", False), (tmp_path / "out", True)):
+        given = ["--only", "ttft", "--out", str(out), "--disk-gb-s", "0", "--dir", str(tmp_path)]
+        assert everything.main(given) == (1 if made else 2)  # no such rate: its child says so
+        assert out.exists() == made
+        told = f"--out {out}: no such directory to make it in"
+        assert (told in capsys.readouterr().err) == (not made)
+    assert not (tmp_path / "no").exists()
+
+
+def test_every_option_of_the_command_that_does_all_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        everything.main(["--help"])
+    options = " ".join(capsys.readouterr().out.split("options:")[1].split())
+    for word in ("these: accuracy, threshold", "(default: all)", "from which alone the tables"):
+        assert word in options
+
+
 @pytest.mark.parametrize("given", ["--dir", "--trace"])
 def test_what_is_not_there_is_said_once_and_not_by_each_experiment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
