@@ -177,6 +177,7 @@ def test_cells_stand_side_by_side_and_the_base_cell_in_full(tmp_path: Path) -> N
             "io_ms": 0,
             "mb": 0,
             "ssd_mb": 0,
+            "behind_mb": 0,
             "hbm": 0,
             "dram": 0,
             "rows": 1,
@@ -206,7 +207,7 @@ def test_waits_that_end_late_beside_readers_are_said(tmp_path: Path) -> None:
     """What reads holds the interpreter, and an emulated wait ends late: 22 % of the time of int4
     of everything was that, and stood in no table."""
     rest = dict.fromkeys(("p50_low", "p50_high", "p90_ms", "mean_ms", "io_ms", "ssd_floor_ms", "mb",
-                          "ssd_mb", "hbm", "dram", "rows", "fell_back"), 0.5)  # fmt: skip
+                          "ssd_mb", "behind_mb", "hbm", "dram", "rows", "fell_back"), 0.5)  # fmt: skip
     ms = {"as_int4": (11.1, 4.35, 1.95), "exact": (46.0, 3.33, 1.63), "impress": (26.2, 2.36, 1.97)}
     rows = [
         {"part": "cell", "cell": "base", "system": name, **rest, "p50_ms": p50,
@@ -253,6 +254,7 @@ def test_pages_are_filled_from_their_reports_however_the_folder_is_named(
     monkeypatch.setattr(everything, "one", lambda name, _args: everything.Ran(name, 0, 0.0))
     monkeypatch.setattr(results_table, "fill", lambda page, _out: filled.append(page.name))
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
     assert everything.main(["--only", "hits", "--out", out]) == 0
     assert filled == ([] if "other" in out else [*results_table.PAGES])
 
@@ -271,7 +273,9 @@ def test_made_up_conversations_never_replace_the_report_of_a_file(
 
     monkeypatch.setattr(everything, "one", one)
     command = ["--only", "hashpool", "trace", "--out", str(tmp_path)]
-    command += ["--trace", "a.jsonl"] if given else []
+    if given:
+        (tmp_path / "a.jsonl").touch()
+        command += ["--trace", str(tmp_path / "a.jsonl")]
     assert everything.main(command) == 0
     for synthetic, skipped in ((True, False), (False, not given)):
         assert ran == ["hashpool", "trace"]
