@@ -206,8 +206,10 @@ def test_cells_stand_side_by_side_and_the_base_cell_in_full(tmp_path: Path) -> N
 def test_waits_that_end_late_beside_readers_are_said(tmp_path: Path) -> None:
     """What reads holds the interpreter, and an emulated wait ends late: 22 % of the time of int4
     of everything was that, and stood in no table."""
-    rest = dict.fromkeys(("p50_low", "p50_high", "p90_ms", "mean_ms", "io_ms", "ssd_floor_ms", "mb",
-                          "ssd_mb", "behind_mb", "hbm", "dram", "rows", "fell_back"), 0.5)  # fmt: skip
+    rest = dict.fromkeys(
+        ("p50_low", "p50_high", "p90_ms", "mean_ms", "io_ms", "ssd_floor_ms", "mb", "ssd_mb",
+         "behind_mb", "hbm", "dram", "rows", "fell_back"), 0.5
+    )  # fmt: skip
     ms = {"as_int4": (11.1, 4.35, 1.95), "exact": (46.0, 3.33, 1.63), "impress": (26.2, 2.36, 1.97)}
     rows = [
         {"part": "cell", "cell": "base", "system": name, **rest, "p50_ms": p50,
