@@ -398,9 +398,9 @@ def test_a_hit_without_the_importance_its_policy_goes_by_is_exact_and_says_so(
 @pytest.mark.parametrize(
     ("policy", "error", "named"),
     [
-        ("sparse", Unsupported, "policy str"),
-        (Paper, Unsupported, "policy type"),
-        (object(), Unsupported, "policy object"),
+        ("sparse", BadInput, "policy: want a policy .* got str"),
+        (Paper, BadInput, "policy: want a policy .* got the class Paper"),
+        (object(), BadInput, "policy: want a policy .* got object"),
         (Quality(probe="int9-v1"), impress.ImpressError, "int9-v1"),
         (Quality(max_bytes=100), BadInput, "under one window"),
         (Quality(probe="heads3-v1"), BadInput, "does not look at every token of every KV head"),
