@@ -59,19 +59,19 @@ TURN: Final = 25
 Pair = tuple[list[float], list[float]]
 _WAYS: Final = ("held", "during")
 N_PREFIXES: Final = {False: 8, True: 4}
-#: Requests on a prefix that are learnt from, and others that are timed: asked again and again.
-_LEARNT: Final = 24
-_TIMED: Final = 24
+#: Requests on a prefix before the pass, beside it and behind it, each asked again and again. The
+#: store learns from those beside it, too; no order is made of those behind it.
+_BEFORE, _BESIDE, _BEHIND = range(24), range(24, 48), range(48, 60)
 
 
 def cells(options: Options) -> list[Cell]:
     seconds = 60 + 2.25 * N[options.quick] * 0.12
     # What was measured before turns behind a move counted so, before the pass's part under load
-    # stood apart, before both ways had the same requests and before these came with the first token
-    # of the one before and were others than those that were learnt from, is measured again.
+    # stood apart, before both ways had the same requests, before these came with the first token of
+    # the one before and before those behind the pass were others, is measured again.
     params = {"part": "repack", "n": N[options.quick], "behind": "during", "pass": "apart",
               "requests": "the same", "clock": "from the first token before",
-              "learnt": "from others"}  # fmt: skip
+              "after": "others"}  # fmt: skip
     verdict = Verdict(options)
     return [check_cell(verdict), Cell(params, partial(measure, options, verdict), seconds)]
 
@@ -88,8 +88,8 @@ def measure(options: Options, verdict: Verdict) -> list[Row]:
     load = Load(zipf=0.9, n_measured=3 * n, most_windows=0, seed=options.seed)
     asked = order_of(load, len(data.prefixes))
     # Choices are asked for again and again: a queue of as many as fit the time.
-    pool = [(prefix, request) for prefix in range(len(data.prefixes)) for request in range(_LEARNT)]
-    pool += sorted({(prefix, _timed(request)) for prefix, request in asked})
+    prefixes = sorted({prefix for prefix, _ in asked})
+    pool = [(prefix, request) for prefix in prefixes for request in range(_BEHIND.stop)]
     choices = data.prepare(["plain"], [POLICY], pool, knobs)
     config = Config(
         window=WINDOW, dram_bytes=data.n_bytes * 16 // 130, probes=("heads3-v1",), durable=False,
@@ -104,9 +104,9 @@ def measure(options: Options, verdict: Verdict) -> list[Row]:
     return [{**said, "emulator_error": verdict.error}]
 
 
-def _timed(request: int) -> int:
-    """Its number among those on a prefix."""
-    return _LEARNT + request % _TIMED
+def _next(queue: Any, n: int, of: range) -> list[tuple[int, int]]:
+    """Requests on the next prefixes asked for, of these on each."""
+    return [(prefix, of[request % len(of)]) for prefix, request in islice(queue, n)]
 
 
 def _one(server: Server, data: Data, asked: tuple[int, int]) -> Served:
@@ -135,8 +135,8 @@ def _phases(
     paper's disk (divided by the dilation). A turn behind a move counts as beside it. Those after
     are not to be set against the others: there what goes on behind a request is waited for."""
     one, in_a_row = partial(_one, server, data), partial(_in_a_row, server, data)
-    for prefix, request in islice(queue, max(12, n // 8)):
-        one((prefix, request % _LEARNT))  # learning, and warm caches
+    for asked in _next(queue, max(12, n // 8), _BEFORE):
+        one(asked)  # learning, and warm caches
     reports: list[Any] = []
     pairs: list[Pair] = []
     n_behind = n_moved = 0  # turns of requests behind a move, with the repacker held; moves
@@ -145,7 +145,7 @@ def _phases(
         thread = threading.Thread(target=lambda: reports.append(store.repack()), daemon=True)
         thread.start()
         while len(pairs) * TURN < n:
-            same = [(prefix, _timed(request)) for prefix, request in islice(queue, TURN)]
+            same = _next(queue, TURN, _BESIDE)
             turns: dict[str, list[float]] = {}
             behind = False
             for way in _WAYS if len(pairs) % 2 else reversed(_WAYS):
@@ -169,8 +169,7 @@ def _phases(
     times = {way: list(chain.from_iterable(pair[i] for pair in pairs))
              for i, way in enumerate(_WAYS)}  # fmt: skip
     _check_compared(times, reports)
-    last = islice(queue, max(25, n // 12))
-    served = [one((prefix, _timed(request))) for prefix, request in last]
+    served = [one(asked) for asked in _next(queue, max(25, n // 12), _BEHIND)]
     times["after"] = [s.ttft_s for s in served]
     ttft_s = sum(times["after"])
     (report,) = reports

@@ -176,6 +176,10 @@ def test_what_a_command_writes_elsewhere_is_the_owners_too(place: Path) -> None:
     prompt_file.chmod(0o600)
     done = run("inspect", "--store", store, "--prefix", prompt_file)
     assert_refused(done, "Permission denied", "whose the store is")
+    prompt_file.chmod(0o644)  # from here on another's to read
+    for given, said in ((prompt_file, None), ("-", "[1, 2, 3]")):
+        done = run("inspect", "--store", store, "--prefix", given, input=said)
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_root_that_may_become_nobody_else_is_refused_in_one_line(

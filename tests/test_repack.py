@@ -49,7 +49,7 @@ from impress.write.budget import DAY_S, Bucket, Pace, WriteBudget
 from impress.write.leaving import SMALL_PART
 from tiers.base import PAGE, Slot, Usage
 from tiers.errors import MediumError
-from tiers.ticket import Signal
+from tiers.ticket import Signal, until
 
 Open = Callable[..., impress.PrefixStore]
 WINDOW = 16
@@ -749,6 +749,58 @@ def test_a_copy_that_comes_to_nothing_while_it_is_counted_has_no_span_leave(
     assert under_way.wait(60)
     assert_a_store_evicts_nothing(store)
     assert ends.is_set() and leaving.copies_bytes() == 0
+
+
+def test_a_copy_that_begins_while_it_is_counted_has_no_span_leave(
+    nearly_full: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was used was asked for last: the copy's space was in it, and was nobody's."""
+    store, begins, ends = nearly_full, [1], threading.Event()
+    assert store._repacker is not None
+    leaving = store._home.leaving
+    look = leaving._gone_bytes
+
+    def copied(*_: Any) -> None:
+        ends.wait(60)
+        raise Gone
+
+    def gone() -> int:
+        found = look()
+        if begins and threading.current_thread().name == "impress-commit":
+            begins.pop()
+            passing.start()
+            assert until(lambda: leaving.copies_bytes() > MIB // 8, 60)
+        return found
+
+    monkeypatch.setattr(store._repacker._copier, "copy", copied)
+    monkeypatch.setattr(leaving, "_gone_bytes", gone)
+    passing = threading.Thread(target=store.repack)
+    try:
+        assert_a_store_evicts_nothing(store)
+    finally:
+        ends.set()
+        passing.join()
+    assert not begins
+
+
+def test_a_command_with_little_memory_keeps_what_a_server_learnt_of_a_long_prefix(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`impress repack` has 4 MiB for histories: of a span whose takes more it knew nothing, moved
+    it back to the order of its first store, and deleted what requests had shown."""
+    store = open_store(geometry, window=WINDOW)
+    put_prompt(store, prompt(256), importance=scores_of(2, 256)).wait(60)
+    look(store, prompt(256), seed=9, times=16)
+    assert store.repack().moved == 1
+    store.close()
+    with monkeypatch.context() as little:
+        little.setattr("impress.usage.history.LEAST_BYTES", 1 << 10)
+        store = open_store(geometry, window=WINDOW, dram_bytes=0)
+        assert [span.outcome for span in store.repack().spans] == ["lies well"]
+        store.close()
+    store = open_store(geometry, window=WINDOW)
+    (record,) = store.catalog.own_records()
+    assert store.history.average(record.span_id) is not None
 
 
 def test_a_copy_whose_space_is_just_being_found_has_no_span_leave(

@@ -21,6 +21,7 @@ from impress.cli.options import (
     directory,
     policy_of,
     store_dir,
+    text_of,
     write_json,
 )
 from impress.cli.survey import from_json, open_for_reading, read_token_file, tokens_in
@@ -173,7 +174,7 @@ def _prompt(file: Path) -> str | Tokens:
     if file.suffix == ".npy":
         return read_token_file(file)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = text_of(file)
     except UnicodeDecodeError:
         raise BadInput(f"--prefix {file}: not UTF-8 text") from None
     ids = text.removeprefix("\ufeff")  # which some editors put before what they save

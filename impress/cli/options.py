@@ -22,6 +22,7 @@ from impress.report import write_text
 from impress.terminal import line_of
 
 P = ParamSpec("P")
+_STDIN = Path("/dev/stdin")
 
 
 def directory(given: str) -> Path:
@@ -39,8 +40,17 @@ def a_file(given: str) -> Path:
 
 
 def a_prompt(given: str) -> Path:
-    """A file to read; - is stdin."""
-    return Path("/dev/stdin") if given == "-" else a_file(given)
+    """A file for `text_of`; - is stdin."""
+    return _STDIN if given == "-" else a_file(given)
+
+
+def text_of(file: Path) -> str:
+    """What it says. Stdin is read where it is open: opened anew it may be refused, a pipe of
+    another user's and a socket. Raises OSError, UnicodeDecodeError."""
+    if file != _STDIN:
+        return file.read_text(encoding="utf-8")
+    with open(0, "rb", closefd=False) as stdin:
+        return stdin.read().decode()
 
 
 def absolute(where: Path) -> Path:

@@ -23,6 +23,7 @@ from impress.cli.options import (
     policy_of,
     print_json,
     store_dir,
+    text_of,
 )
 from impress.config import Config
 from impress.errors import BadInput, ImpressError
@@ -93,7 +94,7 @@ def run(
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return text_of(path)
     except UnicodeDecodeError:
         raise BadInput(f"--prefix {path}: not UTF-8 text") from None
 

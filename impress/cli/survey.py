@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from impress.blockhash import Tokens, as_tokens, key_after, labels_of
+from impress.cli.options import text_of
 from impress.config import Config
 from impress.errors import BadInput, FormatError
 from impress.spans.format import VERSION
@@ -217,7 +218,8 @@ def stored_prefixes(store: PrefixStore, tokens: Tokens) -> list[dict[str, Any]]:
 def read_token_file(path: Path) -> Tokens:
     """Token ids from a file: a JSON list, integers apart by white space, or .npy."""
     try:
-        found = _array(path) if path.suffix == ".npy" else path.read_text(encoding="utf-8-sig")
+        is_array = path.suffix == ".npy"  # of a text some editors begin with a mark
+        found = _array(path) if is_array else text_of(path).removeprefix("\ufeff")
     except ValueError as err:
         raise BadInput(f"{path}: not token ids: {err}") from None
     return tokens_in(found, path)

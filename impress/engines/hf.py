@@ -95,11 +95,11 @@ def attach(
         raise BadInput("config is for a directory; a store that is open has its own")
     if store.geometry != geometry:
         raise StoreMismatch(f"the store holds {store.geometry}, the model has {geometry}")
-    mine = namespace_digest(namespace)
-    others = namespace_digest(namespace_of(model, cross_engine=True))  # asked for by its opener
-    if store.namespace not in (mine, others):
-        its = store.namespace.hex()[:16]
-        raise StoreMismatch(f"the store's namespace is {its}…, the model's {mine.hex()[:16]}…")
+    mine, its = namespace_digest(namespace), store.namespace
+    # Its opener may have asked for the other; all weights are looked at for that.
+    if its != mine and its != namespace_digest(namespace_of(model, cross_engine=True)):
+        shown = its.hex()[:16], mine.hex()[:16]
+        raise StoreMismatch("the store's namespace is {}…, the model's {}…".format(*shown))
     return Engine(model, store, policy, buffers, owns_store=False, store_new=store_new)
 
 

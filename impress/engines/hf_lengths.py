@@ -23,7 +23,8 @@ def check_lengths(config: Any, n_tokens: int, n_new: int) -> None:
 @contextmanager
 def within_positions(config: Any, cache: Any) -> Iterator[None]:
     """Raises BadInput in place of torch's IndexError for an answer that outgrows the positions. Not
-    earlier: whether a token ends it is known when it is there."""
+    earlier: whether a token ends it is known when it is there. (On a GPU it is CUDA's assertion, as
+    without a store, after which the process has to end.)"""
     try:
         yield
     except IndexError as err:

@@ -8,8 +8,9 @@ is not seen.
 
 from __future__ import annotations
 
-import re
+import secrets
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -28,9 +29,10 @@ from impress.selection.identify import OWN, select
 #: What Python itself keeps in a class.
 _PYTHONS: Final = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
 _PLAIN_REPR: Final[Any] = object.__repr__  # says where an object lies
-_PLACE: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 #: Packages of which a class's methods are not told: they are of a version, or counted by RULES.
 _NOT_THEIRS: Final = {"impress", *sys.stdlib_module_names}
+#: Of which a repr tells where they lie, and there is no more.
+_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 _SLOTS: Final = (GetSetDescriptorType, MemberDescriptorType)
 #: Where torch.compile's wrapper, which holds much of the process, has the function itself.
 _COMPILED: Final = "_torchdynamo_orig_callable"
@@ -56,8 +58,8 @@ def _settings(policy: Any) -> str:
             return said
         shared = (f" {name}={_told(value)}" for name, value in _of_class(kind))
         return f"{kind.__module__}.{said}{''.join(shared)}"
-    except RecursionError:  # it leads back to itself
-        return _repr(policy)
+    except RecursionError:
+        return f"{policy!r} {_unlike_all()}"
 
 
 def _does(policy: Any) -> list[str]:
@@ -106,12 +108,16 @@ def _lines(named: list[tuple[str, Any]]) -> list[str]:
 
 
 def _as_far_as(value: Any) -> str:
-    """As `_told`; where that leads back to itself, the code alone."""
+    """As `_told`; of what leads back to itself, that it is another."""
     try:
         return _told(value)
     except RecursionError:
-        is_function = isinstance(value, FunctionType)
-        return _code(value, given=False) if is_function else type(value).__qualname__
+        return f"{type(value).__qualname__} {_unlike_all()}"
+
+
+def _unlike_all() -> str:
+    """In the place of what cannot be told: no trust is better than another's."""
+    return secrets.token_hex(8)
 
 
 def _of_class(kind: type) -> list[tuple[str, Any]]:
@@ -142,6 +148,8 @@ def _told(value: Any) -> str:
         return f"{value.__module__}.{value.__qualname__} {_code(value)}"
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, _LOCKS):
+        return type(value).__qualname__
     if isinstance(value, MethodType):
         return f"{_told(value.__func__)} of {_told(value.__self__)}"
     if isinstance(value, staticmethod | classmethod):
@@ -152,7 +160,7 @@ def _told(value: Any) -> str:
         return f"partial({_told(value.func)}, {_told(value.args)}, {_told(value.keywords)})"
     if _has_learnt(value):
         plain = type(value).__repr__ is _PLAIN_REPR
-        said = type(value).__qualname__ if plain else _repr(value)
+        said = type(value).__qualname__ if plain else repr(value)
         with suppress(Exception):  # on a device that is gone, say
             return f"{said} {_learnt(value.state_dict())}"
         return said
@@ -163,20 +171,15 @@ def _told(value: Any) -> str:
             return f"{type(value).__name__}({value.dtype}, {tuple(value.shape)}, {digest})"
     if isinstance(value, set | frozenset):  # in an order that is the same in every process
         return f"{type(value).__qualname__}({', '.join(sorted(map(_told, value)))})"
-    return _in_full(value) if _is_told_by_parts(value) else _repr(value)
+    return _in_full(value) if _is_told_by_parts(value) else repr(value)
 
 
-def _repr(value: Any) -> str:
-    """Without where it lies, which is another place in every process."""
-    return _PLACE.sub("", repr(value))
-
-
-def _code(function: FunctionType, *, given: bool = True) -> str:
+def _code(function: FunctionType) -> str:
     """A digest of what a function does, and of what it was given to do it with."""
     parts, functions = list[str](), [function]
     for one in functions:  # it grows: by those that it was given, of which one may be itself
         parts += _steps(one.__code__)
-        for held in _held(one) if given else ():
+        for held in _held(one):
             if isinstance(held, FunctionType):
                 functions += [] if held in functions else [held]
                 parts.append(f"{held.__module__}.{held.__qualname__} {functions.index(held)}")
@@ -246,7 +249,7 @@ def _is_array(value: Any) -> bool:
 def _is_own(value: Any) -> bool:
     """Whether its repr is not all of it, or not the same in every process."""
     kinds = (set, frozenset, FunctionType, MethodType, partial, partialmethod, staticmethod,
-             classmethod, property, type)  # fmt: skip
+             classmethod, property, type, *_LOCKS)  # fmt: skip
     return _is_array(value) or isinstance(value, kinds) or _has_learnt(value)
 
 

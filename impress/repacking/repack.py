@@ -224,7 +224,8 @@ class Repacker:
     def _order(self, held: Held, header: SpanHeader, views: list[tuple[int, int]]) -> Move | None:
         """The order a span should have; None where nothing is known of its rows."""
         history, span = self._home.history, held.record.span_id
-        worth, halves, trials = history.average(span), history.halves(span), list[Trial]()
+        worth, halves = history.average(span, of_any_size=True), history.halves(span)
+        trials = list[Trial]()
         if worth is not None and halves is not None:
             trials += trials_of(halves)
         elif worth is None and header.importance is not None:

@@ -55,6 +55,7 @@ _BATCH: Final = 1024  # spans a transaction
 #: it.
 _ASK: Final = """
 import lmdb, os, sys
+print("asks", flush=True)
 with lmdb.open(os.fsencode(sys.argv[1]), max_dbs=2, readonly=True, lock=False) as env:
     try:
         with env.begin(db=env.open_db(b"erase", create=False)) as txn:
@@ -192,7 +193,10 @@ def _asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes]:
         return {}, b""
     command = [sys.executable, "-P", "-c", _ASK, str(old)]  # -P: no lmdb.py of where this is run
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    listed, whole, wear = done.stdout.partition("wear\n")
+    if not done.stdout.startswith("asks\n"):  # of the index that says nothing
+        why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise StoreFailed(f"{old}: could not be asked what is still to be erased: {why}")
+    listed, whole, wear = done.stdout.removeprefix("asks\n").partition("wear\n")
     if not whole:
         found.notes.append(
             f"the index of shard {shard.name} could not be asked what was still to be erased; "

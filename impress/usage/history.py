@@ -159,15 +159,14 @@ class History:
         with the uses of its layer's most used one. Returns new span -> value, for the transaction
         that deletes the old one's: from then on it is the only one. Empty: nothing is known.
         """
-        known = self._recall(old_span)
+        known = self._recall(old_span, of_any_size=True)
         if known is None:
             return {}
         with self._lock:
             copy = known.part(first, known.n_windows - first if count is None else count)
         value = encode(copy)
         with self._lock:
-            self._put(new_span, copy)
-            self._shrink()
+            self._keep(new_span, copy)
         return {new_span: value}
 
     def forget(self, span_id: int) -> None:
@@ -177,22 +176,22 @@ class History:
 
     # ---- answering -------------------------------------------------------------------------
 
-    def average(self, span_id: int) -> Floats | None:
+    def average(self, span_id: int, *, of_any_size: bool = False) -> Floats | None:
         """float32 [n_layers, n_rows] in position order: how often each row was chosen, in 0..1.
 
-        A moving average over the requests that looked; 0 where none has, None where nothing was
-        ever decided.
+        A moving average over requests that looked; 0 where none has, None where none ever decided.
+        `of_any_size`: also as a process with a larger budget saved it.
         """
-        known = self._recall(span_id)
+        known = self._recall(span_id, of_any_size=of_any_size)
         if known is None:
             return None
         with self._lock:
             return known.average() if known.seen.any() else None
 
     def halves(self, span_id: int) -> Floats | None:
-        """float32 [2, n_layers, n_rows]: the same of two halves of the decisions, neither of which
-        knows of the other's; None where there were not two of any window."""
-        known = self._recall(span_id)
+        """float32 [2, n_layers, n_rows]: the same, of a span of any size, of two halves of the
+        decisions, of which neither knows the other's; None where there were not two of any."""
+        known = self._recall(span_id, of_any_size=True)
         if known is None:
             return None
         with self._lock:
@@ -299,28 +298,26 @@ class History:
 
     # ---- inside ----------------------------------------------------------------------------
 
-    def _recall(self, span: int) -> Remembered | None:
-        """What is known of a span; what was saved is brought back. No lock is held while reading.
-
-        To be looked at under the lock, and only to answer: it may not be here (any more).
-        """
+    def _recall(self, span: int, *, of_any_size: bool = False) -> Remembered | None:
+        """What is known of a span; what was saved is brought back, with no lock held. To be looked
+        at under the lock, and only to answer: it may not be here (any more)."""
         with self._lock:
             known = self._spans.get(span)
         if known is None:
-            known = self._saved(span)
+            known = self._saved(span, of_any_size=of_any_size)
             if known is not None:
                 with self._lock:
-                    known = self._spans.get(span) or self._put(span, known)
-                    self._shrink()
+                    known = self._spans.get(span) or self._keep(span, known)
         return known
 
-    def _saved(self, span: int) -> Remembered | None:
+    def _saved(self, span: int, *, of_any_size: bool) -> Remembered | None:
         """By the clock here. None also for what is damaged, newer, or of another shape: it is
-        forgotten. And for what has no room here, of which nothing is learnt any more: it would be
-        unpacked for each layer of each request, and say what was so once."""
+        forgotten. What has no room here, and of which nothing is learnt, is for repacks alone: each
+        layer of each request would unpack it, to be told what was so once."""
         raw, ahead = self._fetched(span)
         head = head_of(raw)
-        if raw is None or head is None or head.n_bytes > self._budget_bytes:
+        most = math.inf if of_any_size else self._budget_bytes
+        if raw is None or head is None or head.n_bytes > most:
             return None
         try:
             known = decode(raw)
@@ -339,6 +336,13 @@ class History:
             return raw, 0 if raw is None else self._ahead(span)
         except (FormatError, StoreFailed):
             return None, 0
+
+    def _keep(self, span: int, known: Remembered) -> Remembered:
+        """What is saved, or will be at once; where it is larger than all there may be, not here."""
+        if known.n_bytes <= self._budget_bytes:
+            self._put(span, known)
+            self._shrink()
+        return known
 
     def _put(self, span: int, known: Remembered) -> Remembered:
         self._take_out(span)

@@ -118,10 +118,11 @@ class Leaving:
         # the copy of a repack: its span goes for it. Asked in the order in which bytes go: what is
         # on its way counts twice, and never not at all, for which as much as lies between the marks
         # would leave.
-        gone = self.copies_bytes()
+        copies, gone = self.copies_bytes(), 0
         if self._reclaimer is not None:
-            gone += self._reclaimer.settled(self._gone_bytes)
+            gone = self._reclaimer.settled(self._gone_bytes)
         used = self._ssd.usage().used - gone
+        used -= max(copies, self.copies_bytes())  # one that has just begun is in what is used
         if used <= self._config.disk_high * capacity:
             return 0
         return used - int(self._config.disk_low * capacity)

@@ -548,6 +548,52 @@ def test_what_scheduling_that_was_cut_short_gave_out_is_in_nobodys_answer(
     assert [again.tokens, once_more.tokens] == [alone.tokens] * 2
 
 
+def test_of_blocks_that_a_running_request_got_in_scheduling_that_was_cut_short_nothing_is_stored(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's worker never hears of them, and computes into others; what lay in them was stored
+    under the prompt's name, as no plan was missing."""
+    served = serve(max_num_batched_tokens=128)
+    engine, longer = served.llm.llm_engine, words(500, seed=5)
+    served.ask([words(300, seed=7)])
+    served.forget()
+    engine.add_request("cut", {"prompt_token_ids": longer}, params(5))
+    engine.step()
+    with monkeypatch.context() as once:
+        cut = Mock(side_effect=KeyboardInterrupt)
+        once.setattr(served.scheduler.connector, "build_connector_meta", cut)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()  # its second chunk
+    while engine.has_unfinished_requests():
+        engine.step()
+    served.settle()
+    assert served.store.lookup(longer) <= 128
+    assert "a step of vLLM was cut short" in caplog.text
+    (again,) = served.ask([longer])
+    (alone,) = served.ask([longer], salt="shares nothing")
+    assert again.tokens == alone.tokens
+
+
+def test_a_reset_whose_request_comes_back_at_once_takes_no_stores(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has its blocks by then, and was said to lack as many again."""
+    few = {"num_gpu_blocks_override": 14, "max_model_len": 1280, "max_num_batched_tokens": 1280}
+    served = serve(**few)
+    engine = served.llm.llm_engine
+    with held_back(served, monkeypatch):
+        served.ask([PROMPT], 1)
+        engine.add_request("r", {"prompt_token_ids": words(1000, seed=20)}, params(20))
+        engine.step()
+        engine.step()
+        with suppress(RuntimeError):
+            served.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.step()
+        assert "vLLM is short of the blocks" not in caplog.text
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
 def test_a_reset_takes_no_stores_from_requests_that_ended(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -50,9 +50,20 @@ def _step(side: SchedulerSide, request: Any, hit: int) -> StepPlan:
     """The plan of the step in which a request's prompt is computed but for a hit."""
     side.allocated(request, hit)
     n_new = request.num_tokens - hit
-    output = SimpleNamespace(total_num_scheduled_tokens=n_new, num_scheduled_tokens={"r": n_new})
     request.num_computed_tokens = hit
-    return side.plan(output)
+    return side.plan(_scheduled({"r": n_new}))
+
+
+def _scheduled(n_new: dict[str, int], **new_blocks: list[int]) -> Any:
+    """What vLLM has scheduled; `new_blocks`: of requests that run."""
+    running = SimpleNamespace(
+        req_ids=[*new_blocks], new_block_ids=[(ids,) for ids in new_blocks.values()],
+        resumed_req_ids=set(),
+    )  # fmt: skip
+    return SimpleNamespace(
+        total_num_scheduled_tokens=sum(n_new.values()), num_scheduled_tokens=n_new,
+        scheduled_cached_reqs=running,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("n_tokens", [N_TOKENS, 320], ids=["a ragged end", "whole windows"])
@@ -140,10 +151,7 @@ def test_a_sparse_life_is_not_found_by_the_lives_after_it() -> None:
         )
         side.allocated(request, n)
         request.num_computed_tokens = n_local + n
-        output = SimpleNamespace(
-            total_num_scheduled_tokens=n_new, num_scheduled_tokens={"r": n_new}
-        )
-        side.plan(output)
+        side.plan(_scheduled({"r": n_new}))
         side.hear(StepReport(), [])
         request.num_computed_tokens = request.num_tokens
         for token in range(70):
@@ -210,9 +218,7 @@ def test_a_salt_that_is_no_text_is_served_without_the_store(n_tokens: int, salt:
     request.num_tokens = request.num_computed_tokens = 384  # an answer fills its blocks
     request.all_token_ids = list(range(384))
     assert side.finish(request, [1, 2, 3]) == (False, None)
-    assert side.plan(SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})) == (
-        StepPlan(ended=["r"], number=2)
-    )
+    assert side.plan(_scheduled({})) == StepPlan(ended=["r"], number=2)
 
 
 def test_what_the_store_refuses_to_look_up_is_served_without_it() -> None:
@@ -258,7 +264,7 @@ def test_an_answer_is_as_approximate_as_any_of_its_tokens(
     was said to be exact, or to miss less than it did."""
     side = _side()
     request = _arrives(side)
-    output = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})
+    output = _scheduled({})
     for i, (read, n_tokens) in enumerate(lives):
         request.num_preemptions = i
         side.plan(output)

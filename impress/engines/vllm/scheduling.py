@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from impress.engines.vllm.events import Events
@@ -144,6 +144,7 @@ class SchedulerSide:
         tracked = self._tracked[request.request_id]
         (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
         self._given[tracked.key] = self._n_plans, list(blocks)
+        tracked.n_blocks = len(blocks)
         if n_external:
             tracked.to_load = (tracked.hit[0], tracked.hit[0] + n_external)
         if tracked.private:
@@ -153,7 +154,7 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> StepPlan:
         """The worker's part in the step that vLLM has just scheduled."""
-        self._note_cut(output.num_scheduled_tokens)
+        self._note_cut(output)
         self._n_plans += 1
         plan = StepPlan(
             n_tokens=output.total_num_scheduled_tokens, number=self._n_plans, heard=self._heard
@@ -162,7 +163,8 @@ class SchedulerSide:
         for tracked in self._tracked.values():
             if tracked.request.num_preemptions != tracked.n_preempted:
                 self._preempted(tracked, plan)
-                short = short or self._lacks_blocks(tracked.request)  # else a reset did it
+                comes = tracked.request.request_id in output.num_scheduled_tokens
+                short = short or not (comes or self._has_room(tracked.request))  # as behind a reset
         if short:  # those of requests that have ended go first
             plan.given_up += self._held.values()
         for request_id, n_new in output.num_scheduled_tokens.items():
@@ -190,23 +192,37 @@ class SchedulerSide:
         self._given = {}  # at last: what cuts this short leaves them
         return plan
 
-    def _note_cut(self, scheduled: Mapping[str, int]) -> None:
+    def _note_cut(self, output: Any) -> None:
         """Where vLLM's scheduling was cut short, or a plan was, behind the blocks it gave: they are
         in vLLM's own cache by then, and nothing was computed or loaded into them.
 
-        It does not schedule these requests again: they have to be aborted.
+        What it had just admitted it does not schedule again; of what ran, its worker never knows
+        these blocks. Such requests have to be aborted.
         """
-        now = {self._tracked[request_id].key for request_id in scheduled}
+        now = {self._tracked[request_id].key for request_id in output.num_scheduled_tokens}
         given = self._given.items()
         cut = [ids for key, (number, ids) in given if key not in now or number != self._n_plans]
+        cut += self._unknown(output.scheduled_cached_reqs, output.num_scheduled_tokens)
         if cut:
             self._n_plans += 1  # for the worker, which is to call no later step whole
             self._unheard.expect(set().union(*cut))
 
-    def _lacks_blocks(self, request: Any) -> bool:
-        """Whether vLLM has fewer than a request takes."""
+    def _unknown(self, running: Any, scheduled: Mapping[str, int]) -> Iterator[list[int]]:
+        """Of running requests the blocks that this step is to fill, and vLLM's worker lacks."""
+        for request_id, new in zip(running.req_ids, running.new_block_ids, strict=True):
+            tracked = self._tracked[request_id]
+            if request_id in running.resumed_req_ids:  # it is told of all of them
+                continue
+            n_known = tracked.n_blocks + (len(new[0]) if new else 0)
+            end = tracked.request.num_computed_tokens + scheduled[request_id]
+            tracked.n_blocks = max(n_known, -(-end // self._block_size))
+            if tracked.n_blocks > n_known:
+                yield self._blocks(request_id, end)[n_known:]
+
+    def _has_room(self, request: Any) -> bool:
+        """Whether vLLM has as many blocks as a request takes."""
         wanted: int = -(-request.num_tokens // self._block_size)
-        return wanted > int(self.kv_cache_manager.block_pool.get_num_free_blocks())
+        return wanted <= int(self.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def _preempted(self, tracked: Tracked, plan: StepPlan) -> None:
         """Its blocks are another's already. It begins again, maybe in this very step."""
