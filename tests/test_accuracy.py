@@ -232,7 +232,7 @@ def test_other_shares_are_other_cells(
         figures = json.loads((tmp_path / "accuracy.json").read_text())["figures"]
         assert figures[f"specialised.all.{kept}.recency.rows_share"] == int(kept) / 100
     assert main(accuracy.EXPERIMENT, [*args, "--cells", "nothing"]) == 2
-    known = f"specialised, 0, {selection.digest_of('specialised')}"
+    known = f"specialised, {selection.digest_of('specialised')}, 0"
     assert capsys.readouterr().err.endswith(f"there are: {known}\n")
 
 
