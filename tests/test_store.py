@@ -211,13 +211,14 @@ def test_of_stores_that_fail_while_nobody_asks_one_is_kept(
 ) -> None:
     """Each error held its rows' sums and labels for as long as nobody called `flush`."""
     store = open_store(geometry)
+    others = [found for found in gc.get_objects() if type(found) is Draft]  # of tests before
     for seed in range(5):
         keys, values = kv_of(prompt(64, seed), geometry)
         keys[0][:] = np.nan
         with pytest.raises(impress.StoreFailed, match="NaN"):
             store.store(prompt(64, seed), keys, values).wait(60)
     gc.collect()
-    assert sum(type(found) is Draft for found in gc.get_objects()) <= 1
+    assert sum(type(found) is Draft for found in gc.get_objects()) <= len(others) + 1
     with pytest.raises(impress.StoreFailed, match=r"NaN or infinite.* \(and 4 more\)"):
         store.flush()
     store.flush()
