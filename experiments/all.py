@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from experiments import results_table
-from experiments.common import Unable, console, stop
+from experiments.common import Unable, console, parser_of, stop
 from experiments.harness import check_fio, duration
 
 #: In the order they run: what needs a quiet disk stands together.
@@ -55,11 +55,7 @@ class Ran:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run them. 0 when every one did, 1 when some failed, 130 when stopped."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.all",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("all", __doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--resume", action="store_true", help="keep the cells measured before")
     parser.add_argument(

@@ -74,6 +74,14 @@ def run(
         return 0
 
 
+def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
+    """Of a module of experiments, whose help is what it says of itself, in its lines."""
+    return argparse.ArgumentParser(
+        prog=f"python -m experiments.{name}", description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+
+
 def check_given(report: Path | None, seed: int) -> None:
     """What every experiment can refuse before a second is spent. Raises Unable."""
     if not 0 <= seed < 1 << 63:

@@ -283,25 +283,11 @@ def _chosen(cells: Sequence[Cell], words: Sequence[str] | None) -> list[Cell]:
 
 
 def _telling(values: Sequence[Sequence[str]]) -> str:
-    """Words that tell cells apart, then numbers that do, runs of them in short. Pure."""
+    """Words that tell cells apart, then numbers that do. Pure."""
     n_with = Counter(word for said in values for word in dict.fromkeys(said))
     some = [word for word in n_with if n_with[word] < len(values)] or [*n_with]
-    numbers = {int(word) for word in n_with if word.isdecimal() and str(int(word)) == word}
-    found = dict.fromkeys(_run_of(word, numbers) for word in sorted(some, key=str.isdecimal))
-    more = len(found) - _MOST_WORDS
-    return ", ".join([*found][:_MOST_WORDS]) + (f" and {more} more" if more > 0 else "")
-
-
-def _run_of(word: str, numbers: set[int]) -> str:
-    """What it is listed as: "0 to 9" where it is of three numbers in a row, or more. Pure."""
-    if not word.isdecimal() or int(word) not in numbers:
-        return word
-    first = last = int(word)
-    while first - 1 in numbers:
-        first -= 1
-    while last + 1 in numbers:
-        last += 1
-    return word if last - first < 2 else f"{first} to {last}"
+    found, more = sorted(some, key=str.isdecimal), len(some) - _MOST_WORDS
+    return ", ".join(found[:_MOST_WORDS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _measure(

@@ -6,13 +6,13 @@ A report gets there with `--json docs/results/reliability/NAME.json`; a table st
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from experiments import results_table
+from experiments.common import parser_of
 from experiments.results_table import Reports, rows_table
 
 #: Table -> its report; heading of a column -> name in its rows.
@@ -57,11 +57,7 @@ def fill(page: Path, folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fill the page. Takes no options."""
-    argparse.ArgumentParser(
-        prog="python -m experiments.reliability_table",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(argv)
+    parser_of("reliability_table", __doc__).parse_args(argv)
     docs = Path(__file__).resolve().parent.parent / "docs"
     fill(docs / "RELIABILITY.md", docs / "results" / "reliability")
     return 0

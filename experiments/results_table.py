@@ -6,7 +6,6 @@ paper's; any other name is a report, whose rows are printed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from experiments.common import Unable
+from experiments.common import Unable, parser_of
 from experiments.results_lines import LINES, Line, Ours
 from experiments.systems.clock import MOST_ERROR, PAPER_DISK_GB_S
 from experiments.systems.paired import Times, end_of, times, worst_of
@@ -304,11 +303,7 @@ def fill(page: Path, folder: Path, make: Callable[[Reports, str], str | None] = 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fill the pages. Takes no options."""
-    argparse.ArgumentParser(
-        prog="python -m experiments.results_table",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(argv)
+    parser_of("results_table", __doc__).parse_args(argv)
     return fill_all(Path(__file__).resolve().parent.parent / "docs")
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from experiments.common import Unable
+from experiments.common import Unable, parser_of
 from impress.demo.lookup.tasks import (
     MIN_TOKENS,
     SPLITS,
@@ -165,11 +165,7 @@ def _row(values: list[Tensor]) -> str:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.lookup_model.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("lookup_model.evaluate", __doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="DIR", help="a lookup model's folder")
     add("--split", choices=(*SPLITS,), default="test", help="whose documents (default test)")

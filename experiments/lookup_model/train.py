@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.common import Unable
+from experiments.common import Unable, parser_of
 from experiments.lookup_model.batches import Batch, stream
 from experiments.lookup_model.llama import LookupLlama
 from experiments.lookup_model.model import LookupOPT, Shape, Trace, hint_log_mass
@@ -266,11 +266,7 @@ class Run:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.lookup_model.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("lookup_model.train", __doc__)
     add = parser.add_argument
     add("variant", choices=("agreeing", "specialised", "grouped"), help="which checkpoint is made")
     add("--work", required=True, metavar="DIR", help="folder of the resumable state")

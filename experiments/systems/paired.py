@@ -99,18 +99,24 @@ def worst_without_one(systems: Mapping[str, Mapping[str, Any]], of: str) -> floa
     found = worst_of(systems, of)
     if found is None or found.low is None:
         return None if found is None else found.ratio
-    rows = [systems[name] for name in ("auto", *THREE)]
-    ms = np.stack([each_ms(row) for row in rows]).reshape(len(rows), -1, rows[0].get("in_a_row", 1))
+    ms = _in_rows([systems[name] for name in ("auto", *THREE)])
     ratios: list[float] = []
     for left_out in range(ms.shape[1]):
-        auto, *rivals = _OF[of](np.delete(ms, left_out, axis=1).reshape(len(rows), -1)).tolist()
+        auto, *rivals = _OF[of](np.delete(ms, left_out, axis=1).reshape(len(ms), -1)).tolist()
         ratios.append(auto / min(rivals))
     return max(ratios)
 
 
+def _in_rows(rows: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.float64]:
+    """[systems, rows of requests, requests of a row]: times of each system of a cell."""
+    return np.stack([each_ms(row) for row in rows]).reshape(
+        len(rows), -1, rows[0].get("in_a_row", 1)
+    )
+
+
 def _drawn(rows: Sequence[Mapping[str, Any]], of: str) -> list[npt.NDArray[np.float64]]:
     """For each system, what its time is in a thousand draws of requests, the same for all."""
-    ms = np.stack([each_ms(row) for row in rows]).reshape(len(rows), -1, rows[0].get("in_a_row", 1))
+    ms = _in_rows(rows)
     n = ms.shape[1]
     drawn = ms[:, np.random.default_rng(0).integers(n, size=(1000, n))]
     return [_OF[of](some.reshape(1000, -1)) for some in drawn]
