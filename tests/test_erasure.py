@@ -794,6 +794,52 @@ def test_the_removal_of_an_index_that_was_replaced_is_durable(
     assert there and not there[-1]
 
 
+@pytest.mark.parametrize("fails", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=repr)
+def test_a_compaction_that_fails_leaves_no_half_of_an_index(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch,
+    fails: BaseException,
+) -> None:  # fmt: skip
+    """What a purge had copied until the disk was full stayed there, and took the last of it."""
+    with open_store(geometry) as store:
+        put_prompt(store, prompt(256, 1)).wait(60)
+        folder = store.path / "shards/main"
+    before = {one.name for one in folder.iterdir()}
+
+    def synced(path: Path) -> None:
+        if path.name == "data.mdb":  # behind the copy
+            raise fails
+
+    with monkeypatch.context() as patch, pytest.raises((StoreFailed, KeyboardInterrupt)):
+        patch.setattr(env, "sync_path", synced)
+        compact(folder / "index")
+    assert {one.name for one in folder.iterdir()} == before
+    with open_store(geometry) as store:
+        assert_serves(store, prompt(256, 1), 256)
+
+
+def test_rows_of_every_shard_are_purged_though_one_index_cannot_be_compacted(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first shard's was not, for want of room, and the others kept their rows."""
+    for shard in (0, 1):
+        with open_store(geometry, shard=shard, namespace="one") as store:
+            put_prompt(store, prompt(256, shard)).wait(60)
+            path = store.path
+    tried: list[str] = []
+
+    def failing(folder: Path) -> None:
+        tried.append(folder.parent.name)
+        if len(tried) == 1:
+            raise StoreFailed("index: No space left on device")
+        compact(folder)
+
+    monkeypatch.setattr("impress.cli.purge.compact", failing)
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--namespace", "one"])
+    assert done.exit_code == 2 and "No space left" in done.stderr, done.output
+    assert len(set(tried)) == 2
+    assert not any(row_of(prompt(256, shard)) in everything_in(path) for shard in (0, 1))
+
+
 def test_an_index_that_was_set_aside_goes_with_a_purge(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

@@ -117,6 +117,7 @@ def _erased(
             digests = _digests(reader, stored, namespace)
             # Now: what hangs from what is purged in another shard goes as its own is opened.
             there = _wanted(reader, shards, tenant, digests)
+    failed: StoreFailed | None = None
     for shard in shards:
         of_shard = config.model_copy(update={"shard": shard.number})
         with writing(shard):
@@ -124,8 +125,13 @@ def _erased(
                 opened.purge(tenant, namespaces=digests)
             unerased += opened.counters["unerased_spans"]
             shard.lock()
-        compact(shard.index)
+        try:
+            compact(shard.index)
+        except StoreFailed as err:  # for want of room, say: the others' rows are to go all the same
+            failed = failed or err
         shard.unlock()
+    if failed is not None:
+        raise failed
     if unerased:
         raise StoreFailed(f"{where}: purged, but not all could be overwritten; see the log")
     if namespace is not None and not digests:

@@ -281,6 +281,8 @@ def compact(folder: Path) -> None:
         sync_path(folder.parent)  # else a power cut could bring back what was erased
     except (lmdb.Error, OSError) as err:
         raise _failed(folder, err) from err
+    finally:  # what came to nothing takes no room, least of all on a disk that is full
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def error_of(folder: Path, err: Exception, *, counted: bool = True) -> ImpressError:
