@@ -881,6 +881,31 @@ def test_a_streamer_hears_a_hit_as_it_hears_the_bare_model(tmp_path):
     assert mine.ended == bare.ended == 1
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_prefix_is_let_go_once_it_is_there_and_not_behind_the_last_token(tmp_path, batch):
+    """Its lease lasted for the whole answer: of a long one it was taken for a leak, and said to be
+    one; nothing of it could be evicted, and no request behind it went by what it had shown."""
+    leases, learnt = [], []
+
+    def looking(_ids, scores):  # behind each pass
+        wait_for_promotions(engine.store)
+        leases.append(engine.store.stats()["leases"])
+        learnt.append(sum(engine.store.stats()["rows_from"].values()))
+        return scores
+
+    model, ids = tiny(), prompts(200, batch=batch)
+    bare = model.generate(ids, max_new_tokens=4)
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        engine.store.drop_caches()
+        out = engine.generate(ids, max_new_tokens=4, logits_processor=[looking])
+        assert torch.equal(out, bare)
+        assert engine.last_request.hit_tokens == 192
+    assert leases == [batch, 0, 0, 0]
+    assert learnt[0] == 0 < learnt[1]
+
+
 def test_a_streamer_that_raises_leaves_the_engine_usable(tmp_path):
     class Gone(Heard):
         def put(self, value):

@@ -17,6 +17,7 @@ import atexit
 import os
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -41,7 +42,7 @@ from impress.engines.hf_models import Prompt
 from impress.engines.hf_models import geometry_of as geometry_of  # README names it here
 from impress.engines.hf_observed import OBSERVED_ROWS, Observed, observing
 from impress.engines.hf_output import FirstLogits, PromptOnce, RawLogits, hearing
-from impress.engines.hf_prefix import StoredPrefix, end_reads, find_prefix, lock_pages
+from impress.engines.hf_prefix import StoredPrefix, end_early, end_reads, find_prefix, lock_pages
 from impress.engines.hf_request import Request, totals
 from impress.engines.hf_storing import Outcome, StoreQueue
 from impress.engines.hf_weights import Weights
@@ -313,6 +314,7 @@ class Engine:
         try:
             if prefix is not None:
                 cache.load(prefix)
+                cache.layers[0].behind = partial(end_early, prefix, cache)
             if watched or (self._store_new and chooses(self._policy)):
                 n_rows = SHADOW_ROWS if watched else OBSERVED_ROWS
                 cache.observed = Observed(prompt.n_tokens, n_rows)

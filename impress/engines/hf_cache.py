@@ -144,6 +144,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         self._capacity = capacity
         self._pool = pool
         self.wait: Callable[[], None] | None = None  # for the prefix, set by the cache's load
+        self.behind: Callable[[], bool] | None = None  # asked once it is there, until it is over
         self._contiguous = contiguous
         self._rental = rental
         self._index = index
@@ -196,6 +197,8 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         """Append [batch, n_kv_heads, n, head_dim]; returns all keys and values up to here."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        elif self.behind is not None and self.behind():
+            self.behind = None
         first, end = self.length, self.length + key_states.shape[-2]
         if not self._has_room(end):
             self._capacity = max(end, self._capacity if self._rental else 2 * self._capacity)

@@ -150,7 +150,8 @@ class StoredPrefix:
         return all(ended)
 
     def is_untouched(self) -> bool:
-        """After `close`: whether nothing reads into the cache any more. Waits for nothing."""
+        """Once every layer is there or given up: whether nothing reads into the cache, or copies
+        from it, any more. Waits for nothing."""
         return all(session.is_untouched() for session in self._sessions)
 
 
@@ -159,6 +160,16 @@ def end_reads(prefix: StoredPrefix | None, cache: RowsCache) -> None:
     if prefix is not None and not prefix.close():
         cache.forsake(prefix.is_untouched)
     cache.release_left()
+
+
+def end_early(prefix: StoredPrefix, cache: RowsCache) -> bool:
+    """Once all layers are there: close a prefix as soon as nothing is copied any more from where
+    it was read to. Held until the answer's last token it could pass for one that nobody releases,
+    could not be evicted, and was learnt from late."""
+    if not prefix.is_untouched():
+        return False
+    end_reads(prefix, cache)
+    return True
 
 
 def find_prefix(store: PrefixStore, rows: Sequence[npt.NDArray[np.int32]]) -> StoredPrefix | None:
