@@ -149,7 +149,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
         said["late_share_worst"] = max(late)
     if "impress" in base:
         said["fallback_share"] = base["impress"]["fell_back"]
-        for name in ("map_share", "map_cpu_share"):
+        for name in ("map_share", "map_cpu_share", "map_beside_share"):
             if name in base["impress"]:
                 said[f"{name}_of_ttft"] = base["impress"][name]
     return said, rows

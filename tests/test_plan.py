@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import impress
+from impress.read.copying import ChunksOf, PiecesOf
 from impress.read.parts import Part, Source, parts_of
 from impress.read.plan import (
     Gather,
     Runs,
     _apart,
     _cut,
-    chunks_of,
     gather,
-    pieces_of,
     rows_of_whole,
 )  # fmt: skip
 from impress.spans.layout import PlaneLayout, SpanLayout
@@ -151,12 +150,12 @@ def test_pieces_come_from_whoever_has_their_chunk(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         wanted = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
     runs = Runs.of(wanted, to)
-    at_home, copied, bring = _apart(runs, len(level), n, cached)
-    assert bring in (chunks_of, pieces_of)
+    at_home, copied, kind = _apart(runs, len(level), n, cached)
+    assert kind in (ChunksOf, PiecesOf)
     want = places(runs)
-    if bring is chunks_of:  # whole ones, which begin where a chunk does
+    if kind is ChunksOf:  # whole ones, which begin where a chunk does
         assert wanted.all() and to % n == 0
-    of_each = np.arange(n if bring is chunks_of else 1)
+    of_each = np.arange(n if kind is ChunksOf else 1)
     for i, found in enumerate(copied):
         pieces, where = (
             (column[:, None] * len(of_each) + of_each).ravel().tolist() for column in found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ import impress
 from impress.cache.chunks import MARGIN, ChunkCache
 from impress.cache.levels import only_fastest
 from impress.policy import AllHeads, Contiguous, Exact, Pages, Paper, Policy, Quality, Recency
+from impress.read import promote
 from impress.read.parts import Source
 from impress.read.promote import Looked, by_layer
 from impress.read.reading import Reading
@@ -154,6 +156,27 @@ def test_a_copy_that_fails_takes_no_place(open_store: Open, policy: Policy) -> N
     cache.tier.write = write  # type: ignore[method-assign]
     ask(store, prompt(N), policy)
     assert in_tier(store) == (12 if isinstance(policy, Exact) else 4)
+
+
+def test_a_copy_that_fails_for_no_known_reason_is_told_and_stops_no_other(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for it: its error was kept where none looks, and what one request's other
+    chunks were to be copied by was left out."""
+    store, real, calls = open_store(GEOMETRY, read_gap_bytes=0), promote._read, count()
+
+    def read(*given: Any) -> None:
+        if next(calls) == 0:
+            raise TypeError("not foreseen")
+        real(*given)
+
+    monkeypatch.setattr(promote, "_read", read)
+    put_prompt(store, prompt(N)).wait(60)
+    ask(store, prompt(N), Recency(keep=0.2))  # of each layer a chunk is read for the copy
+    assert in_tier(store) == 3
+    assert store.stats()["promotions_failed"] == 1
+    assert "a copy to dram failed" in caplog.text and "not foreseen" in caplog.text
+    assert store.buffers.used_bytes == 0
 
 
 def test_copies_that_a_caller_spoilt_failed_and_were_not_promoted(open_store: Open) -> None:

@@ -86,11 +86,11 @@ def test_real_work_in_a_stretched_time_weighs_more_with_the_papers_disk(tmp_path
     """The mapping list stood as measured, under the paper's 2 %: on a disk a quarter as fast, its
     own time was set against one that is four times as long."""
     base = {"part": "cell", "cell": "base", "system": "impress", "map_share": 0.0175,
-            "map_cpu_share": 0.015, "dilation": 4.0}  # fmt: skip
+            "map_cpu_share": 0.015, "map_beside_share": 0.01, "dilation": 4.0}  # fmt: skip
     text = _filled(tmp_path, "paper", {"ttft": {"figures": {}, "rows": [base]}})
     (line,) = [row for row in text.splitlines() if "mapping list" in row]
     shares = "waited 1.75%; computed 1.50%; with a disk of 5 GB/s waited 7.0%; computed 6.0%"
-    assert f"| {shares} | emulated |" in line
+    assert f"| {shares}; beside, by threads that copy, 1.00% | emulated |" in line
 
 
 def test_a_figure_of_the_papers_without_one_of_ours_has_its_line(tmp_path: Path) -> None:

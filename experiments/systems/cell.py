@@ -349,6 +349,7 @@ def summary(served: Sequence[Served], in_a_row: int = 1) -> Row:
         "exact": float(np.mean([s.mode == "exact" for s in served])),
         "map_share": sum(s.map_s for s in served) / sum(s.ttft_s for s in served),
         "map_cpu_share": sum(s.map_cpu_s for s in served) / sum(s.ttft_s for s in served),
+        "map_beside_share": sum(s.map_beside_s for s in served) / sum(s.ttft_s for s in served),
         "rows": float(np.mean([s.rows_share for s in served])),
         "dilation": float(np.median([s.dilation for s in served])),
         "disk_gb_s": float(disk[0]), "disk_gb_s_low": float(disk[1]),

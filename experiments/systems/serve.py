@@ -57,6 +57,7 @@ class Served:
     rows_share: float = 1.0
     map_s: float = 0.0  # finding where rows lie
     map_cpu_s: float = 0.0  # of that, by the processor's clock
+    map_beside_s: float = 0.0  # the same by threads that copy, while the request waits for them
     ahead_bytes: int = 0  # read on a guess
     ahead_used_bytes: int = 0  # and of these, wanted
     mode: str = "exact"
@@ -289,6 +290,7 @@ def _served(
         rows_share=sum(line.get("chosen", n_tokens) for line in lines) / n_tokens / len(lines),
         map_s=sum(line["map_ms"] for line in lines) / 1e3,
         map_cpu_s=sum(line["map_cpu_ms"] for line in lines) / 1e3,
+        map_beside_s=sum(line["map_beside_ms"] for line in lines) / 1e3,
         ahead_bytes=sum(line.get("ahead_bytes", 0) for line in lines),
         ahead_used_bytes=sum(line.get("ahead_used_bytes", 0) for line in lines),
     )  # fmt: skip

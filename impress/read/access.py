@@ -41,6 +41,7 @@ def line_of(rows: Load, used: Sequence[Load], wait_ms: float, ahead_bytes: int =
         "wait_ms": wait_ms,
         "map_ms": sum(load.map_spent.ms for load in used),
         "map_cpu_ms": sum(load.map_spent.cpu_ms for load in used),
+        "map_beside_ms": sum(spent.ms for load in used for spent in load.found_spent),
     }
 
 

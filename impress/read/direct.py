@@ -17,8 +17,8 @@ import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids
 from impress.cache.levels import levels_of
+from impress.read.copying import Copies, PiecesOf
 from impress.read.parts import Part, Positions
-from impress.read.plan import Copies, pieces_of
 from impress.read.whole import Whole
 from impress.spans.layout import PlaneLayout
 from impress.spans.rows import scatter_rows
@@ -67,7 +67,7 @@ class Direct:
                 shape = part.source.layout.planes[plane]
                 if shape not in alike:
                     alike[shape] = pieces_with(one, part.count, shape)
-                pieces = pieces_of(part, layer, plane, *alike[shape], cache, mine, dest)
+                pieces = PiecesOf(part, layer, plane, *alike[shape], cache, mine, dest)
                 found[cache.tier.name].append((part, pieces))
         return found
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from impress.cache.chunks import ChunkCache, Ids
 from impress.cache.levels import only_fastest
 from impress.errors import PrefixLost
+from impress.read.copying import Unfound, found
 from impress.read.direct import Direct, direct_of
 from impress.read.early import Early
 from impress.read.flights import Flight, key_of, take
@@ -17,7 +18,7 @@ from impress.read.mapping import gathers_of
 from impress.read.outs import Outs
 from impress.read.parts import Part, Positions, Source, parts_of, used_chunks
 from impress.read.placement import Brought
-from impress.read.plan import ReadPlan, Runs, Unfound, plan_reads, rows_by_tier
+from impress.read.plan import ReadPlan, Runs, plan_reads, rows_by_tier
 from impress.read.putting import Putting
 from impress.read.reading import Reading
 from impress.read.takes import Takes
@@ -26,7 +27,7 @@ from impress.read.whole import Whole
 from impress.spans.layout import K, V
 from impress.spans.rows import address_of, as_tensor, take_rows, unpack
 from impress.stats import Spent
-from tiers.base import PAGE, Bytes, Pieces, Read
+from tiers.base import PAGE, Bytes, Read
 from tiers.coalesce import LARGE_SLICE, STREAM, TURNS, slice_bytes, slices
 from tiers.errors import HARMLESS, MediumError
 from tiers.iopool import Lane
@@ -78,6 +79,7 @@ class Load:
         self._bad_span: dict[str, int] = {}  # medium -> span that is bad there
         self.buffers: list[Buffer] = []  # rented, or held until the reads have ended
         self.map_spent = Spent()  # finding where the rows lie
+        self.found_spent: list[Spent] = []  # the same by those who copy, a slice each
         with self.map_spent:
             self.parts = parts_of(sources, layer, positions)
         self.entries: list[list[Ids]] = []  # by cache, of each part's chunks
@@ -195,7 +197,7 @@ class Load:
             self.flight = Flight(self._dests, self.tickets["ssd"])
             self.reading.flights.begin(self._key, self.flight)
 
-    def _submit(self, cache: ChunkCache, by_part: list[tuple[Part, Pieces | Unfound]]) -> None:
+    def _submit(self, cache: ChunkCache, by_part: list[tuple[Part, Unfound]]) -> None:
         n_bytes = sum(pieces.n_bytes for _, pieces in by_part)
         size = self._slice_bytes(n_bytes, self.reading.pool.n_copiers, _COPIES)
         tasks = [
@@ -228,9 +230,9 @@ class Load:
                 self._bad_span["ssd"] = span
             raise
 
-    def _read_copies(self, cache: ChunkCache, pieces: Pieces | Unfound, span: int) -> None:
+    def _read_copies(self, cache: ChunkCache, some: Unfound, span: int) -> None:
         try:
-            cache.tier.read_pieces(pieces if isinstance(pieces, Pieces) else pieces.found())
+            cache.tier.read_pieces(found(some, self.found_spent))
         except MediumError as err:
             if not err.harmless:
                 self._bad_span[cache.tier.name] = span
@@ -326,23 +328,21 @@ class Load:
         may have been given too late for a session to know who writes to it.
         """
         assert self.planes == (K, V)
-        g, pool = self.reading.geometry, self.reading.pool
         beside: list[Bytes] = []
         own = self._direct is None and (self.outs is None or self.outs.memory[1] is None)
         rows = self._rows[1] if own else None
         if rows is not None and len(rows) * self.shapes[1].row_bytes >= LARGE_SLICE:
             self._queue(_ORDER, [lambda: beside.append(self._ordered(1))])
-        k = self._tensor(self._ordered(0), 0, g.head_dim)
+        k = self._tensor(self._ordered(0), 0)
         if _ORDER in self.tickets:
-            pool.run_here(self._lane, [self.tickets[_ORDER]])  # where every thread is at work
+            self.reading.pool.run_here(self._lane, [self.tickets[_ORDER]])  # if all are at work
             self.tickets[_ORDER].wait(-1)
-        return k, self._tensor(beside[0] if beside else self._ordered(1), 1, g.v_dim)
+        return k, self._tensor(beside[0] if beside else self._ordered(1), 1)
 
     def tensor(self, at: Positions | None = None) -> torch.Tensor:
         """The only plane, K or V, as [n_kv_heads, m, head_dim]; `at`: some rows of what it has."""
-        (plane,) = self.planes
-        dim = self.reading.geometry.head_dim if plane == K else self.reading.geometry.v_dim
-        return self._tensor(self._ordered(0, at), 0, dim)
+        assert len(self.planes) == 1
+        return self._tensor(self._ordered(0, at), 0)
 
     def _ordered(self, i: int, at: Positions | None = None) -> Bytes:
         """Plane number i as dense rows, in order; `at`: some of them."""
@@ -359,9 +359,10 @@ class Load:
             return dense
         return data
 
-    def _tensor(self, data: Bytes, i: int, dim: int) -> torch.Tensor:
-        n_rows = len(data) // self.shapes[i].row_bytes
-        rows = partial(as_tensor, data, self.reading.geometry, n_rows, dim)
+    def _tensor(self, data: Bytes, i: int) -> torch.Tensor:
+        g, n_rows = self.reading.geometry, len(data) // self.shapes[i].row_bytes
+        dim = g.head_dim if self.planes[i] == K else g.v_dim
+        rows = partial(as_tensor, data, g, n_rows, dim)
         return rows() if self.outs is None else self.outs.filled(i, data, rows)
 
     # ---- ending it -------------------------------------------------------------------------

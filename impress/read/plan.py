@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids
 from impress.cache.levels import levels_of
+from impress.read.copying import ChunksOf, Copies, PiecesOf
 from impress.read.parts import Mask, Part, Positions, used_chunks
-from tiers.base import Bytes, Pieces, Read
+from tiers.base import Bytes, Read
 
 
 class Run(NamedTuple):
@@ -44,23 +45,6 @@ class Runs(NamedTuple):
 
 
 _NONE: Final = Runs(*[np.empty(0, dtype=np.int64)] * 3)
-
-
-class Unfound(Protocol):
-    """Pieces whose places are found by whoever reads them."""
-
-    @property
-    def n_bytes(self) -> int: ...
-
-    def cut(self, most_bytes: int) -> Sequence[Unfound]:
-        """In slices of about most_bytes."""
-
-    def found(self) -> Pieces:
-        """What they are."""
-
-
-#: By tier, what is copied from it.
-Copies = dict[str, list[tuple[Part, Pieces | Unfound]]]
 
 
 @dataclass(slots=True)
@@ -274,11 +258,11 @@ def plan_reads(
                 continue
             if plane_runs[i] is not known:
                 known, n = plane_runs[i], part.source.layout.planes[plane].pieces
-                at_home, copied, bring = _apart(known, part.count, n, entries)
+                at_home, copied, kind = _apart(known, part.count, n, entries)
             home += home_reads(part, layer, plane, at_home, dest)
             for (some, to), cache, ids in zip(copied, caches, entries, strict=True):
                 if len(some):
-                    found = bring(part, layer, plane, some, to, cache, ids, dest)
+                    found = kind(part, layer, plane, some, to, cache, ids, dest)
                     plan.copies[cache.tier.name].append((part, found))
         if home:
             plan.home.append((part, home))
@@ -287,20 +271,20 @@ def plan_reads(
 
 def _apart(
     runs: Runs, n_chunks: int, n: int, cached: Sequence[Ids]
-) -> tuple[Runs, list[tuple[Positions, Positions]], Callable[..., Pieces]]:
+) -> tuple[Runs, list[tuple[Positions, Positions]], type[ChunksOf | PiecesOf]]:
     """Runs of chunks of n pieces by who has them: home's, and for each cache what it has, and where
-    that goes: chunks or pieces, for `chunks_of` or `pieces_of`."""
+    that goes: chunks or pieces."""
     if len(runs.firsts) == 1 and runs.counts[0] == n_chunks * n and runs.tos[0] % n == 0:  # all
         of_chunk, to = levels_of(cached), runs.tos[0]
         firsts, counts, _ = Runs.of(of_chunk == len(cached), 0)
         chunks = [(of_chunk == level).nonzero()[0] for level in range(len(cached))]
         copied = [(some, some + to // n) for some in chunks]
-        return Runs(firsts * n, counts * n, firsts * n + to), copied, chunks_of
+        return Runs(firsts * n, counts * n, firsts * n + to), copied, ChunksOf
     cut, levels = _cut(runs, n, cached)
     copied = [
         _each(Runs(*(column[levels == level] for column in cut))) for level in range(len(cached))
     ]
-    return Runs(*(column[levels < 0] for column in cut)), copied, pieces_of
+    return Runs(*(column[levels < 0] for column in cut)), copied, PiecesOf
 
 
 def _cut(runs: Runs, pieces: int, cached: Sequence[Ids]) -> tuple[Runs, Positions]:
@@ -341,35 +325,6 @@ def _each(runs: Runs) -> tuple[Positions, Positions]:
     before = np.repeat(np.cumsum(runs.counts) - runs.counts, runs.counts)
     along = np.arange(runs.counts.sum()) - before
     return np.repeat(runs.firsts, runs.counts) + along, np.repeat(runs.tos, runs.counts) + along
-
-
-def pieces_of(
-    part: Part, layer: int, plane: int, pieces: Positions, to: Positions, cache: ChunkCache,
-    entries: Ids, dest: Bytes,
-) -> Pieces:  # fmt: skip
-    """Pieces of a part's chunks, all of which the cache has, to these pieces of dest."""
-    layout = part.source.layout
-    shape = layout.planes[plane]
-    # Of chunk c, less what is before it: its piece p is p pieces further on.
-    begins = cache.plane_at(plane, entries)
-    begins -= np.arange(len(entries)) * shape.chunk_bytes
-    starts = begins.take(pieces // shape.pieces if shape.pieces > 1 else pieces)
-    starts += pieces * shape.piece_bytes
-    at = layout.sums_at(layer, plane, part.first)
-    sums = part.source.sums[at : at + len(entries) * shape.pieces].take(pieces)
-    return Pieces(starts, dest, to, sums, shape.piece_bytes)
-
-
-def chunks_of(
-    part: Part, layer: int, plane: int, chunks: Positions, to: Positions, cache: ChunkCache,
-    entries: Ids, dest: Bytes,
-) -> Pieces:  # fmt: skip
-    """Whole chunks of a part, all of which the cache has, as pieces of that size; `to`: of dest, or
-    [chunks, rows] where each row has its own place."""
-    entries = entries[chunks]
-    sums = cache.sums.of(plane, entries, part.source.sums_of(layer, plane, chunks + part.first))
-    size = part.source.layout.planes[plane].chunk_bytes
-    return Pieces(cache.plane_at(plane, entries), dest, to, sums, size)
 
 
 def runs_of(wanted: Mask) -> list[tuple[int, int]]:

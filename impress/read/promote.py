@@ -28,7 +28,7 @@ from impress.read.tickets import when_all
 from impress.read.worth import judge
 from impress.spans.layout import K, V
 from impress.usage.history import Note, Worth
-from tiers.base import Bytes, Pieces
+from tiers.base import Bytes
 from tiers.errors import MediumError
 from tiers.iopool import Lane
 from tiers.slots import Buffer
@@ -271,9 +271,11 @@ def _fetch(
             below.drop_windows(source.span, layer, granted)
     except BaseException as err:
         cache.abandon(entries)
-        if not isinstance(err, MediumError):
+        if not isinstance(err, Exception):
             raise
         reading.counters.add("promotions_failed")  # the next request to want it will find out
+        if not isinstance(err, MediumError | MemoryError):  # nobody waits for it
+            log.exception("a copy to %s failed", cache.tier.name)
     else:
         publish(reading, cache, entries)
         reading.forget_gone([source.span])
@@ -302,9 +304,8 @@ def _read(
         for _, reads in plan.home:
             reading.ssd.read(reads)
         for cache in caches:
-            for _, pieces in plan.copies[cache.tier.name]:
-                assert isinstance(pieces, Pieces), "these are planned here"
-                cache.tier.read_pieces(pieces)
+            for _, some in plan.copies[cache.tier.name]:
+                cache.tier.read_pieces(some.found())
         for medium, n in plan.n_bytes.items():
             reading.counters.add(f"promotion_read_bytes/{medium}", n)
     finally:

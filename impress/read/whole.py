@@ -17,8 +17,8 @@ import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids
 from impress.cache.levels import levels_of
+from impress.read.copying import ChunksOf, Copies, Unfound
 from impress.read.parts import Part, Positions
-from impress.read.plan import Copies, Unfound, chunks_of
 from impress.spans.layout import PlaneLayout
 from tiers.base import Bytes, Pieces
 
@@ -130,7 +130,7 @@ class _Some:
         shape, whole = self._shape, self.whole
         of_chunk = shape.piece_rows * shape.pieces
         to = whole.places(self.part).reshape(-1, of_chunk).take(self.chunks, axis=0)
-        return chunks_of(
+        return ChunksOf(
             whole.left[self.part], self.layer, self.plane, self.chunks, to, self.cache,
             self.entries, whole.given[self.number],
-        )  # fmt: skip
+        ).found()  # fmt: skip
