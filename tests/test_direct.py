@@ -102,10 +102,10 @@ def test_what_memory_has_is_found_by_those_who_copy_once_home_was_asked(
         asked.set()
         read(*given)
 
-    def finding(pieces: PiecesOf) -> Pieces:
+    def finding(pieces: PiecesOf, *which: int) -> Pieces:
         assert asked.wait(60), "before home was asked"
         threads.add(threading.get_ident())
-        return found(pieces)
+        return found(pieces, *which)
 
     monkeypatch.setattr(store.ssd, "read", reading)
     monkeypatch.setattr(PiecesOf, "found", finding)

@@ -17,9 +17,11 @@ def levels_of(entries: Sequence[Ids]) -> Levels:
 
     `entries`: for each cache, of these chunks, -1 where it has no copy.
     """
-    found = np.full(len(entries[0]), len(entries), dtype=np.uint8)
-    for level in reversed(range(len(entries))):
-        found[entries[level] >= 0] = level
+    absent = entries[0] < 0
+    found = absent.view(np.uint8)
+    for ids in entries[1:]:  # few and simple calls: a processor's caches have none of them by now
+        absent = absent & (ids < 0)
+        found = found + absent
     return found
 
 

@@ -10,8 +10,9 @@ caches (OPT-6.7B, two cores).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +23,9 @@ from impress.spans.layout import PlaneLayout
 from impress.stats import Spent
 from tiers.base import Bytes, Pieces
 
+#: Says what some pieces are.
+Find = Callable[[], Pieces]
+
 
 class Unfound(Protocol):
     """Pieces whose places are found by whoever reads them."""
@@ -29,18 +33,18 @@ class Unfound(Protocol):
     @property
     def n_bytes(self) -> int: ...
 
-    def cut(self, most_bytes: int) -> Sequence[Unfound]:
+    def cut(self, most_bytes: int) -> Sequence[Find]:
         """In slices of about most_bytes."""
 
     def found(self) -> Pieces:
-        """What they are."""
+        """All of them."""
 
 
-def found(some: Unfound, noted: list[Spent]) -> Pieces:
+def found(some: Find, noted: list[Spent]) -> Pieces:
     """What they are; what it took to find out is noted."""
     noted.append(spent := Spent())
     with spent:
-        return some.found()
+        return some()
 
 
 #: By tier, what is copied from it.
@@ -74,17 +78,14 @@ class _Some(ABC):
     def n_bytes(self) -> int:
         return len(self.some) * self.one_bytes
 
-    def cut(self, most_bytes: int) -> Sequence[Unfound]:
+    def cut(self, most_bytes: int) -> Sequence[Find]:
         """In slices of about most_bytes."""
         n = max(1, most_bytes // self.one_bytes)
-        return [
-            replace(self, some=self.some[at : at + n], to=self.to[at : at + n])
-            for at in range(0, len(self.some), n)
-        ]
+        return [partial(self.found, at, at + n) for at in range(0, len(self.some), n)]
 
     @abstractmethod
-    def found(self) -> Pieces:
-        """What they are."""
+    def found(self, first: int = 0, end: int | None = None) -> Pieces:
+        """What they are, from the first of these to the end."""
 
 
 class PiecesOf(_Some):
@@ -96,8 +97,9 @@ class PiecesOf(_Some):
     def one_bytes(self) -> int:
         return self.shape.piece_bytes
 
-    def found(self) -> Pieces:
-        part, pieces, shape, entries = self.part, self.some, self.shape, self.entries
+    def found(self, first: int = 0, end: int | None = None) -> Pieces:
+        part, shape, entries = self.part, self.shape, self.entries
+        pieces = self.some[first:end]
         # Of chunk c, less what is before it: its piece p is p pieces further on.
         begins = self.cache.plane_at(self.plane, entries)
         begins -= np.arange(len(entries)) * shape.chunk_bytes
@@ -105,7 +107,7 @@ class PiecesOf(_Some):
         starts += pieces * shape.piece_bytes
         at = part.source.layout.sums_at(self.layer, self.plane, part.first)
         sums = part.source.sums[at : at + len(entries) * shape.pieces].take(pieces)
-        return Pieces(starts, self.dest, self.to, sums, shape.piece_bytes)
+        return Pieces(starts, self.dest, self.to[first:end], sums, shape.piece_bytes)
 
 
 class ChunksOf(_Some):
@@ -117,8 +119,9 @@ class ChunksOf(_Some):
     def one_bytes(self) -> int:
         return self.shape.chunk_bytes
 
-    def found(self) -> Pieces:
-        part, plane, entries = self.part, self.plane, self.entries[self.some]
-        known = part.source.sums_of(self.layer, plane, self.some + part.first)
+    def found(self, first: int = 0, end: int | None = None) -> Pieces:
+        part, plane, chunks = self.part, self.plane, self.some[first:end]
+        entries, to = self.entries[chunks], self.to[first:end]
+        known = part.source.sums_of(self.layer, plane, chunks + part.first)
         sums = self.cache.sums.of(plane, entries, known)
-        return Pieces(self.cache.plane_at(plane, entries), self.dest, self.to, sums, self.one_bytes)
+        return Pieces(self.cache.plane_at(plane, entries), self.dest, to, sums, self.one_bytes)

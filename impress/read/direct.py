@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -133,6 +134,9 @@ def direct_of(
     return divided(parts, entries, spare=not into_place)
 
 
+_NONE: Final = np.empty(0, dtype=np.int64)
+
+
 def _cached(entries: Sequence[Sequence[Ids]]) -> bool:
     return any((ids >= 0).any() for of_cache in entries for ids in of_cache)
 
@@ -153,21 +157,25 @@ def divided(
         n = len(part.ordinals)
         of_part = [by_part[i] for by_part in entries]
         levels = levels_of(of_part) if entries else np.empty(0, dtype=np.uint8)
-        if not len(levels) or np.minimum.reduce(levels) == len(entries):  # of a cold one, all
+        n_of_level = [*map(levels.tobytes().count, range(len(entries) + 1))]
+        if n_of_level[-1] == len(levels):  # of a cold one, all
             left.append(part)
             home.append(np.arange(begin, begin + n))
             begin += n
             continue
         window = part.source.held.record.window
         of_row = levels.repeat(window).take(part.ordinals)  # by bytes: cheaper than to divide
-        for level in range(len(entries)):
-            at = (of_row == level).nonzero()[0]
-            if len(at):
-                mine.append(Mine(i, level, part.ordinals.take(at), begin + at if begin else at))
-        at = (of_row == len(entries)).nonzero()[0]
-        ordinals = part.ordinals.take(at)
-        left.append(Part(part.source, part.first, part.count, part.to, ordinals))
-        home.append(begin + at if begin else at)
+        for level, n_chunks in enumerate(n_of_level):
+            at = (of_row == level).nonzero()[0] if n_chunks else _NONE
+            ordinals = part.ordinals.take(at)
+            if begin:
+                at = at + begin
+            if level < len(entries):
+                if len(at):
+                    mine.append(Mine(i, level, ordinals, at))
+                continue
+            left.append(Part(part.source, part.first, part.count, part.to, ordinals))
+            home.append(at)
         begin += n
     at = home[0] if len(home) == 1 else np.concatenate(home)
     return Direct(mine, left, at, begin, spare)

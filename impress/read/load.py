@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from impress.cache.chunks import ChunkCache, Ids
 from impress.cache.levels import only_fastest
 from impress.errors import PrefixLost
-from impress.read.copying import Unfound, found
+from impress.read.copying import Find, Unfound, found
 from impress.read.direct import Direct, direct_of
 from impress.read.early import Early
 from impress.read.flights import Flight, key_of, take
@@ -230,7 +230,7 @@ class Load:
                 self._bad_span["ssd"] = span
             raise
 
-    def _read_copies(self, cache: ChunkCache, some: Unfound, span: int) -> None:
+    def _read_copies(self, cache: ChunkCache, some: Find, span: int) -> None:
         try:
             cache.tier.read_pieces(found(some, self.found_spent))
         except MediumError as err:

@@ -11,13 +11,14 @@ now (Llama-3-8B, two cores). There the request takes as long: both cores have ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids
 from impress.cache.levels import levels_of
-from impress.read.copying import ChunksOf, Copies, Unfound
+from impress.read.copying import ChunksOf, Copies, Find
 from impress.read.parts import Part, Positions
 from impress.spans.layout import PlaneLayout
 from tiers.base import Bytes, Pieces
@@ -119,18 +120,17 @@ class _Some:
     def n_bytes(self) -> int:
         return len(self.chunks) * self._shape.chunk_bytes
 
-    def cut(self, most_bytes: int) -> Sequence[Unfound]:
+    def cut(self, most_bytes: int) -> Sequence[Find]:
         """In slices of about most_bytes, of whole chunks."""
         n = max(1, most_bytes // self._shape.chunk_bytes)
-        cuts = range(0, len(self.chunks), n)
-        return [replace(self, chunks=self.chunks[at : at + n]) for at in cuts]
+        return [partial(self.found, at, at + n) for at in range(0, len(self.chunks), n)]
 
-    def found(self) -> Pieces:
+    def found(self, first: int = 0, end: int | None = None) -> Pieces:
         """The chunks, and where each of their rows goes."""
-        shape, whole = self._shape, self.whole
+        shape, whole, chunks = self._shape, self.whole, self.chunks[first:end]
         of_chunk = shape.piece_rows * shape.pieces
-        to = whole.places(self.part).reshape(-1, of_chunk).take(self.chunks, axis=0)
+        to = whole.places(self.part).reshape(-1, of_chunk).take(chunks, axis=0)
         return ChunksOf(
-            whole.left[self.part], self.layer, self.plane, self.chunks, to, self.cache,
+            whole.left[self.part], self.layer, self.plane, chunks, to, self.cache,
             self.entries, whole.given[self.number],
         ).found()  # fmt: skip
