@@ -37,6 +37,12 @@ _ENGINE = "transformers"
 _POSITIONS = "after-position absolute"
 #: Packages whose classes compute what tensors and settings say.
 _KNOWN = {"torch", "transformers", "peft"}
+#: Whose modules stand in a quantized model for the layers that its settings tell of.
+_QUANTIZERS = {
+    "aqlm", "auto_gptq", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq",
+    "fbgemm_gpu", "flute", "fp_quant", "gptqmodel", "hqq", "optimum", "quark", "sinq", "spqr_quant",
+    "torchao", "vptq",
+}  # fmt: skip
 
 # Config keys that change without changing one bit of the keys and values (dtype counts by itself),
 # but for the attention kernel: eager and sdpa round differently, and rows of one serve the other.
@@ -215,17 +221,16 @@ def _weights_of_state(model: Any, odd: Mapping[str, torch.Tensor]) -> bytes:
 
 def _other_classes(model: Any) -> list[list[str]]:
     """Modules of classes that are neither torch's nor Transformers' nor PEFT's, by name: over the
-    same tensors they may compute something else. Of those of a quantization, which have tensors of
-    their own, its settings tell."""
+    same tensors they may compute something else. Of a quantizer's, which have tensors of their own,
+    a quantized model's settings tell."""
     is_quantized = getattr(model.config, "quantization_config", None) is not None
-    kinds = (
-        (name, type(module)) for name, module in model.named_modules()
-        if not (is_quantized and (module._parameters or module._buffers))
-    )  # fmt: skip
-    return [
-        [_uncompiled(name), f"{kind.__module__}.{kind.__qualname__}"]
-        for name, kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN
-    ]  # fmt: skip
+    found = []
+    for name, module in model.named_modules():
+        kind, has_tensors = type(module), bool(module._parameters or module._buffers)
+        known = _KNOWN | _QUANTIZERS if is_quantized and has_tensors else _KNOWN
+        if kind.__module__.partition(".")[0] not in known:
+            found.append([_uncompiled(name), f"{kind.__module__}.{kind.__qualname__}"])
+    return found
 
 
 def _state(model: Any) -> dict[str, torch.Tensor]:

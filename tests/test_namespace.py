@@ -325,7 +325,11 @@ def test_a_foreign_module_without_tensors_is_another_model_quantized_or_not(save
         assert (namespace_of(model) == plain) is (settings is not None)
         model.model.layers[0].self_attn.q_proj.__class__ = torch.nn.Linear
         assert namespace_of(model) == plain
-        model.model.layers[0].mlp.act_fn = foreign()
+        kept, model.model.layers[0].mlp.act_fn = model.model.layers[0].mlp.act_fn, foreign()
+        assert namespace_of(model) != plain
+        model.model.layers[0].mlp.act_fn = kept
+        # One with tensors, too: it was taken for a quantizer's, whosever it was.
+        model.model.norm.__class__ = type("Norm", (type(model.model.norm),), {"__module__": "mine"})
         assert namespace_of(model) != plain
 
 
