@@ -289,6 +289,26 @@ def test_nothing_is_purged_where_a_folder_was_renamed_or_copied(path, how):
     assert "shard 1" in run("verify", "--store", path).stdout
 
 
+@pytest.mark.parametrize("how", ["renamed", "copied"])
+@pytest.mark.parametrize("name", ["main.bak", "4096"])
+def test_a_folder_under_no_shards_name_is_named_and_nothing_is_purged(path, how, name):
+    """Nobody looked there: "erased" was said while all of it lay in the copy, and a folder that was
+    moved away left a sound store."""
+    main, other = path / "shards/main", path / "shards" / name
+    if how == "renamed":
+        main.rename(other)
+    else:
+        shutil.copytree(main, other)
+    done = run("purge", "--store", path, "--namespace", "a test")
+    assert_refused(done, "nothing is purged", f"shards/{name}", "delete it")
+    done, found = run_json("verify", "--store", path)
+    assert done.returncode == 1 and any(name in problem["what"] for problem in found["problems"])
+    shutil.rmtree(other)
+    if how == "copied":
+        assert run("verify", "--store", path).returncode == 0
+        assert run("purge", "--store", path, "--namespace", "a test").returncode == 0
+
+
 def test_a_renamed_folder_is_unsound_also_once_a_writer_has_opened_it(path):
     """Its index has lost the spans by then, and verify said "sound" of full segments."""
     (path / "shards/main").rename(path / "shards/1")

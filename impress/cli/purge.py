@@ -19,6 +19,7 @@ from impress.store import PrefixStore
 from impress.terminal import count, out, size
 from impress.write.directory import Shard, read_identity, shards_of, writing
 from impress.write.env import compact
+from impress.write.strays import said_of_stray, strays_of
 
 _LEAST_HEX = 8
 
@@ -98,7 +99,9 @@ def _erased(
         follow_every_s=0, repack_every_s=0,
     )  # fmt: skip
     shards = shards_of(where)
-    for shard in shards:  # all or nothing
+    if strays := strays_of(where):  # all or nothing
+        raise StoreFailed(f"{where}: nothing is purged: {said_of_stray(where, strays[0])}")
+    for shard in shards:
         with writing(shard):
             shard.lock()
         shard.unlock()

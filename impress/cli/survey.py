@@ -20,6 +20,7 @@ from impress.store import PrefixStore
 from impress.upkeep.shares import Share, shares_of
 from impress.write.directory import Identity, Shard, read_identity, shards_of
 from impress.write.env import NothingYet
+from impress.write.strays import strays_of
 
 HOTTEST: Final = 5
 
@@ -46,7 +47,7 @@ def open_for_reading(path: Path) -> tuple[PrefixStore, Identity]:
 
 def unread(store: PrefixStore) -> list[str]:
     """Shards of which not all is seen: they cannot be read or listed, or were renamed or copied."""
-    names = [*store.left_out()]
+    names = [*store.left_out(), *strays_of(store.path)]
     return names + [s.name for s in shards_of(store.path) if s.name not in names and _is_strange(s)]
 
 

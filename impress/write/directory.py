@@ -310,7 +310,7 @@ class Shard:
 
     def has_segments(self) -> bool:
         """Whether there are any. Raises StoreFailed: what cannot be listed is not nothing."""
-        return any(name.endswith(".seg") for name in _names(self.segments))
+        return any(name.endswith(".seg") for name in names_in(self.segments))
 
     def is_purged(self) -> bool:
         """Whether a purge is at it, or was cut off. Raises StoreFailed."""
@@ -347,13 +347,17 @@ def shards_of(path: Path) -> list[Shard]:
     Also where a purge was cut off that had left nothing but the index it was to replace. Raises
     StoreFailed where that cannot be told.
     """
-    names = _names(path / "shards")
-    numbers = [0 if n == "main" else int(n) for n in names if n == "main" or _NUMBER.fullmatch(n)]
-    shards = [Shard(path, n) for n in sorted(numbers) if n < MOST_SHARDS]
+    names = names_in(path / "shards")
+    numbers = [0 if n == "main" else int(n) for n in names if n == "main" or is_number(n)]
+    shards = [Shard(path, n) for n in sorted(numbers)]
     return [s for s in shards if s.has_index() or s.is_purged() or s.has_segments()]
 
 
-def _names(folder: Path) -> list[str]:
+def is_number(name: str) -> bool:
+    return _NUMBER.fullmatch(name) is not None and int(name) < MOST_SHARDS
+
+
+def names_in(folder: Path) -> list[str]:
     """Of what lies there; none where there is no such folder. Raises StoreFailed.
 
     Not `glob`, which passes over a folder that it may not list.
