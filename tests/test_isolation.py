@@ -343,9 +343,13 @@ def test_what_was_open_at_a_fork_is_not_opened_in_the_child(
     assert said.endswith(
         "/index: opened before a fork: close it before forking, or start this process by spawn"
     )
+    # For writing, too: it took the next shard, and nothing of the first was a hit there.
+    assert "opened before a fork" in said_by_a_child(lambda: open_store(geometry))
+    assert not [*store.path.glob("shards/1/*/*")]
     assert_serves(store, prompt(128), 128)
     store.close()
-    assert said_by_a_child(lambda: open_store(geometry, "r").close()) == "returned"
+    for mode in ("r", "rw"):
+        assert said_by_a_child(lambda mode=mode: open_store(geometry, mode).close()) == "returned"
 
 
 def test_a_closed_store_evicts_nothing(open_store: Open, geometry: impress.Geometry) -> None:

@@ -102,6 +102,14 @@ def _in_a_child() -> None:
 os.register_at_fork(after_in_child=_in_a_child)
 
 
+def check_fork(path: Path) -> None:
+    """Raises StoreFailed where an index below was open when this process was forked: it cannot be
+    opened, and what another shard took would be no hit of those who use it."""
+    for (folder, _), shared in list(envs.items()):
+        if shared.pid != os.getpid() and path.resolve() in folder.parents:
+            raise StoreFailed(f"index: {folder}: {FORKED}")
+
+
 def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
     """Raises StoreFailed, LMDB's errors, OSError."""
     with envs_lock:

@@ -27,7 +27,7 @@ from impress.usage.history import History, budget_of
 from impress.write.budget import WriteBudget
 from impress.write.commit import Committer
 from impress.write.directory import Identity, Shard
-from impress.write.env import NothingYet
+from impress.write.env import NothingYet, check_fork
 from impress.write.follow import Follower
 from impress.write.health import Health
 from impress.write.index import Index
@@ -59,6 +59,7 @@ class Home:
         self._config = config
         self._counters = counters
         self._forget = forget
+        check_fork(path)
         if shard is not None:
             shard.check_index()
         self.place = place = shard or Shard(path)
