@@ -707,6 +707,32 @@ def test_nothing_of_a_request_is_held_once_it_is_stored(tmp_path, monkeypatch):
         assert [cache() for cache in made] == [None]
 
 
+@pytest.mark.parametrize("n_new", [1, 3])
+def test_a_hit_leaves_the_garbage_collector_nothing(tmp_path, monkeypatch, n_new):
+    """Its first layer led back to its cache, with what lies on the device, until a pass over all
+    objects came by, minutes later."""
+    made = []
+
+    def noted(*args, **options):
+        cache = RowsCache(*args, **options)
+        made.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(hf, "RowsCache", noted)
+    with attach(tiny(), tmp_path) as engine:
+        for n in (1, 1, n_new):  # the second time what is made once is made
+            gc.collect()
+            gc.disable()
+            try:
+                engine.generate(prompts(200), max_new_tokens=n)
+                engine.flush()
+                wait_for_promotions(engine.store)
+                assert [cache() for cache in made[-1:]] == [None] or len(made) < 3
+            finally:
+                gc.enable()
+        assert len(made) == 3 and engine.last_request.hit_tokens == 192
+
+
 def test_rows_given_back_are_held_by_nobody():
     """A device's memory is that of the tensors on it, and a layer held the last it had returned."""
     cache = RowsCache(impress.Geometry(1, 1, 1, 8, dtype="float32"), 1, 64, BufferPool(None))

@@ -150,8 +150,8 @@ class StoredPrefix:
         return all(ended)
 
     def is_untouched(self) -> bool:
-        """Once every layer is there or given up: whether nothing reads into the cache, or copies
-        from it, any more. Waits for nothing."""
+        """Once every layer is there or given up: whether nothing reads into the cache, or climbs
+        from it, any more; after `close` nor does who follows its reads. Waits for nothing."""
         return all(session.is_untouched() for session in self._sessions)
 
 
@@ -163,8 +163,8 @@ def end_reads(prefix: StoredPrefix | None, cache: RowsCache) -> None:
 
 
 def end_early(prefix: StoredPrefix, cache: RowsCache) -> bool:
-    """Once all layers are there: close a prefix as soon as nothing is copied any more from where
-    it was read to. Held until the answer's last token it could pass for one that nobody releases,
+    """Once all layers are there: close a prefix as soon as nothing climbs any more from where it
+    was read to. Held until the answer's last token it could pass for one that nobody releases,
     could not be evicted, and was learnt from late."""
     if not prefix.is_untouched():
         return False
