@@ -211,8 +211,8 @@ LINES: Final = (
           Ours("ttft", "", "{:.2%}", "beside, by threads that copy, ",
                of=_map_share("map_beside_share"))), "emulated",
          "its own time is real and TTFT is stretched: with the paper's disk the share is larger by "
-         "the dilation; what is not computed is waiting for the interpreter, and what is found "
-         "beside holds up nobody but those who copy"),
+         "the dilation; what is not computed is waiting for the interpreter; what is found "
+         "beside is a part of the copies' time, which a request waits for where they end last"),
     Line("section 4.4", "repacking: a pass", "under a minute",
          (Ours("repack", "", "{:.0f}", "spans ", of=_in_row("spans")),
           Ours("repack", "", "{:.0f}", "moved beside requests ", of=_in_row("moved_loaded")),

@@ -11,6 +11,8 @@ import torch
 from conftest import kv_of, prompt, put_prompt, read_limit
 
 import impress
+from impress.errors import ImpressError
+from impress.policy import Exact, Paper, Policy
 from impress.read import load as loads
 from tiers.iopool import Lane
 from tiers.slots import aligned
@@ -86,6 +88,22 @@ def test_layers_are_begun_when_asked_for_and_their_memory_given_back(
         for wrong in ({"layers": [geometry.n_layers]}, {"layers": [0], "outs": pairs(geometry)}):
             with pytest.raises(impress.BadInput, match="prefetch: "):
                 session.prefetch(**wrong)
+
+
+@pytest.mark.parametrize("policy", [Exact(), Paper(keep=0.2)], ids=lambda policy: policy.name)
+def test_a_session_that_was_closed_reads_nothing_ahead(
+    open_store: Open, geometry: impress.Geometry, policy: Policy
+) -> None:
+    """It began loads that nobody ended: their chunks stayed pinned until the store was closed."""
+    store = open_store(geometry, probes=("heads3-v1",))
+    put_prompt(store, prompt(N)).wait(60)
+    with store.lease(prompt(N)) as lease:
+        session = lease.session(policy)
+        session.close()
+        with pytest.raises(ImpressError, match="closed"):
+            session.prefetch()
+    assert store.buffers.used_bytes == 0
+    store.check()
 
 
 @pytest.mark.parametrize("where", ["parts_of", "gathers_of", "plan_reads"])

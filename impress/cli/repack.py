@@ -27,8 +27,9 @@ def repack(
         typer.Option(
             "--dry-run",
             help="Say what would move and what it would save; what is stored stays. Shards are "
-            "opened as for writing: the right to write is needed, lock and index files change, and "
-            "what a crash cut off is finished.",
+            "opened as for writing: the right to write is needed, lock and index files change, "
+            "what a crash cut off is finished, and damaged index values go (impress rebuild mends "
+            "them).",
         ),
     ] = False,
     json_file: Annotated[

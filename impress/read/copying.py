@@ -2,9 +2,8 @@
 
     plan ─Unfound─ cut in slices ─▶ threads that copy: found ─Pieces─▶ read_pieces
 
-Where each piece lies, and its checksum, is known in no time once a thread is at it. Found before,
-it held up reads of home, which take longest, and the request: 0.1 ms a layer of rows from two
-caches (OPT-6.7B, two cores).
+Where each piece lies, and its checksum, was found before: that held up reads of home, which take
+longest, by 0.1 ms a layer of rows from two caches (OPT-6.7B, two cores).
 """
 
 from __future__ import annotations

@@ -196,6 +196,8 @@ class Session:
         are read into directly. Theirs to keep, unchanged until `close`. Of all layers, so not
         beside `layers`. Raises as `retrieve` does.
         """
+        if self._closed:
+            raise ImpressError("session: closed")
         self._lease.check_active()
         n_layers = self._r.geometry.n_layers
         given: dict[int, Outs | None] = dict.fromkeys(range(n_layers) if layers is None else layers)
@@ -374,9 +376,8 @@ class Session:
             raise PrefixLost("late", "a lost layer is still being read into memory given here")
 
     def _start(self, layer: int, outs: Outs | None) -> Load:
-        r, chunks = self._r, self._r.copies.chunks
-        note = self._begun.add
-        return Load(r, note, self._sources, layer, chunks, (K, V), outs=outs, lane=self._lane)
+        where = self._begun.add, self._sources, layer, self._r.copies.chunks
+        return Load(self._r, *where, (K, V), outs=outs, lane=self._lane)
 
     def _climb(self, load: Load) -> None:
         """Copy what a load brought one tier up."""

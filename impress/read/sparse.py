@@ -126,6 +126,8 @@ class SparseSession(Session):
         cannot be read before they are chosen."""
         if outs is not None:
             raise BadInput(f"prefetch: policy {self.policy.name} chooses how many rows there are")
+        if self._closed:
+            raise ImpressError("session: closed")
         self._lease.check_active()
         with self._r.lost_for():
             if self._next is None:
