@@ -39,9 +39,9 @@ _POSITIONS = "after-position absolute"
 _KNOWN = {"torch", "transformers", "peft"}
 #: Whose modules stand in a quantized model for the layers that its settings tell of.
 _QUANTIZERS = {
-    "aqlm", "auto_gptq", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq",
-    "fbgemm_gpu", "flute", "fp_quant", "gptqmodel", "hqq", "optimum", "quark", "sinq", "spqr_quant",
-    "torchao", "vptq",
+    "aqlm", "auto_gptq", "auto_round", "auto_round_extension", "auto_round_kernel", "awq",
+    "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu", "flute", "fp_quant", "gptqmodel",
+    "hqq", "optimum", "quark", "sinq", "spqr_quant", "torchao", "vptq",
 }  # fmt: skip
 
 # Config keys that change without changing one bit of the keys and values (dtype counts by itself),

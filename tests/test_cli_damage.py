@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -28,9 +30,11 @@ import impress.cli.live
 from impress.cli import options
 from impress.cli.explain import _prompt
 from impress.cli.run import _print
-from impress.cli.survey import open_for_reading, survey
+from impress.cli.survey import open_for_reading, survey, unread
 from impress.report import write_report
+from impress.upkeep.verify import verify_store
 from impress.weights import weight_files
+from impress.write.strays import strays_of
 from tiers.files import segment_paths
 from tiers.segments import SEGMENTS
 
@@ -297,8 +301,12 @@ def test_a_folder_under_no_shards_name_is_named_and_nothing_is_purged(path, how,
     main, other = path / "shards/main", path / "shards" / name
     if how == "renamed":
         main.rename(other)
+        assert name in run("inspect", "--store", path).stderr
+        assert_refused(run("rebuild", "--store", path), "no segments", name)
     else:
         shutil.copytree(main, other)
+        assert run_json("inspect", "--store", path)[1]["failed_shards"] == [name]
+        assert name in run("rebuild", "--store", path, "--dry-run").stdout
     done = run("purge", "--store", path, "--namespace", "a test")
     assert_refused(done, "nothing is purged", f"shards/{name}", "delete it")
     done, found = run_json("verify", "--store", path)
@@ -307,6 +315,25 @@ def test_a_folder_under_no_shards_name_is_named_and_nothing_is_purged(path, how,
     if how == "copied":
         assert run("verify", "--store", path).returncode == 0
         assert run("purge", "--store", path, "--namespace", "a test").returncode == 0
+
+
+def test_a_folder_beside_the_shards_that_may_not_be_looked_into_is_named(path, monkeypatch):
+    """A copy that root had made took `inspect`, `verify` and `explain` away from everybody else."""
+    for name in ("main.bak", "lost+found"):
+        (path / "shards" / name).mkdir()
+    real = Path.iterdir
+
+    def iterdir(folder):
+        if {"main.bak", "lost+found"} & {*folder.parts}:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return real(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert strays_of(path) == ["main.bak"]
+    verdict = verify_store(path)
+    assert [p.what for p in verdict.problems if "main.bak" in p.what] and len(verdict.problems) == 1
+    with impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG, "r") as store:
+        assert unread(store) == ["main.bak"]
 
 
 def test_a_renamed_folder_is_unsound_also_once_a_writer_has_opened_it(path):

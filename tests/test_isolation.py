@@ -352,6 +352,23 @@ def test_what_was_open_at_a_fork_is_not_opened_in_the_child(
         assert said_by_a_child(lambda mode=mode: open_store(geometry, mode).close()) == "returned"
 
 
+def test_a_fork_is_noticed_behind_a_link_and_not_in_another_store_in_the_same_folder(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path
+) -> None:
+    outer = open_store(geometry, follow_every_s=0)
+    path = outer.path
+    put_prompt(outer, prompt(128)).wait(60)
+    outer.close()
+    (path / "shards").rename(tmp_path / "elsewhere")
+    (path / "shards").symlink_to(tmp_path / "elsewhere")
+    config = impress.Config(**SMALL)
+    with open_store(geometry):
+        assert "opened before a fork" in said_by_a_child(lambda: open_store(geometry))
+    with impress.PrefixStore.open(path / "inner", geometry, "test", config) as inner:
+        put_prompt(inner, prompt(128)).wait(60)
+        assert said_by_a_child(lambda: open_store(geometry).close()) == "returned"
+
+
 def test_a_closed_store_evicts_nothing(open_store: Open, geometry: impress.Geometry) -> None:
     """Spans left its tree in vain, and only then it said that it is closed."""
     store = open_store(geometry)

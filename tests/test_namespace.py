@@ -323,6 +323,11 @@ def test_a_foreign_module_without_tensors_is_another_model_quantized_or_not(save
         plain = namespace_of(model)
         model.model.layers[0].self_attn.q_proj.__class__ = layer
         assert (namespace_of(model) == plain) is (settings is not None)
+        other = type(
+            "QuantLinear", (torch.nn.Linear,), {"__module__": "auto_round_extension.torch"}
+        )
+        model.model.layers[0].self_attn.q_proj.__class__ = other
+        assert (namespace_of(model) == plain) is (settings is not None)
         model.model.layers[0].self_attn.q_proj.__class__ = torch.nn.Linear
         assert namespace_of(model) == plain
         kept, model.model.layers[0].mlp.act_fn = model.model.layers[0].mlp.act_fn, foreign()

@@ -19,7 +19,7 @@ from impress.store import PrefixStore
 from impress.terminal import count, out, size
 from impress.write.directory import Shard, read_identity, shards_of, writing
 from impress.write.env import compact
-from impress.write.strays import said_of_stray, strays_of
+from impress.write.strays import said_of_strays
 
 _LEAST_HEX = 8
 
@@ -99,8 +99,8 @@ def _erased(
         follow_every_s=0, repack_every_s=0,
     )  # fmt: skip
     shards = shards_of(where)
-    if strays := strays_of(where):  # all or nothing
-        raise StoreFailed(f"{where}: nothing is purged: {said_of_stray(where, strays[0])}")
+    if said := said_of_strays(where):  # all or nothing
+        raise StoreFailed(f"{where}: nothing is purged: {said[0]}")
     for shard in shards:
         with writing(shard):
             shard.lock()

@@ -28,8 +28,8 @@ def repack(
             "--dry-run",
             help="Say what would move and what it would save; what is stored stays. Shards are "
             "opened as for writing: the right to write is needed, lock and index files change, "
-            "what a crash cut off is finished, and damaged index values go (impress rebuild mends "
-            "them).",
+            "what a crash cut off is finished, and index values that are damaged go, with what "
+            "hangs from them: where impress verify names such, run impress rebuild before.",
         ),
     ] = False,
     json_file: Annotated[

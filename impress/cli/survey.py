@@ -20,7 +20,7 @@ from impress.store import PrefixStore
 from impress.upkeep.shares import Share, shares_of
 from impress.write.directory import Identity, Shard, read_identity, shards_of
 from impress.write.env import NothingYet
-from impress.write.strays import strays_of
+from impress.write.strays import said_of_strays, strays_of
 
 HOTTEST: Final = 5
 
@@ -35,7 +35,9 @@ def open_for_reading(path: Path) -> tuple[PrefixStore, Identity]:
     config = Config(window=identity.window, dram_bytes=0, io_threads=1, follow_every_s=0)
     try:
         store = PrefixStore.open(path, identity.geometry, b"inspect", config, mode="r")
-    except NothingYet:  # of that verify says no more
+    except NothingYet as err:
+        for said in said_of_strays(path):
+            raise FormatError(f"{err}; {said}") from None
         raise
     except FormatError as err:
         raise FormatError(f"{err} (impress verify says what else)") from None

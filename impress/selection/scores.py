@@ -175,8 +175,8 @@ def _fold(
     """Column sums [heads, n] of scores [heads, q, n], which are overwritten.
 
     With noise of variance σ² on every score, the weight of tokens that look unimportant is too
-    low by up to e^σ² (those chosen were chosen for their noise too): raising by that much makes
-    the estimate of what is left out a cautious one (docs/SELECTION.md).
+    low by about e^σ² on average (those chosen were chosen for their noise too): raising by that
+    much makes the estimate of what is left out a cautious one (docs/SELECTION.md).
     """
     module = torch_module()
     most = scores.amax(dim=-1, keepdim=True)

@@ -36,6 +36,7 @@ from impress.write.directory import (
     writing,
 )
 from impress.write.index import Index
+from impress.write.strays import said_of_strays
 from tiers.base import PAGE, Extent
 from tiers.coalesce import slices
 from tiers.errors import MediumError
@@ -80,11 +81,11 @@ def rebuild_store(
     Raises FormatError (no store, no segments); StoreLocked, StoreFailed (no shard was rebuilt).
     """
     say = progress or (lambda what, done, of: None)
-    shards = [shard for shard in shards_of(path) if shard.segments.is_dir()]
+    strays, shards = said_of_strays(path), [s for s in shards_of(path) if s.segments.is_dir()]
     if not shards:
         read_identity(path)  # says what is wrong with a path that is no store
-        raise FormatError(f"{path}: no segments to rebuild from")
-    found, errors, mine = Rebuilt(), list[Exception](), list[Shard]()
+        raise FormatError("; ".join([f"{path}: no segments to rebuild from", *strays]))
+    found, errors, mine = Rebuilt(notes=strays), list[Exception](), list[Shard]()
     try:
         for shard in shards:
             try:

@@ -33,7 +33,7 @@ from impress.spans.params import NONE, Params
 from impress.spans.records import wrong_record
 from impress.upkeep.hanging import hanging_of, index_values
 from impress.write.directory import Identity, Shard, read_identity, shards_of
-from impress.write.strays import said_of_stray, strays_of
+from impress.write.strays import said_of_strays
 from tiers.base import Read, Slot, Sums, round_up, sums_of
 from tiers.coalesce import locate
 from tiers.errors import MediumError
@@ -111,7 +111,7 @@ def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
     values = {shard.number: _values(shard, total) for shard in shards}
     everything = {span: value for by_span in values.values() for span, value in by_span.items()}
     shared, unread = len(shards) > 1, bool(total.problems)
-    total.problems += [Problem(said_of_stray(path, name)) for name in strays_of(path)]
+    total.problems += map(Problem, said_of_strays(path))
     try:
         pool = IoPool(_THREADS, "impress-verify")
     except MediumError as err:

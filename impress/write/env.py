@@ -20,7 +20,7 @@ from typing import Any, Final
 import lmdb
 
 from impress.errors import FORKED, FormatError, ImpressError, StoreFailed
-from impress.write.directory import GONE, OLD
+from impress.write.directory import GONE, OLD, shards_of
 from tiers.files import (
     give_blocks,
     give_to_owner,
@@ -103,10 +103,11 @@ os.register_at_fork(after_in_child=_in_a_child)
 
 
 def check_fork(path: Path) -> None:
-    """Raises StoreFailed where an index below was open when this process was forked: it cannot be
-    opened, and what another shard took would be no hit of those who use it."""
-    for (folder, _), shared in list(envs.items()):
-        if shared.pid != os.getpid() and path.resolve() in folder.parents:
+    """Raises StoreFailed where an index of a store was open when this process was forked: it
+    cannot be opened, and what another shard took would be no hit of those who use it."""
+    theirs = {folder for (folder, _), one in list(envs.items()) if one.pid != os.getpid()}
+    for shard in shards_of(path) if theirs else ():
+        if (folder := shard.index.resolve()) in theirs:
             raise StoreFailed(f"index: {folder}: {FORKED}")
 
 

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from impress.errors import StoreFailed
 from impress.write.directory import is_number, names_in
 
 
 def strays_of(path: Path) -> list[str]:
     """Their names: copies and renamed shards, in which nobody looks for what is to be read, checked
-    or erased. Raises StoreFailed where that cannot be told."""
+    or erased; one that may not be looked into, too. Raises StoreFailed where `shards` may not."""
     folder = path / "shards"
-    names = [name for name in sorted(names_in(folder)) if name != "main" and not is_number(name)]
+    others = [name for name in names_in(folder) if name != "main" and not is_number(name)]
+    return [name for name in sorted(others) if name != "lost+found" and _holds(folder / name)]
+
+
+def said_of_strays(path: Path) -> list[str]:
+    """Of each, that it lies there, and what to do. Raises as `strays_of`."""
     return [
-        name for name in names
-        if names_in(folder / name / "segments") or names_in(folder / name / "index")
-    ]  # fmt: skip
+        f"{path / 'shards' / name} holds what a shard does, or may not be looked into, and has no "
+        "shard's name, so that nobody looks there: give it its name back, or delete it"
+        for name in strays_of(path)
+    ]
 
 
-def said_of_stray(path: Path, name: str) -> str:
-    """That one lies there, and what to do."""
-    return (
-        f"{path / 'shards' / name} holds what a shard does, under no name of one, and nobody looks "
-        "there: give it its name back, or delete it"
-    )
+def _holds(folder: Path) -> bool:
+    try:
+        return bool(names_in(folder / "segments") or names_in(folder / "index"))
+    except StoreFailed:
+        return True
