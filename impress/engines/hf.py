@@ -17,7 +17,6 @@ import atexit
 import os
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -314,7 +313,7 @@ class Engine:
         try:
             if prefix is not None:
                 cache.load(prefix)
-                cache.layers[0].behind = partial(end_early, prefix, cache)
+                end_early(prefix, cache)
             if watched or (self._store_new and chooses(self._policy)):
                 n_rows = SHADOW_ROWS if watched else OBSERVED_ROWS
                 cache.observed = Observed(prompt.n_tokens, n_rows)

@@ -239,7 +239,6 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         for plane in self._planes:
             plane.release()
         self._planes = ()
-        self.behind = None  # it leads back to the cache
         self.keys = self.values = None  # views: on a device they are what keeps its memory
 
     def release_left(self) -> None:

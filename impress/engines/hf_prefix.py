@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -162,14 +163,20 @@ def end_reads(prefix: StoredPrefix | None, cache: RowsCache) -> None:
     cache.release_left()
 
 
-def end_early(prefix: StoredPrefix, cache: RowsCache) -> bool:
-    """Once all layers are there: close a prefix as soon as nothing climbs any more from where it
-    was read to. Held until the answer's last token it could pass for one that nobody releases,
-    could not be evicted, and was learnt from late."""
-    if not prefix.is_untouched():
-        return False
-    end_reads(prefix, cache)
-    return True
+def end_early(prefix: StoredPrefix, cache: RowsCache) -> None:
+    """See to it that a prefix is closed once all layers are there and nothing climbs any more from
+    where they were read to. Held until the answer's last token it could pass for one that nobody
+    releases, could not be evicted, and was learnt from late."""
+    its = weakref.ref(cache)  # else it led back to itself, and stayed for the garbage collector
+
+    def ended() -> bool:
+        mine = its()
+        if mine is None or not prefix.is_untouched():
+            return False
+        end_reads(prefix, mine)
+        return True
+
+    cache.layers[0].behind = ended
 
 
 def find_prefix(store: PrefixStore, rows: Sequence[npt.NDArray[np.int32]]) -> StoredPrefix | None:
