@@ -689,16 +689,22 @@ def test_a_line_that_was_closed_frees_what_it_is_offered_and_begins_no_thread(tm
         assert late.outcome.refused == "the engine is closed"
 
 
-def test_nothing_of_a_request_is_held_once_it_is_stored(tmp_path, monkeypatch):
-    """The thread held its last job while it waited for the next, on a GPU with all its rows."""
-    made = []
+@pytest.fixture
+def made(monkeypatch):
+    """References to the caches of requests, as they are made; none keeps one."""
+    caches = []
 
     def noted(*args, **options):
         cache = RowsCache(*args, **options)
-        made.append(weakref.ref(cache))
+        caches.append(weakref.ref(cache))
         return cache
 
     monkeypatch.setattr(hf, "RowsCache", noted)
+    return caches
+
+
+def test_nothing_of_a_request_is_held_once_it_is_stored(tmp_path, made):
+    """The thread held its last job while it waited for the next, on a GPU with all its rows."""
     with attach(tiny(), tmp_path) as engine:
         engine.generate(prompts(200), max_new_tokens=2)
         engine.flush()
@@ -708,29 +714,22 @@ def test_nothing_of_a_request_is_held_once_it_is_stored(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("n_new", [1, 3])
-def test_a_hit_leaves_the_garbage_collector_nothing(tmp_path, monkeypatch, n_new):
+def test_a_hit_leaves_the_garbage_collector_nothing(tmp_path, made, n_new):
     """Its first layer led back to its cache, with what lies on the device, until a pass over all
     objects came by, minutes later."""
-    made = []
-
-    def noted(*args, **options):
-        cache = RowsCache(*args, **options)
-        made.append(weakref.ref(cache))
-        return cache
-
-    monkeypatch.setattr(hf, "RowsCache", noted)
     with attach(tiny(), tmp_path) as engine:
-        for n in (1, 1, n_new):  # the second time what is made once is made
-            gc.collect()
-            gc.disable()
-            try:
-                engine.generate(prompts(200), max_new_tokens=n)
-                engine.flush()
-                wait_for_promotions(engine.store)
-                assert [cache() for cache in made[-1:]] == [None] or len(made) < 3
-            finally:
-                gc.enable()
-        assert len(made) == 3 and engine.last_request.hit_tokens == 192
+        for _ in range(2):  # stored, and hit: what is made once is made
+            engine.generate(prompts(200), max_new_tokens=1)
+            engine.flush()
+        gc.collect()
+        gc.disable()
+        try:
+            engine.generate(prompts(200), max_new_tokens=n_new)
+            engine.flush()
+            wait_for_promotions(engine.store)
+            assert engine.last_request.hit_tokens == 192 and made[-1]() is None
+        finally:
+            gc.enable()
 
 
 def test_rows_given_back_are_held_by_nobody():
