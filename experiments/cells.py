@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from experiments.common import Row, Unable, named
-from impress.report import commit, host
+from impress.report import commit, host, write_text
 
 #: Of a row that stands for what could not be measured here, and says why: tried again by --resume.
 SKIPPED: Final = "skipped"
@@ -51,16 +51,16 @@ class Cells:
             )  # fmt: skip
         kept = _lines(self._path) if resume and self._path.exists() else []
         for cell in kept:
-            if cell.get("host", _machine()) != _machine():
+            if cell.get("host", machine()) != machine():
                 raise Unable(
                     f"{self._path} holds cells of another machine ({cell['host']}): name another "
                     "--json FILE, or begin anew without --resume"
                 )
             self._done.setdefault(_key(cell["params"]), []).append(cell)
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        text = "".join(json.dumps(cell) + "\n" for cell in kept)
         with named(self._path):
-            draft.write_text("".join(json.dumps(cell) + "\n" for cell in kept))
-            draft.replace(self._path)
+            if not self._path.exists() or self._path.read_text(errors="replace") != text:
+                write_text(self._path, text)
 
     def __contains__(self, params: Mapping[str, Any]) -> bool:
         times = self._done.get(_key(params), ())
@@ -82,7 +82,7 @@ class Cells:
         """A cell is finished: durable on return where there is a file."""
         cell = {
             "params": dict(params), "rows": list(rows), "took_s": round(took_s, 3),
-            "commit": commit(), "host": _machine(),
+            "commit": commit(), "host": machine(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
         text = json.dumps(cell, default=_plain)
@@ -111,7 +111,7 @@ def _aside(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _machine() -> str:
+def machine() -> str:
     """Its kind, and as much of it as this process may use. (A disk does not say what it is.)"""
     return f"{host()}, {len(os.sched_getaffinity(0))} processors"
 

@@ -10,6 +10,7 @@ small trained models' choices lie is measured, too (experiments/overlap.py).
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -90,6 +91,7 @@ def measure(options: Options, kib: int, mix: float) -> list[Row]:
         }  # fmt: skip
     finally:
         rows.close()
+        shutil.rmtree(folder, ignore_errors=True)
     rate = float(np.median([r["moved"] / r["io_s"] for r in read["all"]]))
     line: Row = {"n": n, "overlap": measured_overlap(asked, earlier), "sequential_gb_s": rate / 1e9}
     for name in ("before", "after", *ALONE):

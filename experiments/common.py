@@ -152,7 +152,9 @@ def spread(values: Sequence[float]) -> Row:
 
 
 def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table of equal rows; floats with three significant digits."""
+    """A table of equal rows; floats with three significant digits. Nothing where there are none."""
+    if not rows:
+        return
     table = Table(title=title, title_justify="left", header_style="bold")
     for i, name in enumerate(rows[0]):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)

@@ -164,7 +164,7 @@ def _parser(experiment: Experiment) -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="small sizes: does it run, roughly")
     add("--json", type=Path, metavar="FILE", help="write the figures here")
     add("--plot", type=Path, metavar="DIR", help="write plots here (needs matplotlib)")
-    add("--resume", action="store_true", help="keep the cells measured before; needs --json")
+    add("--resume", action="store_true", help="keep what was measured before; needs --json")
     add(
         "--cells", nargs="+", metavar="WORD",
         help="only those of whose parameters a WORD is one (default: all)",
@@ -224,8 +224,8 @@ def _run(
         f"{experiment.about} Estimated time: {duration(seconds)} "
         f"({len(todo)} of {len(cells)} cells to measure){disk.said()}."
     )
-    _measure(experiment.name, todo, done, disk)
-    after = _disk(args, folder, experiment.uses_disk) if todo else disk
+    whys = _measure(experiment.name, todo, done, disk)
+    after = _disk_after(args, folder, experiment.uses_disk) if todo else disk
     keys = [params for params, _ in cells]
     if after.apart(disk):
         console.print(f"the disk gave {disk.gb_s:.2f} GB/s before and {after.gb_s:.2f} after: what "
@@ -241,9 +241,13 @@ def _run(
         {**cell.params, **row}
         for params, cell in cells for row in done[params] if SKIPPED not in row
     ]  # fmt: skip
+    if whys and all(row.get("part") == "check" for row in rows):
+        raise Unable(whys[0])
     try:
         figures, lines = experiment.figures(rows, options)
     except KeyError as err:
+        if whys:
+            raise Unable(f"without the cells that are left out there is no {err}") from None
         if not len(cells) - len(todo):
             raise
         raise Unable(
@@ -292,9 +296,10 @@ def _telling(values: Sequence[Sequence[str]]) -> str:
 
 def _measure(
     name: str, todo: Sequence[tuple[dict[str, Any], Cell]], done: Cells, disk: Disk
-) -> None:  # fmt: skip
+) -> list[str]:  # fmt: skip
     """Measure cells in order; each is kept as soon as it is whole, with what fio said of the disk:
-    a run that goes on later has another rate."""
+    a run that goes on later has another rate. Why cells could not be measured is returned."""
+    whys: list[str] = []
     by_fio = {"fio_gb_s": disk.gb_s} if disk.by == "fio" else {}
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -305,9 +310,16 @@ def _measure(
         for params, cell in todo:
             progress.update(bar, description=" ".join([name, *cell.words()])[:70])
             begin_s = time.monotonic()
-            rows = [{**row, **by_fio} for row in cell.measure()]
+            try:
+                rows = [{**row, **by_fio} for row in cell.measure()]
+            except Unable as err:  # no room for its data, say: others may find theirs
+                if cell.again:
+                    raise
+                console.print(f"{' '.join(cell.words()[:2])} is left out: {err}")
+                rows, whys = [], [*whys, str(err)]
             done.add(params, rows, time.monotonic() - begin_s)
             progress.advance(bar)
+    return whys
 
 
 def _say_rates(cell: Cell, rows: Sequence[Row]) -> None:
@@ -342,6 +354,15 @@ def _disk(args: argparse.Namespace, folder: Path, uses_disk: bool) -> Disk:
     ]
     file.unlink()
     return Disk(median(runs), "fio", tuple(runs))
+
+
+def _disk_after(args: argparse.Namespace, folder: Path, uses_disk: bool) -> Disk:
+    """What fio says once all is measured: where it finds no room by then, nothing."""
+    try:
+        return _disk(args, folder, uses_disk)
+    except (Unable, OSError) as err:
+        console.print(f"the disk's rate was not measured again: {err}")
+        return Disk(None, "not measured")
 
 
 def check_fio() -> None:

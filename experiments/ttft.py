@@ -48,21 +48,23 @@ def cells(options: Options) -> list[Cell]:
     varied = {"in_a_row": VARIED["in_a_row"]} if few else VARIED
     n_of = {"in_a_row": N_IN_A_ROW[options.quick]}
     asked = _requests(options)
-    only: dict[str, Any] = {}
+    only: Row = {}
     if (prefixes := getattr(options.more, "prefixes", None)) is not None:
         if prefixes < 2:
             raise Unable(f"--prefixes: at least 2 are asked for in turn, got {prefixes}")
         only["asked_prefixes"] = prefixes
-    found = [check_cell(verdict), cell(plan, "base", asked or N_BASE[options.quick], **only)]
+    planned: list[tuple[str, int, Row]] = [("base", asked or N_BASE[options.quick], {})]
     for name, values in varied.items():
         n = asked or n_of.get(name, N_OTHER[options.quick])
         if name == "in_a_row":  # whole rows
             n += -n % max(values)
-        for value in values:
-            try:
-                found.append(cell(plan, f"{name} {value}", n, **{name: value}, **only))
-            except Unable as err:  # the base cell fits
-                console.print(f"{name} {value} is left out: {err}")
+        planned += [(f"{name} {value}", n, {name: value}) for value in values]
+    found = [check_cell(verdict)]
+    for label, n, factors in planned:
+        try:
+            found.append(cell(plan, label, n, **factors, **only))
+        except Unable as err:
+            console.print(f"{label} is left out: {err}")
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from experiments import bench_control, fio, reliability_table, results_table, zero_hit
+from experiments import bench_control, fio, harness, reliability_table, results_table, zero_hit
 from experiments import figures as plotting
 from experiments.cells import SKIPPED, state_file
 from experiments.common import Row, Unable
@@ -172,6 +172,63 @@ def test_what_could_not_be_measured_here_is_tried_again_and_is_no_failure(
         assert main(Experiment("able", "Able.", cells, figures), [*args, "--resume"]) == 0
         assert json.loads(report.read_text())["figures"] == found
     assert "gave nothing" not in capsys.readouterr().out
+
+
+def test_a_cell_that_finds_no_room_is_left_out_and_others_are_measured(
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hours into a run a cell's data found no room: it ended without a report, --resume ended at
+    the same cell, and those behind it, which would have fitted, were never measured."""
+    full = iter([True, False])
+
+    def second() -> list[Row]:
+        if next(full):
+            raise Unable("no room for 14 GB")
+        return [{"n": 2.0}]
+
+    def cells(_options: Options) -> list[Cell]:
+        of = [lambda: [{"n": 1.0}], second, lambda: [{"n": 3.0}]]
+        return [Cell({"part": part}, measure) for part, measure in enumerate(of, 1)]
+
+    def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
+        return {f"of{row['part']}": row["n"] for row in rows}, rows
+
+    made, args = Experiment("full", "Full.", cells, figures), ["--dir", str(tmp_path)]
+    args += ["--json", str(report), "--resume"]
+    assert main(made, args) == 1
+    assert json.loads(report.read_text())["figures"] == {"of1": 1.0, "of3": 3.0}
+    out = capsys.readouterr().out
+    assert "2 is left out: no room for 14 GB" in out and "1 of 3 cells gave nothing" in out
+    assert main(made, args) == 0
+    assert json.loads(report.read_text())["figures"] == {"of1": 1.0, "of2": 2.0, "of3": 3.0}
+
+
+def test_where_no_cell_can_be_measured_the_first_says_why(
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure() -> list[Row]:
+        raise Unable("no room for 14 GB")
+
+    made = Experiment("full", "Full.", lambda _: [Cell({"part": 1}, measure)], lambda *_: ({}, []))
+    assert main(made, ["--dir", str(tmp_path), "--json", str(report)]) == 2
+    assert not report.exists() and "error: no room for 14 GB" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_what_was_measured(
+    tmp_path: Path, report: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fio was asked again at the end, found no room for its file, and all was thrown away."""
+    asked = iter([harness.Disk(2.0, "fio")])
+
+    def disk(*_: object) -> harness.Disk:
+        if (found := next(asked, None)) is None:
+            raise Unable("fio: no room")
+        return found
+
+    monkeypatch.setattr(harness, "_disk", disk)
+    assert Doubling([1]).run(tmp_path, "--json", str(report), uses_disk=True) == 0
+    said = json.loads(report.read_text())
+    assert said["figures"] == {"of1": 2.0} and said["meta"]["disk"]["after_gb_s"] is None
 
 
 def test_the_check_of_every_run_is_kept(tmp_path: Path, report: Path) -> None:

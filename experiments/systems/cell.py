@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from experiments.common import Row
+from experiments.rounds import Rounds
 from experiments.systems.catalogue import System, choosing
 from experiments.systems.clock import A100, PAPER_DISK_GB_S, Clock, Compute, Roofline, dilation_of
 from experiments.systems.data import Data
@@ -225,9 +226,11 @@ class Bench:
             server.choose_modes(self.data.prefixes[0].n_tokens)
         return [self._serve(server, [one])[0] for one in part]
 
-    def measure(self) -> dict[str, list[Served]]:
-        """Every system on the same requests, interleaved."""
+    def measure(self, rounds: Rounds | None = None) -> dict[str, list[Served]]:
+        """Every system on the same requests, interleaved. Those of `rounds` that earlier runs
+        served are taken from there, and the others kept there."""
         found: dict[str, list[Served]] = {s.name: [] for s in self.systems}
+        kept = iter([] if rounds is None else rounds.kept)
         self._measure_disk()
         for server in self.servers:
             server.choose_modes(self.data.prefixes[0].n_tokens)  # where it was not warmed
@@ -235,10 +238,16 @@ class Bench:
         asked = self._measured
         for first in range(0, len(asked), self.load.in_a_row):
             some = asked[first : first + self.load.in_a_row]
-            self._measure_disk()
-            for at in rng.permutation(len(self.servers)).tolist():
-                server = self.servers[at]
-                found[server.system.name] += self._serve(server, some)
+            order = rng.permutation(len(self.servers)).tolist()
+            served = {name: [Served(**one) for one in of] for name, of in next(kept, {}).items()}
+            if not served:
+                self._measure_disk()
+                for server in (self.servers[at] for at in order):
+                    served[server.system.name] = self._serve(server, some)
+                if rounds is not None:
+                    rounds.add({name: [asdict(one) for one in of] for name, of in served.items()})
+            for name, of in served.items():
+                found[name] += of
         return found
 
     def _serve(self, server: Server, some: Sequence[tuple[int, int]]) -> list[Served]:

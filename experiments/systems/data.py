@@ -31,6 +31,7 @@ from impress.policy import Paper, Policy, Quality
 from impress.read.parts import Source
 from impress.store import PrefixStore
 from impress.types import Geometry
+from impress.write.writer import Writer
 
 NAMESPACE: Final = "experiments"
 #: Requests a row order is learnt from, of numbers that are never asked again.
@@ -160,7 +161,7 @@ class Data:
             for layer in range(self.n_layers):
                 scores = None if worth is None else worth[layer]
                 writer.put(layer, 0, prefix.keys(layer), prefix.values(layer), scores)
-        assert writer.stored.wait(120), f"not stored: {writer.stored}"
+        stored(writer)
 
     def open(self, kind: str, config: Config) -> PrefixStore | QuantisedStore:
         """The data of a kind, with caches of its own."""
@@ -182,6 +183,12 @@ class Data:
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.kinds.clear()
+
+
+def stored(writer: Writer) -> None:
+    """Return when what it wrote is durable. Raises Unable where it was refused, or is late."""
+    if not writer.stored.wait(120):
+        raise Unable(f"the data was not stored: {writer.stored.refused or 'no commit in 120 s'}")
 
 
 def check_room(folder: Path, need: int) -> None:

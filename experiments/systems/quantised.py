@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from experiments.common import Unable
 from experiments.systems.shapes import WINDOW
 from impress.cache.copies import Copies
 from impress.config import Config
@@ -106,7 +107,8 @@ class QuantisedStore:
         n_windows = n_tokens // self._window
         layout = SpanLayout.of(self.geometry, self._window, n_windows)
         slot = self.ssd.reserve(layout.data_bytes)
-        assert slot is not None, "no room on the disk"
+        if slot is None:
+            raise Unable(f"{self.ssd}: no room on the disk")
         nothing = Extent(0, 0, 0)
         record = SpanRecord(
             number, b"", b"", b"", b"", 0, n_windows, self._window, nothing, slot.parts

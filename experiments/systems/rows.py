@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments.common import Row
-from experiments.systems.data import check_room
+from experiments.systems.data import check_room, stored
 from experiments.systems.generate import density, incompressible
 from experiments.systems.planned import Planned
 from impress.config import Config
@@ -132,7 +132,7 @@ class Rows:
                 for layer in range(N_LAYERS):
                     k, v = (incompressible(rng, *shape) for _ in range(2))
                     writer.put(layer, 0, k, v, earlier[layer] if name == "after" else None)
-            store.flush()
+            stored(writer)
             stores[name] = store
         return cls(geometry, stores, tokens)
 

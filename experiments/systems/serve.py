@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from experiments.common import Unable
 from experiments.systems.catalogue import System
 from experiments.systems.clock import PAPER_DISK_GB_S
 from experiments.systems.data import PACKED
@@ -176,7 +177,8 @@ class Server:
         machine as quiet."""
         if self.store is not None:
             pool = self.store._pool if isinstance(self.store, PrefixStore) else self.store.pool
-            assert pool.idle(60.0), "what went on behind a request did not end"
+            if not pool.idle(60.0):
+                raise Unable("what a request left to do behind it did not end in a minute")
 
     def close(self) -> None:
         if self.store is not None:

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import torch
 
-from experiments.common import Row
+from experiments.common import Row, console
 from experiments.harness import Cell, Figures, Options
+from experiments.rounds import Rounds
 from experiments.systems.catalogue import System, choosing, chosen
 from experiments.systems.cell import LEAST_WINDOWS, Bench, Load, summary
 from experiments.systems.clock import A100, Compute
@@ -73,9 +74,10 @@ def cell(plan: Plan, label: str, n: int, **factors: Any) -> Cell:
         computed = {**computed, "clock": "from the first token before"}
     if plan.names is not None:
         computed = {**computed, "systems": ",".join(plan.names)}
+    params = {"part": "cell", "cell": label, "n": n, **factor, **computed}
     return Cell(
-        {"part": "cell", "cell": label, "n": n, **factor, **computed},
-        partial(_measure, plan, factor, n),
+        params,
+        partial(_measure, plan, factor, n, params),
         _seconds(plan, factor, n),
     )  # fmt: skip
 
@@ -115,7 +117,7 @@ def estimate(
     return prepared + served + modes
 
 
-def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
+def _measure(plan: Plan, factor: Row, n: int, params: Row) -> list[Row]:
     if plan.verdict.withdrawn:
         return []
     systems = chosen(plan.names, factor["keep"])
@@ -133,6 +135,7 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
         "emulator_error": plan.verdict.error,
     }  # fmt: skip
     torch.set_num_threads(os.cpu_count() or 1)  # choices are made before the clock starts
+    rounds = _rounds(plan.options, params)
     real = is_real(plan.options)
     dilated = 1.0 if real else stretch(plan.options)
     on, rate = ("cuda", plan.options.disk.gb_s) if real else ("", None)
@@ -140,13 +143,24 @@ def _measure(plan: Plan, factor: Row, n: int) -> list[Row]:
         if not real:  # then nothing but reads and copies takes a processor
             torch.set_num_threads(1)
         bench.warm()
-        found = bench.measure()
+        found = bench.measure(rounds)
         follow = {system.name: bench.overlap(system.policy) for system in systems}
     return [
         {"system": name, **summary(s, load.in_a_row), "follows_average": follow[name], **more,
-         **bench.warmed[name]._asdict()}
+         **bench.warmed[name]._asdict(), "runs": rounds.n_runs}
         for name, s in found.items()
     ]  # fmt: skip
+
+
+def _rounds(options: Options, params: Row) -> Rounds:
+    """Where the rounds of a cell are kept, and how far earlier runs came with it."""
+    run: Row = {"seed": options.seed, "quick": options.quick}
+    if options.disk.by == "given":
+        run["disk_gb_s"] = options.disk.gb_s
+    rounds = Rounds(options.json, {**params, **run}, resume=options.resume)
+    if n := len(rounds.kept) * params["in_a_row"]:
+        console.print(f"{params['cell']}: {n} of {params['n']} requests were measured before")
+    return rounds
 
 
 def by_cell(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:

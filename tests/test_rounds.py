@@ -1,0 +1,129 @@
+"""Cells that take long: what a stopped run measured of one is kept, and the next goes on there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import rounds as module
+from experiments.rounds import Rounds
+from experiments.systems.catalogue import chosen
+from experiments.systems.cell import Bench, Load
+from experiments.systems.data import Data
+from experiments.systems.generate import Knobs
+from experiments.systems.serve import Asking, Served, Server
+from experiments.systems.shapes import Shape
+
+PARAMS: dict[str, Any] = {"cell": "base", "zipf": None, "n": 4}
+LOAD = Load(n_measured=4, n_warm=2, most_windows=1)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Iterator[Data]:
+    made = Data.of(
+        Shape("tiny", 2, 8, 4, 32, 128), 2, 2, tmp_path / "data", Knobs(), 1, tokens=(256, 384)
+    )
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """(system, prefix, request) as they are served."""
+    seen: list[tuple[str, int, int]] = []
+    serve = Server.serve
+
+    def seeing(self: Server, asking: Asking) -> Served:
+        seen.append((self.system.name, asking.prefix, asking.request))
+        return serve(self, asking)
+
+    monkeypatch.setattr(Server, "serve", seeing)
+    return seen
+
+
+def _measured(data: Data, rounds: Rounds | None) -> dict[str, list[Served]]:
+    with Bench(chosen(["as", "impress"]), data, LOAD, 0.0) as bench:
+        return bench.measure(rounds)
+
+
+def test_a_cell_that_was_stopped_goes_on_with_the_round_it_was_in(
+    data: Data, tmp_path: Path, served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base cell of `ttft` was cut off after 67 minutes, and all of it was to be measured
+    again."""
+    _measured(data, None)
+    whole = served.copy()
+    served.clear()
+    report = tmp_path / "ttft.json"
+
+    with monkeypatch.context() as patch:
+        settle = Server.settle
+
+        def stopped(self: Server) -> None:
+            settle(self)
+            if len(served) == 5:  # the first system of the third round
+                raise KeyboardInterrupt
+
+        patch.setattr(Server, "settle", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            _measured(data, Rounds(report, PARAMS, resume=False))
+    first = Rounds(report, PARAMS, resume=True)
+    assert len(first.kept) == 2 and first.n_runs == 1
+
+    served.clear()
+    found = _measured(data, first)
+    assert served == whole[4:]  # the same systems in the same order, from that round on
+    assert first.n_runs == 2
+    for name, of in found.items():
+        assert len(of) == 4
+        assert [asdict(one) for one in of[:2]] == [kept[name][0] for kept in first.kept]
+
+
+def _kept(report: Path, params: dict[str, Any] = PARAMS, *, resume: bool = True) -> list[Any]:
+    return Rounds(report, params, resume=resume).kept
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    """Of a run that measured two rounds."""
+    made = Rounds(tmp_path / "ttft.json", PARAMS, resume=False)
+    made.add({"as": [1]})
+    made.add({"as": [2]})
+    return tmp_path / "ttft.json"
+
+
+def test_rounds_of_another_cell_or_commit_are_not_gone_on_with(
+    report: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _kept(report) == [{"as": [1]}, {"as": [2]}]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "commit", lambda: "another")
+        assert _kept(report) == []
+    assert _kept(report) == []  # the file is that one's now
+
+
+@pytest.mark.parametrize("change", [{"params": PARAMS | {"n": 5}}, {"resume": False}])
+def test_a_cell_begins_anew_where_it_is_another_or_nobody_asks_to_go_on(
+    report: Path, change: dict[str, Any]
+) -> None:
+    assert _kept(report, **change) == []
+
+
+def test_a_round_that_was_half_written_is_measured_again(report: Path) -> None:
+    path = report.with_name("ttft.rounds.jsonl")
+    path.write_text(path.read_text()[:-5])
+    assert _kept(report) == [{"as": [1]}]
+    again = Rounds(report, PARAMS, resume=True)
+    again.add({"as": [3]})
+    assert _kept(report) == [{"as": [1]}, {"as": [3]}]
+    assert again.n_runs == 2
+
+
+def test_without_a_report_nothing_is_kept(tmp_path: Path) -> None:
+    rounds = Rounds(None, PARAMS, resume=False)
+    rounds.add({"as": [1]})
+    assert rounds.n_runs == 1 and not list(tmp_path.iterdir())
