@@ -19,6 +19,7 @@ from conftest import assert_serves, prompt, put_prompt
 import impress
 from impress.upkeep.verify import verify_store
 from impress.write import env
+from impress.write.index import Index
 
 HERE = Path(__file__).parent
 FAST = {"follow_every_s": 0.005, "dram_bytes": 0, "repack_every_s": 0}
@@ -172,6 +173,30 @@ opening.join()
 writer.wait()
 print(len(list(found[0].spans())), "spans")
 """
+
+
+_READING = """
+import sys, lmdb
+env = lmdb.open(sys.argv[1], max_dbs=8, map_size=64 << 30)
+with env.begin():
+    print("begun", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_reader_killed_as_it_read_an_index_does_not_make_it_grow(tmp_path: Path) -> None:
+    """What was freed behind it was used again only once a thousand spans more were stored: a server
+    that only answered wrote new pages with each commit, until the file system was full."""
+    folder = tmp_path / "index"
+    index = Index(folder, create=True)
+    command = [sys.executable, "-c", _READING, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+        assert reader.stdout is not None and reader.stdout.readline() == b"begun\n"
+        reader.kill()
+    for turn in range(50):
+        index.save_history({}, turn, {b"ledger": bytes(200_000)}, {})
+    assert (folder / "data.mdb").stat().st_size < 3 << 20  # of 10 MB that were written
+    index.close()
 
 
 def test_who_waits_for_a_writer_that_is_stopped_in_a_commit_waits_alone(

@@ -230,7 +230,6 @@ class Index:
         noted = self._last_noted
         if span > noted:
             noted = span + IDS
-            self._env.reader_check()  # a reader killed since would hold what is freed for ever
             with self._write() as txn:
                 txn.put(_LAST, noted.to_bytes(8, "little"), db=self._dbs["history"])
         self.last_id, self._last_noted = max(self.last_id, span), noted
@@ -384,6 +383,7 @@ class Index:
         """A write transaction, committed at its end. Raises StoreFailed."""
         try:
             self._shared.check_uncut(*self._key)
+            self._env.reader_check()  # a reader killed since would hold what is freed for ever
             with self._env.begin(write=True) as txn:
                 yield txn
         except (lmdb.Error, OSError, FormatError) as err:
