@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -31,11 +32,20 @@ def write_report(
     """
     report = {"figures": dict(figures), "rows": list(rows), "meta": {**conditions(), **meta}}
     target = Path(path)
-    text = json.dumps(report, indent=1) + "\n"
+    text = json.dumps(plain(report), indent=1, allow_nan=False) + "\n"
     if str(path) == "-":
         sys.stdout.write(text)
     else:
         write_text(target, text)
+
+
+def plain(value: Any) -> Any:
+    """For JSON, which knows no nan: None stands for it. Pure."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(target: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from typing import Final
+from typing import Final, TypeVar
 
 import lmdb
 from rich.console import Console
@@ -33,12 +33,27 @@ out: Final = _Out(highlight=False, emoji=False, width=_WIDTH)
 #: Progress bars and errors, so that stdout stays what was asked for.
 err: Final = Console(stderr=True, highlight=False, emoji=False)
 
+#: Rows of a table or a drawn tree that are printed; more nobody reads.
+MOST_LINES: Final = 500
+T = TypeVar("T")
+
 
 def show(drawing: Table | Tree) -> None:
     """Print all cells or branches, even where the terminal is too narrow and wraps lines."""
     needed = out.measure(drawing, options=out.options.update(width=1 << 12)).maximum
     wide = out.options.update(width=max(needed, out.width))
     out.print(Segments(out.render(drawing, wide)), crop=False)
+
+
+def cut(rows: list[T]) -> list[T]:
+    """As many as a table shows: a million would be laid out for minutes, in gigabytes."""
+    return rows[:MOST_LINES]
+
+
+def say_cut(n: int, what: str) -> None:
+    """How many of n rows a table of them leaves to --json, if any."""
+    if n > MOST_LINES:
+        out.print(f"… and {n - MOST_LINES:,} more {what}: --json lists all")
 
 
 def table_of(title: str, *columns: str) -> Table:
@@ -55,6 +70,8 @@ def line_of(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, lmdb.Error):
         return f"index: {error}"
+    if isinstance(error, MemoryError):
+        return "not enough memory"
     if no_more_threads(error):  # of a bar's, an engine's
         return MORE_THREADS
     if isinstance(error, OSError):

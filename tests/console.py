@@ -24,8 +24,9 @@ def rows_of(n_tokens, seed=0):
     return [draw.standard_normal((2, n_tokens, 16), dtype=np.float32) for _ in range(2)]
 
 
-def opened(path, mode="rw"):
-    return impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG, mode)
+def opened(path, mode="rw", **settings):
+    config = CONFIG.model_copy(update=settings)
+    return impress.PrefixStore.open(path, GEOMETRY, "a test", config, mode)
 
 
 def put(store, tokens):
@@ -33,9 +34,9 @@ def put(store, tokens):
     store.flush()
 
 
-def two_prompts(path):
+def two_prompts(path, **settings):
     """A store with two prompts that share their first two windows; its path."""
-    with opened(path) as store:
+    with opened(path, **settings) as store:
         put(store, PROMPT)
         put(store, FORK)
     return path

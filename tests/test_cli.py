@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -37,7 +38,10 @@ from typer.testing import CliRunner
 import impress
 import impress.cli.live
 import impress.stats
+from impress.cli import main
 from impress.cli.main import _said, app
+from impress.cli.options import text_of
+from impress.terminal import line_of
 from impress.usage.history import Note
 from impress.write.directory import Shard
 from tiers.files import segment_paths
@@ -51,8 +55,11 @@ def path(tmp_path):
 def test_help_names_every_command_and_the_exit_status():
     done = run("--help")
     assert done.returncode == 0
-    for word in ("demo", "run", "inspect", "explain", "verify", "Exit status"):
-        assert word in done.stdout
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    block = readme.partition("## On the command line")[2].partition("`--store DIR`")[0]
+    named = set(re.findall(r"^    impress ([\w-]+)", block, re.MULTILINE))
+    listed = set(re.findall(r"^[│ ]+([a-z][\w-]+) ", done.stdout, re.MULTILINE))
+    assert len(named) == 10 and named <= listed and "Exit status" in done.stdout
     assert run("--version").stdout == f"impress {impress.__version__}\n"
     assert ended([sys.executable, "-m", "impress", "--version"]).stdout == run("--version").stdout
 
@@ -72,11 +79,14 @@ def test_a_terminal_of_no_columns_gets_the_help(args):
     assert done.returncode == 0 and "Usage: impress" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "inspect", "explain", "verify"])
+@pytest.mark.parametrize(
+    "command", ["demo", "run", "inspect", "explain", "verify", "repack", "rebuild", "purge"]
+)
 def test_help_of_a_command_has_examples_and_its_exit_status(command):
     done = run(command, "--help")
     assert done.returncode == 0
-    assert "Examples" in done.stdout and "Exit status" in done.stdout
+    assert "Exit status" in done.stdout
+    assert "Examples" in done.stdout or command in ("repack", "rebuild", "purge")
 
 
 @pytest.mark.parametrize("command", ["run", "vllm-config"])
@@ -765,3 +775,33 @@ def test_importing_the_engine_without_its_packages_says_what_to_install(missing)
         f"ModuleNotFoundError: impress.engines.hf needs {missing}: "
         "pip install '.[hf]' in impress's clone"
     )
+
+
+def test_a_text_is_the_same_prompt_from_a_file_and_from_stdin(tmp_path):
+    """Line ends of a file became others as it was read: what a program had stored of the same text
+    was no hit, and explain named a token in which they differ."""
+    file, raw = tmp_path / "prompt.txt", "one\r\ntwo\rthree\nß"
+    file.write_bytes(raw.encode())
+    assert text_of(file) == raw
+
+
+def test_a_table_ends_where_nobody_reads_on(path, monkeypatch):
+    """A row a span, and a million spans: gigabytes were laid out for a table, once all was done."""
+    monkeypatch.setattr("impress.terminal.MOST_LINES", 1)
+    for namespace in ("one more", "another"):
+        with impress.PrefixStore.open(path, GEOMETRY, namespace, CONFIG) as other:
+            put(other, PROMPT)
+    said = CliRunner().invoke(app, ["inspect", "--store", str(path), "--tree"]).stdout
+    assert "… and 2 more roots: --json lists all" in said and "more nodes: --json" in said
+
+
+def test_what_nobody_expected_is_no_finding(monkeypatch, capsys):
+    """Its status was 1, which verify gives a store that is damaged: an alert went off."""
+    monkeypatch.setattr("impress.cli.main.app", lambda **_: 1 / 0)
+    with pytest.raises(SystemExit) as end:
+        main.run()
+    assert end.value.code == 2 and "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_memory_that_is_not_there_is_said_in_a_line():
+    assert line_of(MemoryError()) == "not enough memory"

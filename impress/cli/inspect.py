@@ -21,10 +21,7 @@ from impress.cli.survey import (
     survey,
     tree_of,
 )
-from impress.terminal import count, number, out, share, show, size, table_of
-
-#: Lines of a drawn tree; more than this nobody reads (--json gives all).
-MOST_LINES = 500
+from impress.terminal import count, cut, number, out, say_cut, share, show, size, table_of
 
 
 def inspect(
@@ -133,7 +130,8 @@ def _print(found: dict[str, Any]) -> None:
         )
         out.print(f"{dead} on the SSD are of {whose}; {frees}", soft_wrap=True)
     if found["namespaces"]:
-        show(_namespaces(found["namespaces"]))
+        show(_namespaces(cut(found["namespaces"])))
+        say_cut(len(found["namespaces"]), "roots")
         show(_hottest(found["hottest"]))
     if "live" in found:
         show(_live(found["live"]))
@@ -236,7 +234,7 @@ def _print_tree(found: dict[str, Any]) -> None:
     """One drawing per root; the rows come parents first."""
     titles = _titles(found["namespaces"])
     drawn: dict[str, list[Tree]] = {}  # root -> the branch last drawn at each depth
-    for row in found["tree"][:MOST_LINES]:
+    for row in cut(found["tree"]):
         root = row["root"]
         branches = drawn.setdefault(root, [Tree(f"[bold]{titles.get(root, root[:12])}[/bold]")])
         last = row["first_window"] + row["n_windows"] - 1
@@ -249,6 +247,4 @@ def _print_tree(found: dict[str, Any]) -> None:
     for branches in drawn.values():
         out.print()
         show(branches[0])
-    left = len(found["tree"]) - MOST_LINES
-    if left > 0:
-        out.print(f"… and {left:,} more nodes: --json lists all")
+    say_cut(len(found["tree"]), "nodes")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -94,6 +95,9 @@ def run() -> None:
         fail(_said(wrong))
     except OSError as error:  # of the help: what commands raise they have said
         fail(str(line_of(error)))
+    except Exception:  # a bug: 1 would say that a command found something
+        traceback.print_exc()
+        raise SystemExit(2) from None
     except SystemExit as end:  # 1: whoever read the help or the version has seen enough
         raise SystemExit(2 if end.code == 1 else end.code) from None
     if status == 130:  # interrupted before a command began

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -15,11 +14,12 @@ from typing import Annotated, Any, NoReturn, ParamSpec
 import typer
 
 from impress.cli.owner import become_owner, whose
-from impress.config import MOST_BYTES, default_store_dir, expanded
-from impress.errors import BadInput
+from impress.config import MOST_BYTES, Config, default_store_dir, expanded
+from impress.errors import BadInput, FormatError
 from impress.policy import Exact, Paper, Policy, Quality
-from impress.report import write_text
+from impress.report import plain, write_text
 from impress.terminal import line_of
+from impress.write.directory import read_identity
 
 P = ParamSpec("P")
 _STDIN = Path("/dev/stdin")
@@ -48,7 +48,7 @@ def text_of(file: Path) -> str:
     """What it says. Stdin is read where it is open: opened anew it may be refused, a pipe of
     another user's and a socket. Raises OSError, UnicodeDecodeError."""
     if file != _STDIN:
-        return file.read_text(encoding="utf-8")
+        return file.read_bytes().decode()  # as it is: its line ends are tokens
     with open(0, "rb", closefd=False) as stdin:
         return stdin.read().decode()
 
@@ -125,6 +125,13 @@ def policy_of(name: str, keep: float | None, mass: float | None) -> Policy:
 def store_dir(given: Path | None) -> Path:
     """The store that is meant. Raises BadInput, ConfigError where that cannot be told."""
     return expanded(given if given is not None else default_store_dir(), "--store")
+
+
+def window_of(store: Path) -> int:
+    """Of a store that is there; else the default: opening it says what keeps it from being read."""
+    with suppress(FormatError, OSError):
+        return read_identity(store).window
+    return Config().window
 
 
 def fail(line: str) -> NoReturn:
@@ -234,12 +241,3 @@ def write_json(file: Path, value: Any) -> None:
         print_json(value)
     else:
         write_text(file, _text(value))
-
-
-def plain(value: Any) -> Any:
-    """The same for JSON, which knows no nan: None stands for it. Pure."""
-    if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

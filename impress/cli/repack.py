@@ -13,7 +13,7 @@ from impress.config import MIB, Config
 from impress.errors import ImpressError, StoreLocked
 from impress.repacking.report import NO_MEMORY, UNREADABLE, RepackReport, SpanReport
 from impress.store import PrefixStore
-from impress.terminal import count, err, line_of, number, out, show, size, table_of
+from impress.terminal import count, cut, err, line_of, number, out, say_cut, show, size, table_of
 from impress.write.directory import Identity, Shard, read_identity, shards_of, writing
 from impress.write.jobs import Swapped
 from tiers.errors import MediumError
@@ -133,13 +133,14 @@ def _print(where: Path, report: RepackReport) -> None:
         "", ">span", ">tokens", ">to move", ">pieces", ">requests", ">bytes", ">saves", ">dead",
         "outcome",
     )  # fmt: skip
-    for span in report.spans:
+    for span in cut(report.spans):
         table.add_row(
             str(span.span), str(span.n_tokens), size(span.move_bytes), *_saved(span),
             number(span.gain, ".0%"), number(span.dead_share, ".0%"), span.outcome,
         )  # fmt: skip
     if report.spans:
         show(table)
+        say_cut(len(report.spans), "spans")
     done = f"{len(report.picked)} {'would move' if report.dry_run else 'moved'}"
     what = f"{count(len(report.spans), 'span')} looked at, {done} ({size(report.picked_bytes)})"
     out.print(f"{where}: {what}", markup=False, soft_wrap=True)

@@ -24,6 +24,7 @@ from impress.cli.options import (
     print_json,
     store_dir,
     text_of,
+    window_of,
 )
 from impress.config import Config
 from impress.errors import BadInput, ImpressError
@@ -84,8 +85,11 @@ def run(
     text = _text(prefix)
     check_model_dir(model)
     chosen = policy_of(policy, keep, max_missing_mass)
-    config = Config() if disk_gib is None else Config(disk_bytes=disk_gib << 30)
-    found = _answer(model, text, query, store_dir(store), max_new_tokens, chosen, config)
+    where = store_dir(store)
+    config = Config(
+        window=window_of(where), disk_bytes=None if disk_gib is None else disk_gib << 30
+    )
+    found = _answer(model, text, query, where, max_new_tokens, chosen, config)
     if as_json:
         print_json(found)
     else:

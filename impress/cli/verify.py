@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from impress.cli.options import Json, Store, print_json, store_dir
-from impress.terminal import count, err, out, show, size, table_of
+from impress.terminal import count, cut, err, out, say_cut, show, size, table_of
 from impress.upkeep.verify import Verdict, verify_store
 
 
@@ -75,9 +75,10 @@ def _print(verdict: Verdict, where: Path) -> None:
         out.print(f"{where}: sound ({read})", markup=False, soft_wrap=True)
         return
     table = table_of("", ">span", ">segment", "what is wrong")
-    for problem in verdict.problems:
+    for problem in cut(verdict.problems):
         numbers = ("–" if n is None else str(n) for n in (problem.span, problem.segment))
         table.add_row(*numbers, escape(problem.what))
     show(table)
+    say_cut(len(verdict.problems), "problems")
     problems = count(len(verdict.problems), "problem")
     out.print(f"{where}: {problems} ({read})", markup=False, soft_wrap=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from impress.cli.options import DiskGib, Store, absolute, store_dir
-from impress.config import MIB, MOST_BYTES
+from impress.cli.options import DiskGib, Store, absolute, store_dir, window_of
+from impress.config import MIB, MOST_BYTES, Config
 from impress.engines.vllm import CONNECTOR, CONNECTOR_MODULE
 from impress.errors import BadInput
 from impress.policy import Paper, Quality
@@ -57,6 +58,8 @@ def _config(
     store: str, policy: str, floor: str | None, dram_mib: int, disk_gib: int | None
 ) -> dict[str, Any]:
     settings: dict[str, Any] = {"dram_bytes": dram_mib * MIB}
+    if (window := window_of(Path(store))) != Config().window:
+        settings["window"] = window
     if disk_gib is not None:
         settings["disk_bytes"] = disk_gib << 30
     extra: dict[str, Any] = {
