@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 import impress
 from impress.tree.radix import RadixTree
-from impress.tree.trace import trace
+from impress.tree.trace import traces
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_the_nearest_stored_prompt_is_the_one_that_agrees_longest(stored, asked)
     tree = RadixTree(8)
     for span, tokens in enumerate(stored):
         tree.graft(tree.root(b"root"), windows(tokens), span, 0)
-    found = trace(tree, b"root", windows(asked), 8, 0)
+    found = traces(tree, [b"root"], windows(asked), 8, 0)[b"root"]
     want = max((agree(asked, tokens) for tokens in stored), default=0)
     assert found.n_windows == want // 2
     assert found.n_windows == sum(step.view.n_windows for step in found.steps)

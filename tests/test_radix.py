@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from impress.tree.nodes import NONE
 from impress.tree.radix import RadixTree
-from impress.tree.trace import trace, walk
+from impress.tree.trace import traces, walk
 
 SIZE = 8  # bytes of a window's label
 
@@ -173,7 +173,7 @@ def test_a_walk_looks_at_all_nodes_once_however_many_of_them_have_many_children(
         spans = [row.view.span for row in rows]
         assert sorted(spans) == list(range(tree.n_nodes))
     else:
-        near = trace(tree, b"r", b"\x09" * SIZE, SIZE, 0).near
+        near = traces(tree, [b"r"], b"\x09" * SIZE, SIZE, 0)[b"r"].near
         assert near is not None and near.n_windows == 3
     assert len(looks) == 1, "it was looked for, and once"
     monkeypatch.undo()

@@ -1219,7 +1219,7 @@ def test_inspect_counts_the_leases_of_every_shard(pair: Pair, open_store: Open) 
     reader = open_store(a.geometry, "r", **APART)
     for tokens in (prompt(128, 1), prompt(256, 2)):  # both the last of their shard
         root, labels, _ = reader._names_of(tokens, None, "")
-        seen = reader.catalog.trace(root, labels)
+        seen = reader.catalog.traces([root], labels)[root]
         assert seen.steps[-1].used == seen.tick
 
 
@@ -1372,6 +1372,8 @@ def test_an_index_that_is_replaced_as_it_is_asked_answers_still(
     a.close()
     rebuild_store(a.path)
     asked = {"names": "names", "saved_ledgers": "ledgers", "history_of": "history"}[what]
+    answer = [] if what == "saved_ledgers" else b.names()
+    assert what != "names" or len(answer) == 1
     real = getattr(Index, asked)
 
     def replaced(index: Index, *args: Any) -> Any:
@@ -1384,7 +1386,7 @@ def test_an_index_that_is_replaced_as_it_is_asked_answers_still(
         if what == "history_of":
             assert b._home.others.history(span) is None
         else:
-            getattr(b, what)()
+            assert getattr(b, what)() == answer
     b.follow()
     check(b)
     assert_serves(b, prompt(256), 256)

@@ -47,10 +47,16 @@ def match_prompt(store: PrefixStore, tokens: Tokens, namespace: bytes | None) ->
     """
     labels = labels_of(tokens, store.window)
     names = store.names()
+    roots = _roots(store, namespace)
+    traces = store.catalog.traces([root.key for root in roots], labels)
+    ledgers = decoded(store.saved_ledgers())
     rows = [
-        _row(store, root, called(root.namespace, names.get(root.key, "")), labels, len(tokens))
-        for root in _roots(store, namespace)
-    ]
+        _row(
+            store, root, called(root.namespace, names.get(root.key, "")), labels, len(tokens),
+            traces[root.key], [one for one in ledgers if one["namespace"] == root.namespace.hex()],
+        )
+        for root in roots
+    ]  # fmt: skip
     rows.sort(
         key=lambda row: (not row["yours"], -row["windows"], -row["nearest_tokens"], row["root"])
     )
@@ -76,8 +82,11 @@ def _roots(store: PrefixStore, namespace: bytes | None) -> list[Root]:
     return [Root(root, of, root == mine) for root, of in known]
 
 
-def _row(store: PrefixStore, root: Root, name: str, labels: bytes, n_tokens: int) -> dict[str, Any]:
-    trace = store.catalog.trace(root.key, labels)
+def _row(
+    store: PrefixStore, root: Root, name: str, labels: bytes, n_tokens: int, trace: Trace,
+    ledgers: list[dict[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
+    """`ledgers`: what the guard of the namespace knows, as last saved by whoever serves it."""
     held = store.catalog.hold(root.key, labels, count=False)
     store.catalog.release([*held])
     sources, lost = _sources(store, held)
@@ -102,16 +111,10 @@ def _row(store: PrefixStore, root: Root, name: str, labels: bytes, n_tokens: int
             _held(store, source, step, trace.tick)
             for source, step in zip(sources, firsts, strict=True)
         ],
-        "guard": _ledgers(store, root),
+        "guard": ledgers,
         "chunks": n_windows * store.geometry.n_layers,
         "cost": _cost(store, sources),
     }
-
-
-def _ledgers(store: PrefixStore, root: Root) -> list[dict[str, Any]]:
-    """What the guard of a namespace knows, by policy, as last saved by whoever serves it."""
-    found = decoded(store.saved_ledgers())
-    return [ledger for ledger in found if ledger["namespace"] == root.namespace.hex()]
 
 
 # ---- where it stops ----------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def _hottest(store: PrefixStore) -> list[dict[str, Any]]:
     """Whole prompts, most leased first. `key` is that of the last window: it names the prompt."""
     rows = []
     for p in store.catalog.hottest(HOTTEST):
-        steps = store.catalog.trace(p.root, p.labels).steps
+        steps = store.catalog.traces([p.root], p.labels)[p.root].steps
         runs = [(step.view.span, step.view.n_windows) for step in steps]
         score, important = mean_known(store, runs)
         rows.append({

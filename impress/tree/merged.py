@@ -370,11 +370,11 @@ class MergedCatalog(Catalog):
 
     def own_records(self) -> list[SpanRecord]:
         """Of one's own in the tree."""
-        return [record for record in self.records() if record.span_id in self.own]
+        return self._decoded(lambda: (span for span in self._views if span in self.own))
 
     def all_records(self) -> list[SpanRecord]:
         """Of one's own that still own space."""
-        return [record for record in super().all_records() if record.span_id in self.own]
+        return self._decoded(lambda: (span for span in self._kept if span in self.own))
 
     def heat(self) -> dict[int, tuple[int, int]]:
         """Of one's own."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from impress.tree.nodes import NONE
-from impress.tree.radix import RadixTree, View
+from impress.tree.radix import RadixTree, View, Walker
 from impress.types import Prefix
 
 
@@ -63,28 +64,41 @@ class Branch(NamedTuple):
     hits: int
 
 
-def trace(tree: RadixTree, root: bytes, labels: bytes, size: int, tick: int) -> Trace:
-    """Follow whole windows of `size` bytes from a root. Changes nothing."""
+def traces(
+    tree: RadixTree, roots: Iterable[bytes], labels: bytes, size: int, tick: int
+) -> dict[bytes, Trace]:
+    """Follow whole windows of `size` bytes from each root. Changes nothing."""
+    children = tree.walker()  # one: where nodes have many children it looks at the whole tree
+    return {root: _trace(tree, root, labels, size, tick, children) for root in roots}
+
+
+def _trace(
+    tree: RadixTree, root: bytes, labels: bytes, size: int, tick: int, children: Walker
+) -> Trace:
     match = tree.match(root, labels)
     steps = tuple(
         Step(view, tree.hits[node], tree.used[node])
         for node, view in zip(match.nodes, tree.views(match), strict=True)
     )
-    ways = _ways(tree, root, match.nodes, match.last_count * size)
+    ways = _ways(tree, root, match.nodes, match.last_count * size, children)
     wanted = labels[match.n_windows * size : (match.n_windows + 1) * size]
-    near = _nearest(tree, ways, wanted, match.n_windows) if ways and wanted else None
+    near = _nearest(tree, ways, wanted, match.n_windows, children) if ways and wanted else None
     return Trace(steps, match.n_windows, len(ways), near, tick)
 
 
-def _ways(tree: RadixTree, root: bytes, nodes: list[int], cut: int) -> list[tuple[int, int]]:
+def _ways(
+    tree: RadixTree, root: bytes, nodes: list[int], cut: int, children: Walker
+) -> list[tuple[int, int]]:
     """(node, where its label goes on) of everything stored right behind a match."""
     if nodes and cut < len(tree.label(nodes[-1])):
         return [(nodes[-1], cut)]
     above = nodes[-1] if nodes else tree.roots.get(root, NONE)
-    return [] if above == NONE else [(child, 0) for child in tree.children(above)]
+    return [] if above == NONE else [(child, 0) for child in children(above)]
 
 
-def _nearest(tree: RadixTree, ways: list[tuple[int, int]], wanted: bytes, n_before: int) -> Near:
+def _nearest(
+    tree: RadixTree, ways: list[tuple[int, int]], wanted: bytes, n_before: int, children_of: Walker
+) -> Near:
     size = len(wanted)
     ours = np.frombuffer(wanted, dtype="<i4")
     windows = b"".join(tree.label(node)[at : at + size] for node, at in ways)
@@ -94,7 +108,7 @@ def _nearest(tree: RadixTree, ways: list[tuple[int, int]], wanted: bytes, n_befo
     best = int(np.argmax(same - sealed))
     node, at = ways[best]
     span = tree.view(node).span
-    n_bytes, children_of = len(tree.label(node)) - at, tree.walker()
+    n_bytes = len(tree.label(node)) - at
     while children := children_of(node):
         node = max(children, key=lambda child: tree.hits[child])
         n_bytes += len(tree.label(node))

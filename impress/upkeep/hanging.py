@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from impress.blockhash import key_after
+from impress.blockhash import chain
 from impress.errors import FormatError
 from impress.spans.format import SpanRecord, decode_index, split_index
 from impress.spans.records import wrong_record
@@ -45,13 +45,14 @@ def hanging_of(
     catalog.check()
     found = catalog.retired_records(span for span in loose if span in mine)
     hanging = [record for record in found if record.first_window]
-    known = [*_decoded(values, identity)] if hanging else []
-    # One shard is read after the other: one goes on from what was stored in another meanwhile.
-    for shard in shards_of(path) if hanging else ():
-        with suppress(FormatError):
-            known += _decoded(index_values(shard), identity)
     # One that repeats what other spans hold is only waiting to be reclaimed.
-    return [r.span_id for r in hanging if not _follows(r, known)], damaged
+    loose_ends = {(record.root, record.key_before) for record in hanging}
+    loose_ends = _unreached(loose_ends, _decoded(values, identity))
+    # One shard is read after the other: one goes on from what was stored in another meanwhile.
+    for shard in shards_of(path) if loose_ends else ():
+        with suppress(FormatError):
+            loose_ends = _unreached(loose_ends, _decoded(index_values(shard), identity))
+    return [r.span_id for r in hanging if (r.root, r.key_before) in loose_ends], damaged
 
 
 def _decoded(values: Mapping[int, bytes], identity: Identity) -> Iterator[SpanRecord]:
@@ -63,12 +64,13 @@ def _decoded(values: Mapping[int, bytes], identity: Identity) -> Iterator[SpanRe
                 yield record
 
 
-def _follows(record: SpanRecord, records: list[SpanRecord]) -> bool:
-    """Whether some span reaches the window this one begins behind."""
-    for other in records:
-        n_windows = record.first_window - other.first_window
-        if other.root == record.root and 0 < n_windows <= other.n_windows:
-            labels = other.labels[: n_windows * 4 * record.window]
-            if key_after(other.key_before, labels, record.window) == record.key_before:
-                return True
-    return False
+def _unreached(
+    loose_ends: set[tuple[bytes, bytes]], records: Iterable[SpanRecord]
+) -> set[tuple[bytes, bytes]]:
+    """Of (root key, key after a window): those of windows that none of these spans has."""
+    left, roots = loose_ends.copy(), {root for root, _ in loose_ends}
+    for record in records if left else ():
+        if record.root in roots:
+            ends = chain(record.key_before, record.labels, record.window)
+            left.difference_update((record.root, key) for key in ends)
+    return left
