@@ -32,7 +32,7 @@ def an_int(value: Any, what: str) -> int:
 
 def a_number(value: Any, what: str) -> Any:
     """The value, where it is one. Raises BadInput."""
-    if not isinstance(value, Real):
+    if not isinstance(value, Real) or value != value:  # NaN is not itself
         raise BadInput(f"{what} must be a number, got {value!r}")
     return value
 
@@ -43,8 +43,6 @@ def a_time(value: Any, what: str) -> float:
         seconds = float(a_number(value, what))
     except OverflowError:  # an int of hundreds of digits
         seconds = math.inf if value > 0 else 0.0
-    if math.isnan(seconds):
-        raise BadInput(f"{what} must be a number, got {value!r}")
     return min(seconds, LONGEST_S)
 
 

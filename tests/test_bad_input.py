@@ -25,7 +25,7 @@ from conftest import (
 )
 
 import impress
-from impress.config import cache_dir, tenant_secret
+from impress.config import cache_dir, default_store_dir, tenant_secret
 from impress.policy import AllHeads, Pages, Paper, Policy, Quality
 from impress.types import a_time
 
@@ -111,6 +111,8 @@ def test_a_cache_directory_that_is_no_whole_path_is_ignored(
     monkeypatch.setenv("HOME", "h")
     monkeypatch.setenv("XDG_CACHE_HOME", named)
     assert cache_dir() == Path(where) / "impress"
+    monkeypatch.delenv("IMPRESS_STORE", raising=False)
+    assert default_store_dir() == Path(where) / "impress/store"
 
 
 def refused(said: str, call: Callable[..., object], *args: Any, **named: Any) -> None:
@@ -146,8 +148,9 @@ def test_arguments_of_another_type_are_bad_input_wherever_they_come_in(
     for timeout_s in ("a", [1], float("nan")):
         refused("flush: timeout_s must be a number, got", store.flush, timeout_s)
         refused("wait: timeout_s must be a number, got", stored.wait, timeout_s)
-    for n_bytes in ("a", None):
+    for n_bytes in ("a", None, float("nan")):
         refused("evict: n_bytes must be a number", store.evict, n_bytes)
+    refused("repack: max_bytes must be an int, got '1'", store.repack, max_bytes="1")
     for digests in ("abc", b"abc", 3, ["abc"], [[1]]):
         refused("namespaces wants digests, each bytes, got", store.purge, namespaces=digests)
     assert store.lookup(tokens) == 128 and store.lookup(later) == 0

@@ -541,6 +541,17 @@ class SsdContract(TierContract):
         assert lies(0)
         tier.check()
 
+    def test_what_segments_of_another_size_leave_over_is_no_capacity(self, tier: SsdTier) -> None:
+        """Segments of before kept their size, and the next one did not fit beside them: a prompt
+        that could never fit had all else evicted for it, each time it came."""
+        made = tier.reserve(3 * MIB)
+        assert made is not None and tier.capacity_bytes == 4 * MIB
+        tier.close()
+        with closing(SsdTier(tier.folder, 2 * MIB, 4 * MIB)) as again:
+            again.claim(made.parts)
+            assert again.capacity_bytes == again.usage().total == 3 * MIB
+            assert again.reserve(MIB) is None
+
     def test_who_finds_no_room_while_what_is_free_is_erased_waits_for_it(
         self, tier: SsdTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:

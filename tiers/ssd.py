@@ -268,8 +268,11 @@ class SsdTier:
     @property
     def capacity_bytes(self) -> int | None:
         """Most bytes it may hold, in whole segments; None: as much as the file system gives."""
-        limit = self._limit_bytes
-        return None if limit is None else limit - limit % self._segment_bytes
+        if (limit := self._limit_bytes) is None:
+            return None
+        there = self._space.total_bytes  # of whatever size: segments keep theirs
+        there = there if there <= limit else 0
+        return limit - (limit - there) % self._segment_bytes
 
     def usage(self) -> Usage:
         with self._lock:

@@ -37,6 +37,7 @@ from impress.spans.format import SpanHeader, SpanRecord
 from impress.spans.layout import K, V
 from impress.stats import Counters
 from impress.tree.catalog import Held
+from impress.types import an_int
 from impress.write.budget import Pace
 from impress.write.home import Home
 from impress.write.jobs import SwapJob, Swapped
@@ -91,9 +92,8 @@ class Repacker:
 
     def run(self, *, dry_run: bool, max_bytes: int | None = None) -> RepackReport:
         """A pass over every span, hottest first; writes at most max_bytes. Waits for another's.
-
-        Spans that are mostly dead come before all others: they give space back.
-        """
+        Spans that are mostly dead come before all others: they give space back."""
+        max_bytes = None if max_bytes is None else an_int(max_bytes, "repack: max_bytes")
         with self._pass:
             heat = self._home.catalog.heat()
             spans = [record.span_id for record in self._home.catalog.own_records()]
