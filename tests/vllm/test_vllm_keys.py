@@ -246,6 +246,17 @@ def test_every_file_that_vllm_may_load_of_an_adapter_counts(tmp_path: Path, kind
     assert alone not in (plain, one)
 
 
+def test_an_adapter_that_tensorizer_loads_is_not_named_by_files_nobody_reads(
+    tmp_path: Path,
+) -> None:
+    """vLLM takes settings and weights of it from another folder: it had the name of the adapter in
+    `lora_path`, and that one found its KV."""
+    adapters, request = Adapters(), _adapter_in(tmp_path / "a", 1, 2)
+    request.lora_request.tensorizer_config_dict = {"tensorizer_dir": str(tmp_path / "b")}
+    with pytest.raises(Unsupported, match="loaded by tensorizer, from other files"):
+        extras_of(request, 300, 128, vllm_keys_of(), adapters)
+
+
 def test_an_adapter_whose_files_change_is_not_reused_until_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -947,6 +958,9 @@ def test_weights_that_vllm_may_pass_over_are_refused(
     for given in ("pt", "npcache", "sharded_state", "tensorizer"):
         with pytest.raises(Unsupported, match=f"--load-format {given} .*: drop it"):
             _served(models["opt"], load_format=given)
+    # runai_streamer loads these, whatever the model's directory holds
+    with pytest.raises(Unsupported, match=r"model_weights \(.*old\) are not those that name"):
+        _served(models["opt"], load_format="runai_streamer", model_weights=str(old))
 
 
 def test_mistrals_own_files_are_refused_by_a_line_to_act_on(

@@ -48,6 +48,10 @@ def check_files(vllm_config: Any) -> None:
         raise Unsupported(
             f"--load-format {load.load_format} takes weights that do not name the model: drop it"
         )
+    if getattr(model, "model_weights", "") not in ("", None, model.model):
+        raise Unsupported(
+            f"model_weights ({model.model_weights}) are not those that name the model: drop it"
+        )
     directory = directory_of(model, load)
     _check_weights(directory, load.load_format)
     nameless = model.hf_text_config.model_type in ("", "transformer")  # as vLLM then calls it

@@ -119,6 +119,8 @@ class Adapters:
         why = f"adapter {path} has other files than when it was first used"
         if b"" not in firsts:
             try:
+                if getattr(adapter, "tensorizer_config_dict", None):
+                    raise Unsupported(f"adapter {path} is loaded by tensorizer, from other files")
                 now = _adapter(path, self._applied)
             except Unsupported as err:
                 why = str(err)
