@@ -107,6 +107,8 @@ def weight_files(directory: Path) -> list[Path]:
         return files
     for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth"):
         found = sorted(path for path in directory.glob(pattern) if path.is_file())
+        if found and single.is_file() and single not in found:
+            found.append(single)  # beside an adapter's safetensors, say
         if found:
             return found
     raise BadInput(f"namespace: {directory} holds no weights")

@@ -356,6 +356,37 @@ class Called:
         return "<called>"
 
 
+def sketched(page):
+    """As impress's own have their codec: a field that is no argument, and is not shown."""
+
+    @dataclass(frozen=True)
+    class Sketched:
+        name: str = "sketched"
+        probe: str = field(default=f"int{page}-v1", init=False, repr=False)
+
+    return Sketched()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    path: str = "the same"
+    name = "loaded"
+
+
+def loaded(page):
+    """One that reads what it chooses by as it is made."""
+    made = Loaded()
+    object.__setattr__(made, "table", page)
+    return made
+
+
+def module(keep=0.5, rows=1.0):
+    made = torch.nn.Sequential(torch.nn.Identity())
+    made[0].keep = keep
+    made[0].register_buffer("rows", torch.tensor([rows]), persistent=False)
+    return made
+
+
 @dataclass(frozen=True)
 class Hidden:
     weights: Any = field(repr=False)
@@ -391,7 +422,8 @@ class Plain:
         lambda page: Top(weights(page)),
         lambda page: Top(Pair(weights(page), 0.5)),
         lambda page: Top(OrderedDict(of=Learned(weights(page)))),
-        lambda page: Hidden(weights(page)), Called, Hidden,
+        lambda page: Hidden(weights(page)), Called, Hidden, sketched, loaded,
+        lambda page: Top(module(keep=page)), lambda page: Top(module(rows=page)),
         lambda page: Top(learnt(page)), lambda page: Learned(learnt(page)),
         lambda page: Learned([Plain(page)]), lambda page: Top(Plain(learnt(page))),
         lambda page: Quiet(page=page),

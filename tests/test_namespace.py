@@ -257,7 +257,7 @@ def test_a_setting_of_a_quantization_counts_whatever_it_is_called(tmp_path):
         ({"a.bin": "a", "b.bin": "b", "pytorch_model.bin.index.json": ""}, "68b8995e8c1db1ef"),
         ({"pytorch_model.bin": "a", "tokenizer.bin": "b"}, "d611326926a91c48"),
         (
-            {"a.safetensors": "a", "other.safetensors": "b", "pytorch_model.bin": "a"},
+            {"a.safetensors": "a", "other.safetensors": "b", "training.bin": "a"},
             "a2263fe7d55c514f",
         ),
     ],
@@ -276,6 +276,29 @@ def test_a_directory_keeps_its_name(tmp_path, files, name):
         else:
             (tmp_path / file).write_bytes(what.encode() * 1000)
     assert namespace_of(tmp_path).hex()[:16] == name
+
+
+def test_an_old_checkpoint_that_saved_its_angles_is_the_model_it_makes(saved):
+    """Transformers passes them by and has its own: the model in memory had a name of its own, and
+    `explain --model` found nothing of what it had stored."""
+    file = saved / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    assert namespace_of(load(saved)) == namespace_of(saved)
+
+
+def test_an_adapter_in_the_same_folder_does_not_stand_for_the_models_weights(tmp_path):
+    """Transformers loads pytorch_model.bin there, and nothing of that was in the name: what was
+    trained on found the KV of what it had been."""
+    path = tmp_path / "model"
+    tiny().config.save_pretrained(path)
+    safetensors.torch.save_file({"a": torch.ones(4)}, path / "adapter_model.safetensors")
+    names = set()
+    for seed in (1, 2):
+        torch.save(tiny(seed=seed).state_dict(), path / "pytorch_model.bin")
+        names.add(namespace_of(path))
+    assert len(names) == 2
 
 
 def test_other_weight_formats_are_read_as_files(tmp_path):

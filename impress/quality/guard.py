@@ -5,8 +5,9 @@ known.
     exact answers, each a shadow       a share of requests a shadow             as earning
 
 A *shadow* is a request whose chosen rows were weighed against all keys; it is *clean* when the
-softmax weight left out, of the worst layer, is within the target and a tolerance. Pure: counts and
-masses in, decisions out; no clock and no chance, so the same requests leave the same ledger.
+softmax weight left out, of the worst layer, is within the target and a tolerance: of the prompt's
+new tokens, not of those of the answer, which attend to the same rows. Pure: counts and masses in,
+decisions out; no clock and no chance, so the same requests leave the same ledger.
 
 The statistic is the share of requests that are not clean, its upper limit the one-sided 95 %
 Clopper-Pearson bound. Not the mean mass: a selector told to miss at most a tenth misses nearly

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from functools import partial, partialmethod
+from functools import cached_property, partial, partialmethod
 from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
 from typing import Any, Final
 
@@ -56,7 +56,8 @@ def _settings(policy: Any) -> str:
             said = f"{kind.__qualname__} {policy.name}{''.join(settings)}"
         if kind.__module__ == built_in.__name__:
             return said
-        shared = (f" {name}={_told(value)}" for name, value in _of_class(kind))
+        besides = [*(_hidden(policy) if is_dataclass(policy) else ()), *_of_class(kind)]
+        shared = (f" {name}={_told(value)}" for name, value in besides)
         return f"{kind.__module__}.{said}{''.join(shared)}"
     except RecursionError:
         return f"{policy!r} {_unlike_all()}"
@@ -133,6 +134,17 @@ def _of_class(kind: type) -> list[tuple[str, Any]]:
     return sorted(found.items())
 
 
+def _hidden(value: Any) -> list[tuple[str, Any]]:
+    """What a dataclass chooses by that it neither takes nor shows, by name: such fields, and what
+    it has set itself beside them. Not what is worked out once it is asked for."""
+    told = {field.name for field in fields(value) if field.repr or field.init}
+    state = {field.name: getattr(value, field.name, None) for field in fields(value)}
+    state |= dict(_state_of(value))
+    kept = {name for kind in type(value).__mro__ for name, of in vars(kind).items()
+            if isinstance(of, cached_property)}  # fmt: skip
+    return sorted((name, state[name]) for name in state.keys() - told - kept)
+
+
 def _state_of(value: Any) -> list[tuple[str, Any]]:
     """What an object keeps, in its dict and its slots, by name."""
     state = object.__getstate__(value)
@@ -162,7 +174,7 @@ def _told(value: Any) -> str:
         plain = type(value).__repr__ is _PLAIN_REPR
         said = type(value).__qualname__ if plain else repr(value)
         with suppress(Exception):  # on a device that is gone, say
-            return f"{said} {_learnt(value.state_dict())}"
+            return f"{said} {_learnt({**value.state_dict(), **_beside(value)})}"
         return said
     if _is_array(value):
         with suppress(Exception):  # of no device, say: then its repr has to do
@@ -220,6 +232,16 @@ def _learnt(state: Mapping[str, Any]) -> str:
         else:
             digest.update(f"{name} {_told(value)}".encode())
     return digest.hexdigest()
+
+
+def _beside(module: Any) -> dict[str, Any]:
+    """What a torch.nn.Module chooses by and saves nowhere, of those in it too: plain attributes,
+    and buffers that are not persistent."""
+    found: dict[str, Any] = {}
+    for where, one in getattr(module, "named_modules", tuple)():
+        plain = {name: each for name, each in vars(one).items() if not name.startswith("_")}
+        found |= {f"{where}.{name}": each for name, each in {**plain, **one._buffers}.items()}
+    return found
 
 
 def _in_full(value: Any) -> str:
