@@ -169,8 +169,9 @@ def test_a_buffer_that_comes_back_as_it_is_cut_off_is_not_counted_for_ever(
     ("where", "what", "n"),
     [
         *[(IoPool, "_queue", n) for n in range(2)],  # of reads: later ones are of what climbs
-        *[(loads, what, n) for what in ("rows_by_tier", "plan_reads") for n in range(3)],
-        *[(loads.Load, what, n) for what in ("_unpin", "brought", "_tensor") for n in range(3)],
+        *[(loads, what, n) for what in ("rows_by_tier", "plan_reads") for n in range(2)],
+        *[(loads.Load, "_unpin", n) for n in range(2)],
+        *[(loads.Load, what, n) for what in ("brought", "_tensor") for n in range(3)],
     ],
     ids=lambda of: getattr(of, "__name__", str(of)),
 )
@@ -189,7 +190,6 @@ def test_an_interrupted_request_leaves_nothing_taken(
                 session.prefetch()
                 for layer in range(store.geometry.n_layers):
                     session.retrieve(layer, None)
-                raise KeyboardInterrupt  # call n never came
     assert taken(store) == before
     assert_serves(store, TOKENS, 256)
 

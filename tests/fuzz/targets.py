@@ -332,12 +332,16 @@ _SHAPES = st.fixed_dictionaries(
     },
 )  # fmt: skip
 _IDENTITIES = st.binary(max_size=60) | _SHAPES.map(lambda raw: repr(raw).replace("'", '"').encode())
-_COMMANDS = ["inspect", "explain", "verify", "rebuild", "purge", "repack", "doctor", "run"]
+_COMMANDS = [
+    "inspect", "explain", "verify", "rebuild", "purge", "repack", "doctor", "run", "vllm-config",
+]  # fmt: skip
 _OPTIONS = [
     "--store", "--tree", "--prefix", "--metrics", "--json", "--query", "--model", "--policy",
-    "--dry-run", "--namespace", "--tenant", "--no-measure", "--help", "-h", "--version", "--mass",
-    "--keep", "prompt", "golden_v1", "/nonexistent", "nothing", "-1", "0", "70000", "1e309", "nan",
-    "golden", "another", "alice", "paper", "quality", "exact", "--", "-", "", "=", "\0", "\n", "é",
+    "--dry-run", "--namespace", "--tenant", "--no-measure", "--help", "-h", "--version",
+    "--max-missing-mass", "--max-new-tokens", "--tenant-secret-file", "--disk-gib", "--dram-mib",
+    "--floor", "--keep", "prompt", "golden_v1", "/nonexistent", "nothing", "-1", "0", "70000",
+    "1e309", "nan", "golden", "another", "alice", "paper", "quality", "exact", "--", "-", "", "=",
+    "\0", "\n", "é",
 ]  # fmt: skip
 _PROMPTS = st.binary(max_size=40) | st.lists(_VALUES, max_size=6).map(lambda v: repr(v).encode())
 _PROMPTS |= st.sampled_from(
