@@ -79,7 +79,7 @@ class Config(BaseModel):
     durable: bool = True
     """False skips fdatasync: for measurements only, a power cut may lose what was flushed."""
     repack_every_s: float = Field(default=600.0, ge=0, le=LONGEST_S)
-    """How often rows that are chosen often are moved together, in the background. 0: never."""
+    """How often often-chosen rows are packed side by side, in the background. 0: never."""
     repack_bytes_per_s: int = Field(default=64 * MIB, ge=MIB, le=MOST_BYTES)
     """Most bytes a second that repacking reads and writes."""
     repack_space_bytes: int = Field(default=4096 * MIB, ge=0, le=MOST_BYTES)

@@ -297,7 +297,7 @@ class PrefixStore:
         return leaving.purge(lambda _, root: root in roots)
 
     def repack(self, *, dry_run: bool = False, max_bytes: int | None = None) -> RepackReport:
-        """Move rows that are chosen often together, at most max_bytes of them (None: no bound).
+        """Pack often-chosen rows side by side, at most max_bytes of them (None: no bound).
 
         Waits for it. Raises ImpressError where this process has not opened it for writing.
         """

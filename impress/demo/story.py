@@ -68,7 +68,7 @@ def _reuse(folder: Path, which: str) -> tuple[list[Row], dict[str, Any]]:
     changed = sum(row["changes_without_prefix"] for row in rows if row["mode"] == "ssd")
     _say(
         "The weights are random, so the answers mean nothing; but without the rows read from the "
-        f"store {changed} of {n_questions} would be others. {_reading(answered['direct_io'])}"
+        f"store {changed} of {n_questions} would differ. {_reading(answered['direct_io'])}"
     )
     return rows, {
         "model_weights": computed["weights"], "document_tokens": computed["tokens"],
@@ -109,10 +109,10 @@ def _repacked(folder: Path, which: str, before: dict[str, float]) -> list[Row]:
     asked = SIZES[which]
     n_questions = n_asked(asked, asked.repacked_questions)
     out.print()
-    _head("3  What is chosen often is moved together.")
+    _head("3  Often-chosen rows are packed side by side.")
     _say(
         "The stores have noted which rows were chosen. A new process repacks them by that, then "
-        f"asks {n_questions} questions: other ones, except that the diffuse task has too few."
+        f"asks {n_questions} new questions (the diffuse task has too few, and repeats some)."
     )
     found = run_step("ask_again", folder, which)
     moved, rows = found["moved"], found["rows"]
@@ -144,7 +144,7 @@ def _explain(figures: dict[str, float]) -> None:
         "as full KV: the same answer as all rows give, right or wrong. fell back: layers loaded "
         "whole because the policy could not choose. rows chosen: of all rows, those layers "
         "included. wanted: chosen rows and the records read to choose them; moved: what left the "
-        "SSD for that, pieces being larger than rows; both of exact's bytes.",
+        "SSD for that, pieces being larger than rows; both as % of exact's.",
         f"Estimated missing mass of the worst layer, mean: {', '.join(masses)}.",
         "Times: all of a prefix is 8 MiB here, and bringing that can be quicker than choosing from "
         "it. What this act shows is answers and bytes.",

@@ -1,1 +1,1 @@
-"""Rows read together moved together, in the background."""
+"""Often-chosen rows packed side by side, in the background."""
